@@ -16,6 +16,7 @@ from diloco_operator.kube.client import configuration
 from diloco_operator.kube.errors import ConfigError
 from diloco_operator.settings import SettingsError, load
 from diloco_protocol.common import bounded_json
+from diloco_protocol.common.process import raise_file_limit
 
 
 def main() -> int:
@@ -28,6 +29,7 @@ def main() -> int:
     except (SettingsError, ConfigError) as error:
         print(f"diloco_operator: {error}", file=sys.stderr)
         return 2
+    raise_file_limit()
     return asyncio.run(run(settings, config))
 
 

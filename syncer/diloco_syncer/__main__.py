@@ -16,6 +16,7 @@ from pathlib import Path
 from diloco_protocol.common import logs
 from diloco_protocol.common.cpu_quota import usable_cores
 from diloco_protocol.common.http_server import AddressError
+from diloco_protocol.common.process import raise_file_limit
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.spec.load import JobError, read_job
 from diloco_protocol.vocabulary import SyncerExit
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     _log("", given.log_level)
     give_back_freed_arrays()
+    raise_file_limit()
     # Before it serves there is nothing to bring to rest: whatever is in the store is whole. Said
     # explicitly, because the first process of a container has no default for this signal.
     before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

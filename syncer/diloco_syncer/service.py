@@ -29,6 +29,7 @@ from diloco_protocol.common.http_server import (
     HttpServer,
     Page,
     json_page,
+    kept_page,
     listen_on,
     split_address,
     text_page,
@@ -170,9 +171,9 @@ def _pages(syncer: Syncer) -> Mapping[str, Page]:
 
     status = syncer.status_page.status
     return {
-        "/status": json_page(status),
-        "/report": json_page(syncer.report),
-        "/metrics": text_page(lambda: (200, exposition(status)), METRICS_TYPE),
+        "/status": kept_page(json_page(status)),
+        "/report": kept_page(json_page(syncer.report)),
+        "/metrics": kept_page(text_page(lambda: (200, exposition(status)), METRICS_TYPE)),
         "/healthz": text_page(health_page),
         "/readyz": text_page(health_page),
     }

@@ -1,7 +1,10 @@
 """A minimal HTTP/1.1 server for pages that are read and change nothing: status, metrics, probes, export.
 
-Theory of operation. One request per connection, GET only, of at most ``MAX_REQUEST`` bytes and ``REQUEST_SECONDS``; at
-most ``MAX_CONNECTIONS`` at once, whoever comes beyond that is told to try again. A page is a function without arguments
+Theory of operation. One request per connection, GET only, of at most ``MAX_REQUEST`` bytes and ``REQUEST_SECONDS``. At
+most ``MAX_CONNECTIONS`` are open at once. They are counted when they are accepted; for each beyond that the oldest one
+that has asked nothing yet is closed, else the oldest one. So connections that only lie there neither use up a process's
+descriptors nor keep a probe out. Where descriptors run out all the same, some of the oldest are closed and accepting
+pauses for ``PAUSE_SECONDS``. A page is a function without arguments
 that gives status, content type and body; a body that is too large for one piece is a ``Stream``, whose chunks are made
 as the reader takes them. A reader that takes nothing for ``STALL_SECONDS`` is hung up on.
 
@@ -19,6 +22,7 @@ import errno
 import logging
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -31,6 +35,9 @@ MAX_REQUEST = 16 << 10
 REQUEST_SECONDS = 10.0  # to ask, and to take an answer that is one piece
 STALL_SECONDS = 30.0  # without a byte taken of a stream
 MAX_CONNECTIONS = 64
+PAUSE_SECONDS = 0.2  # of accepting, when descriptors or memory ran out
+_KEPT_TIMES, _KEPT_SECONDS = 20, 0.5  # how long a page is kept: so many times what it took to make, and at most
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 
@@ -52,14 +59,16 @@ class AddressError(Exception):
     """An address cannot be listened on; the message names it and the cure."""
 
 
-def json_page(document: Callable[[], BaseModel]) -> Page:
+def json_page(document: Callable[[], BaseModel]) -> Callable[[], Answer]:
     def page() -> Answer:
         return 200, "application/json", document().model_dump_json().encode() + b"\n"
 
     return page
 
 
-def text_page(text: Callable[[], tuple[int, bytes]], content_type: str = "text/plain; charset=utf-8") -> Page:
+def text_page(
+    text: Callable[[], tuple[int, bytes]], content_type: str = "text/plain; charset=utf-8"
+) -> Callable[[], Answer]:
     """A page of plain text; ``text`` gives status and body."""
 
     def page() -> Answer:
@@ -67,6 +76,23 @@ def text_page(text: Callable[[], tuple[int, bytes]], content_type: str = "text/p
         return status, content_type, body
 
     return page
+
+
+def kept_page(page: Callable[[], Answer]) -> Page:
+    """The page, made at most so often that it takes a twentieth of a thread's time, however often it is asked for."""
+    made: Answer | None = None
+    until = 0.0
+
+    def kept() -> Answer:
+        nonlocal made, until
+        begun = time.monotonic()
+        if made is None or begun >= until:
+            made = page()
+            ended = time.monotonic()
+            until = ended + min(_KEPT_SECONDS, _KEPT_TIMES * (ended - begun))
+        return made
+
+    return kept
 
 
 def split_address(address: str, name: str) -> tuple[str, int]:
@@ -108,8 +134,10 @@ def listen_on(address: str, name: str) -> socket.socket:
 class HttpServer:
     def __init__(self, pages: Mapping[str, Page]) -> None:
         self._pages = pages
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        # In the order in which they came: those that have not asked yet, and all.
+        self._asking: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError if it cannot be had."""
@@ -118,30 +146,63 @@ class HttpServer:
 
     async def serve(self, listening: socket.socket) -> int:
         """Serve on a listening socket, which is this object's from now on; returns its port."""
-        self._server = await asyncio.start_server(self._serve, sock=listening, limit=MAX_REQUEST)
+        listening.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept_all(listening))
         return int(listening.getsockname()[1])
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            for writer in self._open:  # whoever has not asked yet gets no answer
-                writer.close()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(2):
-                    await self._server.wait_closed()
+        """Hang up on everybody; whoever has not asked yet gets no answer."""
+        if self._accepting is None:
+            return
+        tasks = [self._accepting, *self._open]
+        self._close_oldest(len(tasks))
+        self._accepting.cancel()
+        await asyncio.wait(tasks, timeout=2)
+
+    async def _accept_all(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                try:
+                    front, _ = await loop.sock_accept(listening)
+                    reader, writer = await asyncio.open_connection(sock=front, limit=MAX_REQUEST)
+                except OSError as error:
+                    if error.errno in _NO_ROOM:
+                        self._close_oldest(MAX_CONNECTIONS // 4)
+                        await asyncio.sleep(PAUSE_SECONDS)
+                    continue  # else the caller has left already
+                if len(self._open) >= MAX_CONNECTIONS:
+                    self._close_oldest(1)
+                task = loop.create_task(self._serve(reader, writer))
+                self._asking[task] = self._open[task] = writer
+                task.add_done_callback(self._forget)
+
+    def _close_oldest(self, count: int) -> None:
+        """Close so many connections, first those that have asked nothing."""
+        for task, writer in [*self._asking.items(), *self._open.items()][:count]:
+            self._forget(task)
+            writer.transport.abort()
+            task.cancel()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._asking.pop(task, None)
+        self._open.pop(task, None)
+        if not task.cancelled() and task.done() and (error := task.exception()) is not None:
+            log.error("a fault of this program, in the status pages", exc_info=error)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 page = await self._asked(reader)
+            task = asyncio.current_task()
+            assert task is not None
+            self._asking.pop(task, None)
             # Making a large body ready (its checksum) may take longer than a request.
             status, content_type, body = await self._answer(page) if callable(page) else page
             await self._send(writer, status, content_type, body)
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             log.debug("http: %s", error)
         finally:
-            self._open.discard(writer)
             writer.close()
 
     async def _answer(self, page: Page) -> Answer:
@@ -184,8 +245,6 @@ class HttpServer:
             return 400, "text/plain", b"the request is too long\n"
         except ValueError:
             return 400, "text/plain", b"not an HTTP request\n"
-        if len(self._open) > MAX_CONNECTIONS:
-            return 503, "text/plain", b"too many connections: try again\n"
         if method != "GET":
             return 405, "text/plain", b"only GET\n"
         page = self._pages.get(target.partition("?")[0])

@@ -1,12 +1,16 @@
-"""A process that does not outlive its parent. Standard library only: child_guard.py runs it without site-packages."""
+"""A process that does not outlive its parent, and one with many connections. Standard library only: child_guard.py
+runs it without site-packages."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_MOST_FILES = 1 << 16  # each learner has five connections, of two descriptors under TLS
 
 
 def set_parent_death_signal(number: int) -> None:
@@ -21,3 +25,12 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     set_parent_death_signal(number)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files and connections as it may: a login shell's soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

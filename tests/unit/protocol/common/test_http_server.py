@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
+import resource
+import socket
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -87,16 +91,68 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
     served(test)
 
 
-def test_too_many_connections_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
-
+def test_idle_connections_keep_nobody_out_and_use_up_nothing() -> None:
     async def test(port: int) -> None:
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        assert (await ask(port, b"GET /status HTTP/1.1\r\n\r\n"))[0] == 503
+        before = len(os.listdir("/proc/self/fd"))
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4 * http_server.MAX_CONNECTIONS)]
+        for _ in range(3):
+            assert (await ask(port, b"GET /status HTTP/1.1\r\n\r\n"))[0] == 200
+        served = len(os.listdir("/proc/self/fd")) - before - len(idle)
+        assert served <= http_server.MAX_CONNECTIONS
+        assert await idle[0][0].read() == b""  # the oldest were closed
         for _, writer in idle:
             writer.close()
 
     served(test)
+
+
+def test_a_process_without_descriptors_makes_room_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """No traceback, and no turn of the event loop after the other."""
+
+    async def test(port: int) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        late = socket.socket()
+        late.setblocking(False)
+        spare: list[int] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.dup(late.fileno()))
+            loop = asyncio.get_running_loop()
+            with contextlib.suppress(BlockingIOError):
+                late.connect(("127.0.0.1", port))
+            await loop.sock_sendall(late, b"GET /status HTTP/1.1\r\n\r\n")
+            assert await idle[0][0].read() == b""  # closed, for the one that asks
+            assert b" 200 " in await loop.sock_recv(late, 4096)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in (*spare, late.detach()):
+                os.close(descriptor)
+        for _, writer in idle:
+            writer.close()
+
+    served(test)
+    assert not caplog.records
+
+
+def test_a_page_that_is_asked_for_again_and_again_is_made_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, made = [0.0], [0]
+
+    def page() -> Answer:
+        made[0] += 1
+        now[0] += 0.01
+        return 200, "x/y", b"%d" % made[0]
+
+    monkeypatch.setattr(http_server.time, "monotonic", lambda: now[0])
+    kept = http_server.kept_page(page)
+    for _ in range(1000):
+        kept()
+        now[0] += 0.001
+    assert made[0] <= 6  # in a second, of which it may take a twentieth
+    now[0] += 1.0
+    assert kept() == (200, "x/y", b"%d" % made[0])
 
 
 def test_numbers_that_json_has_not_become_null() -> None:
