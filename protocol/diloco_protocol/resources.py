@@ -93,15 +93,16 @@ def _syncer_volume(spec: JobSpec, sizes: Sequence[int]) -> int:
 
 def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
     sync, parameters, largest = spec.sync, sum(sizes), max(sizes)
-    delta = sync.compression.down.startswith("delta-")
-    whole = sum(payload_bytes("float32" if delta else sync.compression.down, size) for size in sizes)
-    updates = sum(payload_bytes(sync.compression.down, size) for size in sizes) if delta else 0
+    down = sync.compression.down
+    sent = sum(payload_bytes(down, size) for size in sizes)
+    # The newest whole broadcast is the parameters themselves where float32 is sent, and so is what a delta is of.
+    broadcasts = sent if down == "float32" else 2 * sent
+    overtaken = (1 if down == "bfloat16" else 2) * parameters  # half a model, for those who still read it
     rounds = max(1, math.ceil(sync.overlap * len(sizes) / sync.every))
     push = 4 * largest + payload_bytes(sync.compression.up, largest)
     merge = 4 * largest * (2 * record_floats(sync) + 2)
-    return (
-        BASE_BYTES + 4 * record_floats(sync) * parameters + 2 * (whole + updates) + rounds * spec.slots * push + merge
-    )
+    model = 4 * record_floats(sync) * parameters + broadcasts + overtaken
+    return BASE_BYTES + model + rounds * spec.slots * push + merge
 
 
 def _learner_memory(spec: JobSpec, sizes: Sequence[int]) -> int:

@@ -277,10 +277,12 @@ async def test_control_calls_of_an_operator(syncer: SyncerProcess) -> None:
         await until(lambda: any(event["kind"] == "first-step" for event in syncer.status()["events"]))
         told = await calls.call("status")
         page = syncer.status()
-        assert {**told, "elapsed_seconds": 0, "slots": 0} == {**page, "elapsed_seconds": 0, "slots": 0} | {
-            "tokens_per_second": told["tokens_per_second"],
-            "uptime": told["uptime"],
-        }
+        assert {**told, "elapsed_seconds": 0, "slots": 0, "rounds": 0} == {
+            **page,
+            "elapsed_seconds": 0,
+            "slots": 0,
+            "rounds": 0,
+        } | {"tokens_per_second": told["tokens_per_second"], "uptime": told["uptime"]}
         assert (told["step"], told["loss"]) == (3, 2.0)
         slot = told["slots"][0]
         assert (slot["process"], slot["state"], slot["ready"]) == (client.process, "active", True)
