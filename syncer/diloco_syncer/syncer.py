@@ -42,6 +42,7 @@ from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.listener import TlsListener
 from diloco_syncer.server.uploads import Uploads
 from diloco_syncer.store.checkpoint import Checkpoints, Restored
+from diloco_syncer.store.spool import Spool
 from diloco_syncer.store.tape import Tape
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ class Syncer:
         self.durability = Durability(
             checkpoints, tape, self._snapshot, self._on_store_problem, restored.optimizer, restored.optimizer_bytes
         )
-        self.relay = OptimizerRelay(model, self.durability, emit)
+        spool = Spool(checkpoints.store.local_path("spool"))
+        self.relay = OptimizerRelay(model, self.durability, spool, emit)
         self.sessions = Sessions(
             job,
             core,
@@ -110,13 +112,13 @@ class Syncer:
         )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()
-        self._multipart = MultipartUploads()
+        self._multipart = MultipartUploads(self.relay.note_chunk)
         self.pushes = ReceivedPushes(
             core, model, self.durability, self._buffers, self._decode_thread, emit, self.driver.run_task, self._refused
         )
         seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
         self.merger = Merger(core, model, self.pushes, self.durability, emit, restored.number, seconds)
-        self.initial_model = InitialModelUpload(name, core, model, self.durability, emit)
+        self.initial_model = InitialModelUpload(name, core, model, self.durability, spool, emit)
         versions = VersionUploads(
             name, core, model, self.durability, self._decode_thread, self.merger.next_number, emit
         )

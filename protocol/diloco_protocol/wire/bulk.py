@@ -80,8 +80,11 @@ def chunks(data: Any) -> Iterator[bytes]:
         yield bytes(view[start : start + limits.CHUNK_BYTES])
 
 
-async def receive_into(stream: AsyncIterator[bytes], target: memoryview) -> int:
-    """Receive exactly ``target.nbytes`` of raw chunks into ``target``; returns their checksum.
+async def receive_into(
+    stream: AsyncIterator[bytes], target: memoryview, note_chunk: Callable[[], None] = lambda: None
+) -> int:
+    """Receive exactly ``target.nbytes`` of raw chunks into ``target``; returns their checksum. ``note_chunk`` is
+    called after each chunk.
 
     Raises ``WireError`` for a chunk too large, too many or too few bytes, and for a
     sender that stalls for ``STALL_SECONDS``.
@@ -105,6 +108,7 @@ async def receive_into(stream: AsyncIterator[bytes], target: memoryview) -> int:
         target[position : position + len(chunk)] = chunk
         digest.update(chunk)
         position += len(chunk)
+        note_chunk()
     if position != target.nbytes:
         raise WireError(f"{position} bytes came, {target.nbytes} were announced")
     return digest.intdigest()

@@ -38,8 +38,8 @@ class CoreConfig:
     evaluation_seconds: float = 120.0  # the longest wait for progress of the final evaluation
     most_evaluation_seconds: float = 4 * 3600.0  # and for the score in all, however it comes on
     evaluator_seconds: float = 20.0  # the wait for an evaluator that never scored and is not connected
-    peer_seconds: float = 30.0  # the longest wait for a peer's optimizer state
-    checkpoint_seconds: float = 20.0  # and for the one that goes into the checkpoint
+    peer_seconds: float = 30.0  # the longest wait for another byte of a peer's optimizer state
+    checkpoint_seconds: float = 20.0  # and of the one that goes into the checkpoint
     rebuild_seconds: float = 30.0  # an empty store's wait for learners beyond the quorum
 
     @classmethod

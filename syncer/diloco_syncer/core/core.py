@@ -282,6 +282,8 @@ class Core:
                 self._donors.request(event, now)
             case ev.PeerStateReceived():
                 self._donors.received(event.transfer)
+            case ev.PeerStateAdvanced():
+                self._donors.advanced(event.transfer, now)
             case ev.PeerStateFailed():
                 self._donors.failed(event.connection, event.transfer)
             case ev.LostVersionStored():

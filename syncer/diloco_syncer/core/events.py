@@ -136,6 +136,13 @@ class PeerStateReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStateAdvanced:
+    """Bytes of a state that was asked for have come."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
 class PeerStateFailed:
     """That process cannot give the state, or what it gave did not come through."""
 
@@ -180,6 +187,7 @@ Event = (
     | EndRequested
     | PeerStateRequested
     | PeerStateReceived
+    | PeerStateAdvanced
     | PeerStateFailed
     | LostVersionStored
     | LostVersionFailed

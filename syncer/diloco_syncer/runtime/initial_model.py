@@ -24,6 +24,7 @@ from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.common.files import Buffer
 from diloco_protocol.vocabulary import JobPhase, TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.bulk import allocate as allocate_memory
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
@@ -31,6 +32,7 @@ from diloco_syncer.runtime.global_model import GlobalModel, first_records
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store import records
 from diloco_syncer.store.records import Array, Floats, MergeRecord
+from diloco_syncer.store.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +55,19 @@ class InitialModelUpload:
     """The one upload of version 0 that is under way. ``job``: its name."""
 
     def __init__(
-        self, job: str, core: Core, model: GlobalModel, durability: Durability, emit: Callable[[ev.Event], None]
+        self,
+        job: str,
+        core: Core,
+        model: GlobalModel,
+        durability: Durability,
+        spool: Spool,
+        emit: Callable[[ev.Event], None],
     ) -> None:
         self._job = job
         self._core = core
         self._model = model
         self._durability = durability
+        self._spool = spool
         self._emit = emit
         self._connection = 0
         self._watched = 0  # the connection that was asked, as last seen
@@ -82,7 +91,9 @@ class InitialModelUpload:
         try:
             size = self.check_part(connection, part, fragment, header.total_bytes)
             attempt = self.attempt
-            whole = await read(("initial", header.process, part, fragment), lambda: np.empty(size, np.uint8))
+            # Frozen parameters may be larger than all that is trained, and are not needed here.
+            allocate = self._spool.allocate if part == FROZEN else allocate_memory
+            whole = await read(("initial", header.process, part, fragment), lambda: allocate(size))
             if whole is None:
                 return None
             if part == FROZEN:
@@ -92,6 +103,9 @@ class InitialModelUpload:
         except InitialRefused as error:
             self._give_up(connection, str(error))
             raise
+        except OSError as error:
+            self._give_up(connection, f"no room for it: {error.strerror}")
+            raise InitialRefused(f"the syncer has no room for it: {error.strerror}") from error
         finally:
             self._under_way -= 1
             self._touched = time.monotonic()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
@@ -70,8 +71,10 @@ class PartialUpload:
 class MultipartUploads:
     """All uploads whose parts are coming."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_chunk: Callable[[Hashable], None] = lambda key: None) -> None:
+        """``note_chunk``: called with an upload's key whenever bytes of it have come."""
         self._open: dict[Hashable, PartialUpload] = {}
+        self._note_chunk = note_chunk
 
     def __len__(self) -> int:
         return len(self._open)
@@ -99,7 +102,7 @@ class MultipartUploads:
             upload.claim_range(header.offset, header.bytes)
         view = bulk.flat(upload.array)[header.offset : header.offset + header.bytes]
         try:
-            digest = await bulk.receive_into(stream, view)
+            digest = await bulk.receive_into(stream, view, partial(self._touch, upload))
             if digest != header.checksum:
                 raise bulk.ChecksumError("the part's checksum is wrong")
             if upload.broken:
@@ -123,6 +126,10 @@ class MultipartUploads:
             raise ValueError(f"a buffer of {array.nbytes} bytes for a payload of {size}")
         upload = self._open[key] = PartialUpload(key, process, array)
         return upload
+
+    def _touch(self, upload: PartialUpload) -> None:
+        upload.touched = time.monotonic()
+        self._note_chunk(upload.key)
 
     def _drop(self, upload: PartialUpload) -> None:
         upload.broken = True

@@ -1,20 +1,15 @@
 """Inner optimizer states on their way from a healthy learner to a newcomer, or to the checkpoint.
 
-A state is as large as two or three models, so it is spooled to a temporary file and served from there in bounded
-parts; it never lies in memory as a whole. The file's space is allocated before the first byte (a full disk is an
-error then, not a fault in a mapped page). At most ``MAX_RELAYED`` transfers are kept, the oldest goes.
+A state is as large as two or three models, so it is spooled to a file and served from there in bounded parts; it never
+lies in memory as a whole. At most ``MAX_RELAYED`` transfers are kept, the oldest goes.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
 
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
@@ -25,8 +20,9 @@ from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store.records import Array
+from diloco_syncer.store.spool import Spool
 
-MAX_RELAYED = 4
+MAX_RELAYED = 2  # all newcomers that wait share one
 SLACK = 64 << 20  # names, scalars, per-row statistics
 STATES_PER_PARAMETER = 4  # float32 values an inner optimizer may keep per parameter
 
@@ -39,14 +35,26 @@ class Relayed:
     versions: tuple[Held, ...]
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """A state that comes in. ``until``: time.monotonic() when it must be here; ``tell_at``: of its next progress."""
+
+    transfer: int
+    until: float
+    tell_at: float = 0.0
+
+
 class OptimizerRelay:
     """Transfers that were requested, and those that have arrived."""
 
-    def __init__(self, model: GlobalModel, durability: Durability, emit: Callable[[ev.Event], None]) -> None:
+    def __init__(
+        self, model: GlobalModel, durability: Durability, spool: Spool, emit: Callable[[ev.Event], None]
+    ) -> None:
         self._model = model
         self._durability = durability
         self._emit = emit
-        self._directory = tempfile.TemporaryDirectory(prefix="diloco-relay-")
+        self._spool = spool
+        self._under_way: dict[Hashable, UnderWay] = {}
         self._expected: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # transfer -> connection, checkpoint
         self._arrived: OrderedDict[int, Relayed] = OrderedDict()
 
@@ -54,7 +62,8 @@ class OptimizerRelay:
         """Expect that a connection uploads its state under ``transfer``; for the ``checkpoint``, or a newcomer."""
         self._expected[transfer] = (connection, checkpoint)
         while len(self._expected) > 64:
-            self._expected.popitem(last=False)
+            forgotten, _ = self._expected.popitem(last=False)
+            self._under_way.pop(("peer", forgotten), None)
 
     async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a state that was asked for."""
@@ -69,14 +78,17 @@ class OptimizerRelay:
         if len(header.peer_state.versions) > limits.MAX_FRAGMENTS:
             raise WireError("versions: more than there can be fragments")
         held = tuple(convert.from_wire(Held, version) for version in header.peer_state.versions)
+        key = ("peer", transfer)
+        self._under_way.setdefault(key, UnderWay(transfer, time.monotonic() + limits.transfer_seconds(size)))
         try:
-            whole = await read(("peer", transfer), lambda: self._allocate(size))
+            whole = await read(key, lambda: self._spool.allocate(size))
         except OSError as error:
             self._emit(ev.PeerStateFailed(connection, transfer))
             raise UploadRefused(TransferRefusal.NO_SPACE, f"the syncer has no room for it: {error.strerror}") from error
         if whole is None:
             return None
         self._expected.pop(transfer, None)
+        self._under_way.pop(key, None)
         self._arrived[transfer] = Relayed(whole, held)
         while len(self._arrived) > MAX_RELAYED:
             self._arrived.popitem(last=False)
@@ -85,24 +97,17 @@ class OptimizerRelay:
         self._emit(ev.PeerStateReceived(transfer))
         return upload_reply(True)
 
-    def _allocate(self, size: int) -> Array:
-        """A file of ``size`` bytes as uint8[size]; unlinked already, gone when nobody uses it.
-
-        Raises OSError if there is no space.
-        """
-        if size == 0:
-            return np.empty(0, np.uint8)
-        descriptor, name = tempfile.mkstemp(dir=self._directory.name)
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-            return np.memmap(Path(name), np.uint8, "r+", shape=(size,))
-        finally:
-            os.close(descriptor)
-            os.unlink(name)
+    def note_chunk(self, key: Hashable) -> None:
+        """Some bytes of an upload came. Of a state the core hears so about once a second, as long as it comes on as
+        fast as a transfer must."""
+        under_way = self._under_way.get(key)
+        now = time.monotonic()
+        if under_way is not None and now >= under_way.tell_at and now < under_way.until:
+            under_way.tell_at = now + 1.0
+            self._emit(ev.PeerStateAdvanced(under_way.transfer))
 
     def find_arrived(self, transfer: int) -> Relayed | None:
         return self._arrived.get(transfer)
 
     def close(self) -> None:
         self._arrived.clear()
-        self._directory.cleanup()

@@ -1,10 +1,10 @@
 """Whose inner optimizer state a newcomer gets (algorithm.md section 8).
 
-A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload its state;
-if that fails or takes too long, the next one is asked; if there is none left, the newcomer is told so. Where all
-learners were lost at once, some find their own state on a disk, and are healthy after their first step. A newcomer that
-found none requests again, *patient*, and these are waited for. When all leave, the state of one learner goes into the
-job's checkpoint in the same way.
+A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload its state,
+for all who wait; if that fails or nothing of it comes for too long, the next one is asked; if there is none left, the
+newcomer is told so. Where all learners were lost at once, some find their own state on a disk, and are healthy after
+their first step. A newcomer that found none requests again, *patient*, and these are waited for. When all leave, the
+state of one learner goes into the job's checkpoint in the same way.
 """
 
 from __future__ import annotations
@@ -61,6 +61,15 @@ class StateDonors:
             if transfer and request.transfer == transfer:
                 self._answer(request.connection, transfer)
 
+    def advanced(self, transfer: int, now: float) -> None:
+        """Bytes of a state have come: those who wait for it wait on."""
+        config = self.state.config
+        for request in self._requests.values():
+            if transfer and request.transfer == transfer:
+                checkpoint = request.connection == CHECKPOINT
+                patience = config.checkpoint_seconds if checkpoint else config.peer_seconds
+                request.deadline = max(request.deadline, now + patience)
+
     def failed(self, donor: int, transfer: int) -> None:
         """The donor (a connection) has no state, or its upload broke: the next one is asked. What others say of the
         transfer changes nothing."""
@@ -81,6 +90,8 @@ class StateDonors:
         for request in list(self._requests.values()):
             if request.transfer and now < request.deadline:
                 continue
+            if not self.state.is_ending and self._share_transfer(request, now):
+                continue
             donor = None if self.state.is_ending else self._healthiest(request.tried | set(self._requests))
             if donor is None and now < request.patience and somebody_begins:
                 request.transfer = 0
@@ -88,6 +99,16 @@ class StateDonors:
                 self._answer(request.connection, 0)
             else:
                 self._ask(request, donor, now + self.state.config.peer_seconds)
+
+    def _share_transfer(self, request: DonorRequest, now: float) -> bool:
+        """Have the newcomer wait for the state that another one waits for; False: there is none for it."""
+        for other in self._requests.values():
+            asked = other.transfer and now < other.deadline and other.donor not in request.tried
+            if asked and other.donor not in self._requests and CHECKPOINT not in (other.connection, request.connection):
+                request.tried.add(other.donor)
+                request.transfer, request.donor, request.deadline = other.transfer, other.donor, other.deadline
+                return True
+        return False
 
     def _ask(self, request: DonorRequest, donor: int, deadline: float) -> None:
         request.tried.add(donor)

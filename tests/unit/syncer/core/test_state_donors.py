@@ -88,3 +88,53 @@ def test_who_has_made_no_step_is_not_asked() -> None:
     desk.begin(2)
     desk.join(3, 2)
     assert of(desk.do(ev.PeerStateRequested(3)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
+
+
+def test_a_state_that_comes_on_is_waited_for_however_long_it_takes() -> None:
+    desk = trained()
+    desk.join(3, 2)
+    (ask,) = of(desk.do(ev.PeerStateRequested(3)), ev.RequestPeerState)
+    patience = desk.core.config.peer_seconds
+    for _ in range(10):
+        asked = of(desk.later(0.9 * patience), ev.RequestPeerState)
+        assert not asked
+        desk.do(ev.PeerStateAdvanced(ask.transfer))
+    assert of(desk.do(ev.PeerStateReceived(ask.transfer)), ev.OfferPeerState) == [ev.OfferPeerState(3, ask.transfer)]
+
+    ask = suspended(desk := trained())
+    for _ in range(10):
+        desk.later(0.9 * desk.core.config.checkpoint_seconds)
+        desk.do(ev.PeerStateAdvanced(ask.transfer))
+    assert desk.core.phase is JobPhase.DRAINING
+    desk.later(desk.core.config.checkpoint_seconds)
+    assert desk.core.phase is JobPhase.SUSPENDED
+
+
+def test_all_newcomers_that_wait_share_one_transfer() -> None:
+    desk = Desk(config(slots=5, heartbeat_timeout=1e6))
+    desk.begin(3)
+    for i in range(3):
+        desk.report(i + 1, 4 * (i + 1))
+    asked: list[ev.RequestPeerState] = []
+    for connection in (4, 5):
+        desk.join(connection, connection - 1)
+        asked += of(desk.do(ev.PeerStateRequested(connection)), ev.RequestPeerState)
+    (ask,) = asked
+    told = of(desk.do(ev.PeerStateReceived(ask.transfer)), ev.OfferPeerState)
+    assert told == [ev.OfferPeerState(connection, ask.transfer) for connection in (4, 5)]
+
+
+def test_when_the_shared_donor_fails_the_next_is_asked_once_for_all() -> None:
+    desk = Desk(config(slots=5, heartbeat_timeout=1e6))
+    desk.begin(3)
+    for i in range(3):
+        desk.report(i + 1, 4 * (i + 1))
+    for connection in (4, 5):
+        desk.join(connection, connection - 1)
+        desk.do(ev.PeerStateRequested(connection))
+    first = of(desk.log, ev.RequestPeerState)
+    assert len(first) == 1
+    (second,) = of(desk.do(ev.PeerStateFailed(first[0].connection, first[0].transfer)), ev.RequestPeerState)
+    assert second.connection != first[0].connection
+    told = of(desk.do(ev.PeerStateReceived(second.transfer)), ev.OfferPeerState)
+    assert [offer.connection for offer in told] == [4, 5]

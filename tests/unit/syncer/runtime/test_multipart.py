@@ -133,6 +133,24 @@ def test_bounds() -> None:
     asyncio.run(run())
 
 
+def test_every_chunk_counts_as_progress_of_its_upload() -> None:
+    noted: list[object] = []
+    uploads = MultipartUploads(noted.append)
+
+    async def run() -> None:
+        data = bytes(1000)
+        header = sync_pb2.UploadHeader(process="p", total_bytes=1000, bytes=1000, checksum=bulk.checksum(data))
+
+        async def stream() -> AsyncIterator[bytes]:
+            for start in range(0, 1000, 250):
+                yield data[start : start + 250]
+
+        assert await uploads.receive_part("key", header, stream(), lambda: np.empty(1000, np.uint8)) is not None
+
+    asyncio.run(run())
+    assert noted == ["key"] * 4
+
+
 def test_idle_uploads_are_dropped() -> None:
     async def run() -> None:
         made, data = MultipartUploads(), bytes(100)

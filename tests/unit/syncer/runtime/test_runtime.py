@@ -33,6 +33,7 @@ from diloco_syncer.store import records
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import MergeRecord
+from diloco_syncer.store.spool import Spool
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 from shell_figures import SHELL
@@ -316,6 +317,22 @@ async def test_work_on_version_0_that_grows_with_the_model_is_done_beside_the_ev
         assert bench.syncer.core.initialised
     assert set(seen) == {"from_json", "norm_and_finite", "pack", "theta_digest", "encode"}
     assert threading.get_ident() not in set().union(*seen.values())
+
+
+async def test_frozen_parameters_are_received_into_a_file_on_the_stores_volume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    allocate = Spool.allocate
+    monkeypatch.setattr(Spool, "allocate", lambda self, size: made.append(allocate(self, size)) or made[-1])
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        part = sync_pb2.Initial
+        assert (await bench.upload("a", LAYOUT.to_json().encode(), initial=part(part=part.LAYOUT))).accepted
+        assert (await bench.upload("a", b"frozen", initial=part(part=part.FROZEN))).accepted
+        (array,) = made
+        assert isinstance(array, np.memmap) and array.tobytes() == b"frozen"
+        assert str(array.filename).startswith(str(tmp_path / "spool")) and not list((tmp_path / "spool").iterdir())
 
 
 async def test_version_0_that_is_refused_is_asked_of_somebody_else(tmp_path: Path) -> None:
