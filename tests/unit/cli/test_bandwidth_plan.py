@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bandwidth_plan import parameters_from
+from diloco.bandwidth_plan import Conditions, parameters_from
 from diloco.console import CommandError
 from diloco.export.tensors import write_tensors
 from diloco.main import app
@@ -189,3 +189,9 @@ def test_what_is_no_number_of_parameters(text: str) -> None:
 def test_data_parallel_grows_with_the_learners() -> None:
     assert model.data_parallel(1e9, 1, 1.0) == 0.0
     assert model.data_parallel(1e9, 2, 1.0) < model.data_parallel(1e9, 64, 1.0)
+
+
+def test_steps_of_weeks_are_refused() -> None:
+    Conditions(step_seconds=1e6).check()
+    with pytest.raises(CommandError, match="--step-seconds"):
+        Conditions(step_seconds=1.1e6).check()

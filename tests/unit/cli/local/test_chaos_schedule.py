@@ -104,3 +104,8 @@ def test_choice_depends_on_the_seed() -> None:
     assert len({choose(fault, 0, range(8), seed) for seed in range(50)}) > 4
     named = parse("1s:kill:learner-5")[0]
     assert choose(named, 0, range(8), 0) == 5 and choose(named, 0, range(3), 0) is None
+
+
+def test_a_fault_is_due_at_its_very_time() -> None:
+    schedule = FaultSchedule(parse("20s:kill:learner-0"))
+    assert schedule.due(19.9, 0) == [] and len(schedule.due(20.0, 0)) == 1

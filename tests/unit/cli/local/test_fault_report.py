@@ -105,3 +105,15 @@ def test_the_syncer() -> None:
     told = events((10.1, "suspect", 0, 1), (12.2, "joined", 0, 2), (12.4, "first-step", 0, 2))
     assert times(rows([cut], told)[0]) == (0.1, 2.2, 2.4, None)
     assert times(rows([cut], [])[0]) == (None,) * 4
+
+
+def test_a_long_pause_is_noticed_while_it_lasts() -> None:
+    pause = Injected(100.0, 0.0, "pause", "learner-1", slot=1, incarnation=1, duration=60.0)
+    assert times(rows([pause], events((162.0, "lost", 1, 1)))[0]) == (62.0, None, None, None)
+
+
+def test_a_drain_is_a_sign_of_a_learner_that_was_told_to_end_alone() -> None:
+    told = events((101.0, "drained", 1, 1))
+    for action, detected in (("kill", None), ("term", 1.0)):
+        fault = Injected(100.0, 0.0, action, "learner-1", slot=1, incarnation=1)
+        assert times(rows([fault], told)[0]) == (detected, None, None, None)

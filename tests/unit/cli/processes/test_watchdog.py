@@ -70,3 +70,12 @@ def test_the_report_in_the_store_says_that_its_syncer_ended_the_job(tmp_path: Pa
     assert workdir.ended_in(3) is None  # an earlier life's: this one was only asked to stop
     (workdir.store / "report.json").write_text("{")
     assert workdir.ended_in(2) is None
+
+
+def test_the_next_process_is_judged_by_its_own_start() -> None:
+    watchdog = begun()
+    watchdog.check(1000.0, 5)
+    watchdog.on_answered(1001.0)
+    watchdog.on_started(2000.0)
+    for now, figure in ((2059.0, 5), (2110.0, 5), (2165.0, 6)):  # it may happen to have done as much as the former
+        assert not watchdog.check(now, figure), now

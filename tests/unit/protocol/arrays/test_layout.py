@@ -332,3 +332,15 @@ def test_twenty_thousand_tensors_take_about_a_second() -> None:
     assert Layout.from_json(layout.to_json()) == layout
     assert time.process_time() - began < 5
     check(layout, model)
+
+
+def test_a_fragment_may_be_exactly_as_large_as_the_bound() -> None:
+    layout = Layout.build([Tensor("x", (105,), "float32"), Tensor("y", (95,), "float32")], 2)
+    assert ranges(layout) == [[("x", 0, 105)], [("y", 0, 95)]]
+
+
+def test_a_piece_without_elements_is_refused() -> None:
+    bins = [[[0, 0, 50]], [[0, 50, 50], [0, 50, 100]]]
+    document = {"format": FORMAT, "tensors": [["w", [100], "float32", 0]], "fragments": bins, "note": ""}
+    with pytest.raises(LayoutError, match="lies outside its tensor"):
+        Layout.from_json(json.dumps(document))

@@ -233,3 +233,12 @@ def test_nothing_is_judged_before_anything_is_known() -> None:
 def test_texts() -> None:
     assert format_units.bits_text(1.4e9) == "1.4 Gbit/s" and format_units.rate_text(125_000) == "1 Mbit/s"
     assert format_units.size_text(999.9e6) == "1 GB" and format_units.seconds_text(0.0123) == "12.3 ms"
+
+
+def test_what_a_broken_transfer_took_says_nothing_of_the_link() -> None:
+    meter = Meter()
+    meter.begin(0.0)
+    meter.end(5.0, None)
+    meter.begin(5.0)
+    meter.end(6.0, 100)
+    assert meter.rate == 100.0

@@ -30,3 +30,9 @@ def test_the_quota_is_read(tmp_path: Path, files: dict[str, str], cores: float) 
     assert quota(tmp_path) == pytest.approx(cores)
     here = len(os.sched_getaffinity(0))
     assert usable_cores(tmp_path) == (here if math.isinf(cores) else min(here, math.ceil(cores)))
+
+
+def test_a_quota_is_rounded_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert usable_cores(tmp_path) == 2

@@ -129,3 +129,8 @@ def test_a_party_stays_itself_when_its_certificate_changes() -> None:
     ):
         assert identity.same_party(frozenset(before), frozenset(after)) == same
         assert identity.same_party(frozenset(after), frozenset(before)) == same
+
+
+def test_a_job_of_another_namespace_is_another_party() -> None:
+    one, other = (frozenset({Name(namespace, "j", "learner", "r")}) for namespace in ("a", "b"))
+    assert identity.same_party(one, one) and not identity.same_party(one, other)

@@ -132,3 +132,14 @@ def test_seats_are_read_with_their_leases() -> None:
     assert convert.from_wire(records.Seat, convert.to_wire(seat)) == seat
     with pytest.raises(limits.WireError, match=r"^block_size is"):
         convert.from_wire(records.Seat, convert.to_wire(replace(seat, leases=(replace(lease, block_size=1 << 63),))))
+
+
+def test_digests_are_bounded_and_a_text_matches_its_pattern_as_a_whole() -> None:
+    many = {str(i): "" for i in range(65)}
+    with pytest.raises(limits.WireError, match="digests: at most 64 entries"):
+        limits.check_digests(many, "digests")
+    assert len(limits.check_digests(dict(list(many.items())[:64]), "digests")) == 64
+    check = limits.check_pattern("[0-9a-f]+", "hex digits")
+    assert check("0af", "process") == "0af"
+    with pytest.raises(limits.WireError, match="process '0afx': expected hex digits"):
+        check("0afx", "process")
