@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict, Unpack
 from urllib.parse import urlencode
@@ -194,8 +195,9 @@ def _unreadable(method: str, path: str, message: str) -> ApiError:
 
 
 def describe_error(error: Exception) -> str:
-    """The network's error in a few words."""
+    """The network's error in a few words, the same for the same error: who logs only what is new compares them."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     inner = getattr(error, "reason", None)
-    return str(inner if isinstance(inner, Exception) else error)[:300] or type(error).__name__
+    text = re.sub(" at 0x[0-9a-f]+", "", str(inner if isinstance(inner, Exception) else error))
+    return text[:300] or type(error).__name__

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+import urllib3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.reflector import Backoffs
 from diloco_operator.job import rfc3339, seconds_of
 from diloco_operator.kube import kinds
+from diloco_operator.kube.client import describe_error
 from diloco_operator.kube.errors import ApiError, classify_failure
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import ClusterEvent, Object, Ref
@@ -32,6 +34,17 @@ sys.path.insert(0, str(ROOT / "tools"))
 import operator_tables
 
 NOW = 1_800_000_000.0
+
+
+def test_an_unanswered_request_is_told_in_the_same_words_each_time() -> None:
+    """Else whoever logs only what is new would log at every try that the API server is away."""
+    said = set()
+    for _ in range(2):
+        connection = urllib3.connection.HTTPSConnection("10.151.0.1", 443)
+        error = urllib3.exceptions.ConnectTimeoutError(connection, "Connection to 10.151.0.1 timed out")
+        said.add(describe_error(error))
+        assert "timed out" in describe_error(error)
+    assert len(said) == 1 and "0x" not in said.pop()
 
 
 # ------------------------------------------------------------------ status
