@@ -6,6 +6,7 @@ a cluster that is made; KEEP=1 leaves it running, and a running one is used agai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,24 @@ def until(what: str, condition: Callable[[], Any], timeout: float, every: float 
     raise AssertionError(f"after {timeout:.0f} s: not {what}" + (f" ({error})" if error else ""))
 
 
+# Links that ``without_link`` cuts, as rules of iptables in a node's own network. The API server of kind and localkube
+# listens at 6443.
+LINKS = {
+    # What the node's pods send to other nodes and hear from them, but for the API server.
+    "pods": (
+        ("FORWARD", "-p", "tcp", "-m", "multiport", "--ports", "6443", "-j", "ACCEPT"),
+        ("FORWARD", "-i", "eth0", "-j", "DROP"),
+        ("FORWARD", "-o", "eth0", "-j", "DROP"),
+    ),
+    # What the node's kubelet and pods send to the API server; other pods they reach as before.
+    "api": (("POSTROUTING", "-p", "tcp", "--dport", "6443", "-j", "DROP"),),
+}
+
+
 class Cluster:
     """One cluster, reached with kubectl, helm, and the API server's own HTTP."""
 
-    can: frozenset[str] = frozenset()  # which faults can be made: node, isolate, api, fake-nodes
+    can: frozenset[str] = frozenset()  # which faults can be made: node, isolate, links, api, fake-nodes
 
     def __init__(self, name: str, kubeconfig: Path, context: str | None = None) -> None:
         self.name, self.kubeconfig = name, kubeconfig
@@ -146,13 +161,30 @@ class Cluster:
         links to other clusters cut, heal, slow RATE, fast."""
         raise NotImplementedError(f"{type(self).__name__} cannot do {words}")
 
+    def run_in_node(self, number: int, *command: str) -> str:
+        """Run a command in a node's network; its stdout. Raises CommandFailed."""
+        raise NotImplementedError(f"{type(self).__name__} cannot do {command} in a node")
+
+    @contextlib.contextmanager
+    def without_link(self, link: str, number: int) -> Iterator[None]:
+        """The node is without this one of LINKS meanwhile."""
+        made = []
+        try:
+            for rule in LINKS[link]:
+                self.run_in_node(number, "iptables", "-w", "-t", "mangle", "-A", *rule)
+                made.append(rule)
+            yield
+        finally:
+            for rule in made:
+                self.run_in_node(number, "iptables", "-w", "-t", "mangle", "-D", *rule)
+
     def link_bytes(self) -> tuple[int, int]:
         """What the link of its first node has received and sent, in bytes, as the kernel counts."""
         raise NotImplementedError(f"{type(self).__name__} does not count")
 
 
 class LocalKube(Cluster):
-    can = frozenset({"node", "isolate", "api", "fake-nodes"})
+    can = frozenset({"node", "isolate", "links", "api", "fake-nodes"})
 
     def __init__(self, program: str, name: str, nodes: int) -> None:
         self._program = program
@@ -169,6 +201,9 @@ class LocalKube(Cluster):
     def fault(self, *words: str) -> None:
         run(self._program, words[0], self.name, *words[1:], timeout=180)
 
+    def run_in_node(self, number: int, *command: str) -> str:
+        return run("ip", "netns", "exec", f"lk-{self.name}-{number}", *command)
+
     def link_bytes(self) -> tuple[int, int]:
         words = run(self._program, "bytes", self.name).splitlines()[0].split()
         received, sent = (int(word) for word in words if word.isdigit())
@@ -179,7 +214,7 @@ class LocalKube(Cluster):
 
 
 class Kind(Cluster):
-    can = frozenset({"node", "isolate", "api"})
+    can = frozenset({"node", "isolate", "links", "api"})
 
     def __init__(self, name: str, nodes: int) -> None:
         self._kind = name
@@ -211,6 +246,9 @@ class Kind(Cluster):
         else:
             manifest = "/etc/kubernetes/manifests/kube-apiserver.yaml"
             run("docker", "exec", node, "mv", "/etc/kubernetes/apiserver.away", manifest)
+
+    def run_in_node(self, number: int, *command: str) -> str:
+        return run("docker", "exec", self.nodes()[number], *command)
 
     def down(self) -> None:
         run("kind", "delete", "cluster", "--name", self._kind, timeout=180)

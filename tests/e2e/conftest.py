@@ -85,10 +85,10 @@ def without_operator(cluster: Cluster) -> Iterator[None]:
         cluster.kubectl("rollout", "status", deployment, "-n", SYSTEM, "--timeout=60s")
 
 
-def install(cluster: Cluster, *values: str, timeout: int = 180) -> None:
-    """`helm upgrade --install` of the chart, as the README says it."""
+def install(cluster: Cluster, *values: str, anywhere: bool = False, timeout: int = 180) -> None:
+    """`helm upgrade --install` of the chart, as the README says it. ``anywhere``: on any node."""
     nodes = cluster.nodes()
-    if "node" in cluster.can and len(nodes) > 1:  # the node that tests lose is another
+    if "node" in cluster.can and len(nodes) > 1 and not anywhere:  # the node that tests lose is another
         values = (*values, rf"nodeSelector.kubernetes\.io/hostname={nodes[0]}")
     # In a cluster that was kept the image may be new under its old tag: the pod is made anew.
     values = (*values, rf"podAnnotations.diloco\.io/installed=at-{time.time():.0f}")
