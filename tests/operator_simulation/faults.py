@@ -103,6 +103,20 @@ async def power_a_node_off(world: World) -> None:
     kubernetes.power_on(node)
 
 
+async def lose_a_cluster(world: World) -> None:
+    """All of it: its machines have no power, and nobody reaches its API server."""
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    nodes = [node for node in kubernetes.nodes.values() if node.up]
+    world.note(f"{kubernetes.name} is lost")
+    for node in nodes:
+        kubernetes.power_off(node)
+    with world.cut(lambda e: e == kubernetes.api, lambda e: e != kubernetes.api):
+        await world.sleep(world.rng.uniform(10, 200))
+    world.note(f"{kubernetes.name} is back")
+    for node in nodes:
+        kubernetes.power_on(node)
+
+
 async def stall_a_watch(world: World) -> None:
     operator = world.rng.choice(world.operators)
     kind = world.rng.choice([POD, POD, STATEFUL_SET, JOB, NODE])
@@ -231,6 +245,7 @@ FAULTS: dict[str, Fault] = {
         cut_two_clusters,
         cut_a_node_off,
         power_a_node_off,
+        lose_a_cluster,
         stall_a_watch,
         lose_answers,
         cut_an_api_server_off,
