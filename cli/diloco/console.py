@@ -14,6 +14,7 @@ import typer
 COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -43,6 +44,11 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
         raise typer.Exit(code or COMPLETE)
 
     return wrapped
+
+
+def printable(text: str) -> str:
+    """A text that others wrote, without what a terminal would obey: control characters but for tabs and line ends."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def duration(text: str) -> float:

@@ -24,6 +24,7 @@ from diloco_operator.kube.errors import ApiError, ConfigError
 from diloco_operator.kube.kinds import DEPLOYMENT, JOB, POD
 from diloco_operator.model import Object
 from diloco_operator.names import MANAGER
+from diloco_protocol.common import bounded_json
 from diloco_protocol.vocabulary import FINALIZER
 
 SECONDS = 240.0  # in all; the hook's Job has a deadline a little above
@@ -140,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    bounded_json.install()
     given = parser().parse_args(arguments)
     namespaces: list[str | None] = [name for name in given.watch_namespaces.split(",") if name] or [None]
     try:

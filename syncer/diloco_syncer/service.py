@@ -36,7 +36,7 @@ from diloco_protocol.common.http_server import (
 )
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.vocabulary import SyncerExit
-from diloco_protocol.wire import channels, limits, services
+from diloco_protocol.wire import channels, services
 from diloco_syncer import startup
 from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.runtime.driver import RESTART, Driver
@@ -49,7 +49,7 @@ from diloco_syncer.syncer import Syncer
 
 log = logging.getLogger(__name__)
 
-MAX_CONTROL_CONNECTIONS = 256  # of the control port, whose callers are few
+MAX_CONTROL_CONNECTIONS = 64  # of the control port, whose callers are few
 SERVICES = ("", services.SESSION_SERVICE, services.SERVICE, "diloco.v1.Status")
 
 
@@ -81,7 +81,7 @@ async def _life(options: Options) -> tuple[int, Options]:
     if options.export is not None:
         check_loopback(options.export, "--export")
     main = aio.server(options=channels.server_options())
-    private = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES, MAX_CONTROL_CONNECTIONS))
+    private = aio.server(options=channels.control_server_options(MAX_CONTROL_CONNECTIONS))
     # Calls and replies of the control service are signed, and need no certificate (credentials.py).
     listener = _gate(options, main)
     bound = listener.bind(options.listen) if listener else Credentials().bind(main, options.listen)

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
-from diloco.console import FAILED, WRONG
+from diloco.console import FAILED, WRONG, printable
 from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 MAX_STREAMS = 64
@@ -136,7 +136,7 @@ def rendered(line: str) -> tuple[str, str]:
         return line, ""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line, ""
     if not isinstance(entry, dict) or "message" not in entry:
         return line, ""
@@ -345,6 +345,8 @@ class _Printer:
             self._write(f"{prefix}{line}", style)
 
     def _write(self, line: str, style: str) -> None:
+        if sys.stdout.isatty() or not self._raw:
+            line = printable(line)
         if style and sys.stdout.isatty():
             self._console.print(line, style=style)
         else:

@@ -3,8 +3,8 @@
 Theory of operation. The API server stores objects nested thousands deep in fields that keep what they do not know, as a
 pod template does. Python's decoder raises RecursionError for these, and whoever lists or watches all jobs then sees
 none of them. So the operator has one decoder, which kopf, aiohttp, the official client and this project share
-(``json.loads`` without options), replaces what lies deeper than ``MAX_DEPTH`` by the text ``TOO_DEEP``. The object can
-be read, told of and deleted; a job that holds this text in its spec is invalid, by that name.
+(``json.loads`` without options). It replaces what lies deeper than ``MAX_DEPTH`` by the text ``TOO_DEEP``. The object
+can be read, told of and deleted; a job that holds this text in its spec is invalid, by that name.
 
 Example: with a depth of 2, ``{"a": {"b": {"c": 1}}, "d": 2}`` is read as ``{"a": {"b": "…"}, "d": 2}``.
 """

@@ -131,7 +131,7 @@ def describe(certificate: bytes) -> Described:
         names = names_in(uris)
     except IdentityError as error:
         raise CertificateError(str(error)) from error
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
         raise CertificateError("it is no certificate in PEM") from error
     return Described(names, (*hosts, *map(str, addresses)), found.not_valid_after_utc)
 

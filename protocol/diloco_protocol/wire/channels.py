@@ -57,6 +57,21 @@ def server_options(reply_bytes: int = limits.MAX_CHUNK_BYTES, connections: int |
     ]
 
 
+def control_server_options(connections: int) -> list[Option]:
+    """Options of the syncer's control server, whose callers are few and whose calls are short: what anybody may send it
+    before a key was looked at fits in 8 calls of 64 KiB on each of ``connections``."""
+    small: list[Option] = [
+        ("grpc.max_receive_message_length", limits.MAX_HEADER_BYTES),
+        ("grpc.max_concurrent_streams", 8),
+        ("grpc.http2.max_frame_size", 16 << 10),
+        ("grpc.http2.lookahead_bytes", limits.MAX_HEADER_BYTES),
+        ("grpc.http2.bdp_probe", 0),  # a window that does not grow
+    ]
+    changed = {name for name, _ in small}
+    usual = server_options(limits.MAX_REPLY_BYTES, connections)
+    return [*(option for option in usual if option[0] not in changed), *small]
+
+
 def _common(largest: int, sent: int = limits.MAX_CHUNK_BYTES) -> list[Option]:
     return [
         ("grpc.max_send_message_length", sent),

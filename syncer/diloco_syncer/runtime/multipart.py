@@ -22,6 +22,7 @@ from diloco_syncer.store.records import Array
 
 MAX_PER_PROCESS = 8
 MAX_ALL = 512
+SPARE_PARTS = 64  # of one upload, beyond one for each MIN_PART_BYTES
 IDLE_SECONDS = 2 * limits.STALL_SECONDS
 
 ReadPayload = Callable[[Hashable, Callable[[], Array]], Awaitable[Array | None]]
@@ -60,7 +61,10 @@ class PartialUpload:
     touched: float = field(default_factory=time.monotonic)
 
     def claim_range(self, start: int, size: int) -> bool:
-        """Reserve a range for a part; False if it overlaps one that is reserved."""
+        """Reserve a range for a part; False if it overlaps one that is reserved. Raises ``WireError`` for more parts
+        than any sender makes."""
+        if len(self.claimed) >= SPARE_PARTS + self.array.nbytes // limits.MIN_PART_BYTES:
+            raise WireError(f"{len(self.claimed)} parts of {self.array.nbytes} bytes: send fewer, larger ones")
         if any(start < end and begin < start + size for begin, end in self.claimed):
             return False
         self.claimed.append((start, start + size))

@@ -20,6 +20,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.server.pages.status_page import bounded
 from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.server.tls.connection_limits import RefusalCounter
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Control:
     status: Callable[[], StatusDocument]
     report: Callable[[], Report]
     nonces: NonceCache = field(default_factory=lambda: NonceCache(since_ms=time.time_ns() // 1_000_000))
+    _refusals: RefusalCounter = field(default_factory=RefusalCounter)
 
     def handler(self) -> Any:
         """The service for a grpc.aio server, with unparsed messages."""
@@ -61,12 +63,14 @@ class Control:
 
     async def call(self, raw: bytes, context: Any) -> bytes:
         try:
-            call = convert.parse(sync_pb2.SignedCall, raw)
+            call = convert.parse(sync_pb2.SignedCall, raw, limits.MAX_HEADER_BYTES)
             verify_call(self.key, call, self.nonces)
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except CallRefused as error:
-            log.warning("control call refused: %s", error)
+            unlogged = self._refusals.count_refusal("control", time.monotonic())
+            if unlogged is not None:
+                log.warning("control call refused: %s (%d before it were not logged)", error, unlogged)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         try:
             body = json.loads(call.body or b"{}")

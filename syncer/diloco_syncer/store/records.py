@@ -105,7 +105,7 @@ def _header(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], int]:
         check_format(header["format"], name)
         if header["kind"] != kind:
             raise Damaged(f"{name} is a {header['kind']!r}, not a {kind!r}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{name}: its header is not understood") from error
     end = _PREFIX.size + length
     return header, end + -end % _ALIGN
@@ -114,9 +114,19 @@ def _header(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], int]:
 def unpack(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], dict[str, Array]]:
     """Body and arrays (read-only views of ``data``) of a file of this kind, all checksums verified."""
     header, start = _header(data, kind, name)
+    try:
+        rows, body = [tuple(row) for row in header["arrays"]], header["body"]
+        if not isinstance(body, dict) or any(len(row) != 5 or not isinstance(row[0], str) for row in rows):
+            raise TypeError("no body, or a row of arrays that is none")
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"{name}: its header is not understood") from error
     arrays: dict[str, Array] = {}
-    for array_name, dtype, elements, offset, digest in header["arrays"]:
-        if dtype not in _DTYPES or not all(type(n) is int and n >= 0 for n in (elements, offset)):
+    for array_name, dtype, elements, offset, digest in rows:
+        if (
+            not isinstance(dtype, str)
+            or dtype not in _DTYPES
+            or not all(type(n) is int and n >= 0 for n in (elements, offset))
+        ):
             raise Damaged(f"{name}: array {array_name!r} is not understood")
         if start + offset + elements * np.dtype(dtype).itemsize > len(data):
             raise Damaged(f"{name} is cut off in array {array_name!r}")
@@ -124,7 +134,7 @@ def unpack(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], dict[str,
         if checksum(array) != digest:
             raise Damaged(f"{name}: array {array_name!r} does not match its checksum")
         arrays[array_name] = array
-    return header["body"], arrays
+    return body, arrays
 
 
 def read_body(store: Store, name: str, kind: str) -> dict[str, Any]:
@@ -246,7 +256,7 @@ class MergeRecord:
         body, arrays = unpack(data, "merge", name)
         try:
             record = cls.from_body(body, arrays["theta"].copy())
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{name}: its header is not understood") from error
         if "feedback" in arrays:
             record.feedback = arrays["feedback"].copy()

@@ -80,7 +80,7 @@ class CredentialReloader:
         try:
             former, fresh = self.credentials, Credentials.from_directory(self.credentials.directory)
             self._adopt(fresh)
-        except CredentialsError as error:
+        except Exception as error:  # of whatever kind: the files are somebody else's
             if str(error) != self._problem:
                 log.error("the credentials have changed and cannot be used, the old ones stay: %s", error)
             self._problem = str(error)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco.cluster.client import ClusterError
-from diloco.cluster.logs import MAX_LINE, chosen, lines, rendered, source, stamped
+from diloco.cluster.logs import MAX_LINE, LogOptions, _Printer, chosen, lines, rendered, source, stamped
 from diloco_protocol.common.logs import JsonLines
 
 JOB: dict[str, Any] = {
@@ -130,3 +130,16 @@ def test_lines_are_put_together_from_chunks() -> None:
     assert list(lines(Chunks(b"\xff\n"))) == ["\ufffd"]
     long = list(lines(Chunks(b"x" * (MAX_LINE + 5), b"y\n")))
     assert [len(one) for one in long] == [MAX_LINE, 6]
+
+
+def test_a_terminal_does_not_obey_what_a_pod_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    """Titles, the clipboard, erased lines: as text they are harmless."""
+    evil = "a\x1b]52;c;ZXZpbA==\x07b\x9b2Kc\rd\te"
+    one = source(PODS[0])
+    where: Any = None
+    printer = _Printer(LogOptions(where, "tiny"), [one])
+    printer.show(one, json.dumps({"level": "info", "message": evil, "time": "x", "slot": -1}))
+    printer.show(one, evil)
+    printer.show(one, '{"a":' * 100_000)
+    said = capsys.readouterr().out
+    assert not set(said) & {"\x1b", "\x07", "\x9b", "\r"} and said.count("\te") == 2

@@ -471,3 +471,16 @@ def test_a_directory_keeps_nothing_half(tmp_path: Path) -> None:
     merge(made, [0, 0], 2)
     names = [path.name for path in (tmp_path / "s").rglob("*")]
     assert not [name for name in names if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize(
+    "arrays", [None, 7, "x", [1], [[]], [["theta"]], [["theta", [], 1, 0, 0]], [[{}, "<f4", 1, 0, 0]]]
+)
+@pytest.mark.parametrize("body", [{}, [], None, {"responders": 5}, {"responders": [{"header": 3}]}])
+def test_a_header_of_any_form_with_a_right_checksum_is_damage(arrays: Any, body: Any) -> None:
+    """Not a fault of this program, which would end the syncer at each start."""
+    for header_ in ({"arrays": arrays, "body": body}, {"body": body}, {"arrays": arrays}):
+        raw = json.dumps({"format": records.FORMAT, "kind": "merge"} | header_).encode()
+        data = records._PREFIX.pack(records.MAGIC, len(raw), records.checksum(raw)) + raw
+        with pytest.raises(Damaged):
+            MergeRecord.unpack(data + b"\0" * 4096, "x")
