@@ -126,8 +126,8 @@ class Phases:
         if lost and self.state.config.on_region_lost == "Fail":
             return self._end(JobPhase.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
         quorum = self.state.config.rules.quorum
-        # A suspect slot is not given up yet, and a draining one still takes part by its offers.
-        active = sum(s.occupied for s in self.state.members.slots)
+        # A suspect slot is not given up yet. A draining one has offers for one more merge, and opens no round.
+        active = sum(s.occupied and s.state is not SlotState.DRAINING for s in self.state.members.slots)
         message = f"{active} of {quorum} learners that a merge needs are active" if active < quorum else ""
         if lost:
             message = f"{lost}, and failurePolicy.onRegionLost is Hold"

@@ -126,7 +126,8 @@ class Aggregator:
         """Put the fragment's waiting offers into the round; they were checked when they came."""
         assert self._state.rounds
         for offer in self._offers.pop(opened.fragment, []):
-            self._state.rounds.accept(opened, offer, now)
+            replaced = self._state.rounds.accept(opened, offer, now)
+            self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
 
     # ---------------------------------------------------------------- merges
 

@@ -76,7 +76,7 @@ class PushChecks:
             or self._check_format(header)
             or self._check_base(header, version)
             or _check_counts(header)
-            or self._check_steps(header, slot, version)
+            or self._check_steps(header, slot, version, opened)
             or self._check_round(header, version, opened)
             or self._check_possible(header, slot)
         )
@@ -149,14 +149,15 @@ class PushChecks:
             nonsense = f"{header.tokens} tokens, {merged} were merged before, and its learner has trained {trained}"
         return (PushRefusal.INCONSISTENT, nonsense) if nonsense else None
 
-    def _check_steps(self, header: PushHeader, slot: Slot, version: int) -> Refusal | None:
+    def _check_steps(self, header: PushHeader, slot: Slot, version: int, opened: Round | None) -> Refusal | None:
         merged = slot.merged.get(header.fragment)
         if merged is not None and header.base_version < merged.version:
             words = f"base {header.base_version} is older than the slot's merge in {merged.version}"
             return PushRefusal.ALREADY_MERGED, words
         if header.first_step <= slot.merged_last_step.get(header.fragment, 0):
             return PushRefusal.ALREADY_MERGED, f"slot step {header.first_step} was merged before"
-        age = version - header.oldest_version
+        # What comes while its fragment merges can be merged in the version after that only.
+        age = version - header.oldest_version + (opened is not None and opened.merging)
         if age > self._config.max_versions:
             return PushRefusal.TOO_OLD, f"age {age} is above maxVersions {self._config.max_versions}"
         return None

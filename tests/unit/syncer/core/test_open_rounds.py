@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from core_desk import Desk, config, of, reason, report
-from diloco_protocol.vocabulary import EventKind, PushRefusal
+from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.norm_gate import GATE_PATIENCE, GATE_SAMPLES, GATE_WINDOW, NormGate
@@ -215,3 +216,41 @@ def test_the_gate_outlives_the_syncer() -> None:
     gate.record_refusal(0)
     gate.record_refusal(0)
     assert not gate.objection(0, 50.0, 4)  # the refusal before the restart counts too
+
+
+# ------------------------------------------------------------------ learners that leave
+
+
+def test_a_job_that_lacks_a_learner_who_drains_says_so() -> None:
+    """K = M: nobody opens a round while one of them only offers what it has."""
+    job = Job(learners=2, quorum=2)
+    assert job.core.phase is JobPhase.TRAINING
+    (told,) = of(job.do(ev.DrainRequested(2)), ev.SetPhase)
+    assert (told.phase, told.message) == (JobPhase.HOLDING, "1 of 2 learners that a merge needs are active")
+
+
+def test_an_offer_that_another_replaces_in_a_round_is_released() -> None:
+    """Both were restored; the newer one carries the steps of both."""
+    job = Job(learners=2, quorum=2)
+    for last, handle in ((2, 41), (4, 42)):
+        offer = replace(job.header(0, last), round=0, sequence=handle)
+        assert job.core.restore_offer(offer, handle, 1.0)
+    actions = job.train(0, 4) + job.train(1, 4)
+    assert of(actions, ev.Pull) and [released.handle for released in of(actions, ev.ReleasePush)] == [41]
+
+
+def test_an_offer_that_comes_while_its_fragment_merges_is_judged_by_the_version_after() -> None:
+    """Else it would be merged at an age above maxVersions."""
+    job = Job(learners=2, max_versions=2)
+    job.turns(2)
+    job.train(0, 4)
+    offer = replace(job.header(1, 4), round=0)
+    assert job.core.check_push(offer) is None
+    version, first = job.core.versions[0], job.merged[0] + 1
+    row = report(job.steps[0], version, job.merged[0] * 10)
+    of_push = {"base_version": version, "oldest_version": version, "first_step": first, "steps": 4, "tokens": 40}
+    job.push(0, job.steps[0], sequence=9, report=row, **of_push)
+    job.later(5.0)
+    assert job.core.open_rounds[0].merging
+    refused = job.core.check_push(offer)
+    assert refused is not None and refused[0] is PushRefusal.TOO_OLD
