@@ -323,20 +323,24 @@ def run_mutants(root: Path, mutants: list[Mutant], jobs: int = 1, own: bool = Fa
 
 
 def _work(tree: Tree, mutants: list[Mutant], own: bool, results: TextIO) -> NoReturn:
-    """In a fork: try one after another."""
+    """In a fork: try one after another. One that cannot be run does not keep the others from it."""
     status = 1
     try:
+        failures = 0
         with open(tree.root / WORK / "results.jsonl", "a", encoding="utf-8") as known:
             for mutant in mutants:
-                result = tree.try_mutant(mutant, own)
+                try:
+                    result = tree.try_mutant(mutant, own)
+                except RuntimeError as error:
+                    print(error, flush=True)
+                    failures += 1
+                    continue
                 print(_words(result), flush=True)
                 line = json.dumps(asdict(result)) + "\n"
                 for file in (results, known) if result.caught or not own else (results,):
                     file.write(line)
                     file.flush()
-        status = 0
-    except RuntimeError as error:
-        print(error, flush=True)
+        status = int(failures > 0)
     finally:
         os._exit(status)
 

@@ -219,6 +219,15 @@ def test_another_authority_renews_nothing(pki: Path, tmp_path: Path) -> None:
     assert code == 2 and "of another authority" in output
 
 
+def test_a_certificate_that_names_no_job_is_not_renewed(pki: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "unnamed"
+    folder.mkdir()
+    for each in ("tls.crt", "ca.crt"):  # the authority's own certificate has no names
+        shutil.copy(pki / "ca.crt", folder / each)
+    code, output = diloco("renew", folder, "--pki", pki)
+    assert code == 2 and "names no job: issue one with" in output and not (folder / "tls.key").exists()
+
+
 def test_a_leaf_never_outlives_its_authority_and_an_expired_one_signs_nothing() -> None:
     authority = new_authority("short", NOW, 10)
     names = [name("ns", "tiny", "learner", "eu-1")]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,26 @@ from typing import Any
 import pytest
 
 from diloco.cluster import change
+from diloco.cluster.apply import ApplyOptions, apply, apply_to
 from diloco.cluster.client import Cluster, ClusterError, Where, open_cluster
 from diloco.cluster.follow import ended, follow, gone_within, seen
 from diloco.cluster.port_forward import forwarded
 from diloco.cluster.status import EventCursor
+from diloco_protocol.spec.load import load_manifest
 
 Reply = tuple[int, Any]
 Answer = Callable[[str, str], Reply]  # of method and path with query
 
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: tiny, namespace: lab}
+spec:
+  training: {model: null, data: null, stop: {steps: 10}, evaluation: null}
+  sync: {fragments: 2, every: 4}
+  learners: {command: [python, x.py]}
+  regions: [{name: a, learners: 1}]
+"""
 JOBS = "/apis/diloco.io/v1alpha1/namespaces/lab/dilocojobs"
 
 
@@ -162,6 +176,71 @@ def test_long_lists_come_in_pages(serve: Callable[[Answer], Cluster]) -> None:
         return 200, {"items": [{"n": 1}], "metadata": {"continue": "next"}}
 
     assert serve(answer).jobs() == [{"n": 1}, {"n": 2}]
+
+
+# ------------------------------------------------------------------ applying
+
+
+def a_conflict(*owners: str) -> Reply:
+    causes = [{"field": ".spec.seed", "message": f'conflict with "{one}" using diloco.io/v1alpha1'} for one in owners]
+    return 409, a_status("Conflict", "Apply failed", name="tiny", causes=causes)
+
+
+def applied_query(
+    serve: Callable[[Answer], Cluster], tmp_path: Path, *refusals: Reply, **options: Any
+) -> list[dict[str, str]]:
+    """The queries of the PATCH requests of ``diloco apply``, of which the first are refused so."""
+    queries: list[dict[str, str]] = []
+
+    def answer(method: str, path: str) -> Reply:
+        if method != "PATCH":
+            return 200, a_job()
+        queries.append(dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(path).query)))
+        return refusals[len(queries) - 1] if len(queries) <= len(refusals) else (200, a_job())
+
+    cluster = serve(answer)
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB)
+    job, document = load_manifest(file, ())
+    with contextlib.suppress(ClusterError):
+        apply_to(cluster, job, document, ApplyOptions(Where(), file, **options))
+    return queries
+
+
+ASKED = {"fieldManager": "diloco", "fieldValidation": "Strict"}
+
+
+def test_a_job_is_applied_by_its_fields_manager_strictly_and_dry_if_asked(
+    serve: Callable[[Answer], Cluster], tmp_path: Path
+) -> None:
+    """Strictly: a field that the cluster's CRD does not have is refused, and not dropped in silence."""
+    assert applied_query(serve, tmp_path) == [{**ASKED, "force": "false"}]
+    assert applied_query(serve, tmp_path, dry_run=True) == [{**ASKED, "dryRun": "All", "force": "false"}]
+
+
+@pytest.mark.parametrize(
+    ("owners", "forced"), [(["diloco"], True), (["diloco", "kubectl"], False), (["kubectl"], False)]
+)
+def test_only_what_this_command_line_has_set_is_taken_back(
+    serve: Callable[[Answer], Cluster], tmp_path: Path, owners: list[str], forced: bool
+) -> None:
+    queries = applied_query(serve, tmp_path, a_conflict(*owners))
+    assert [query["force"] for query in queries] == ["false", "true"][: 1 + forced]
+
+
+def test_a_file_of_another_namespace_is_not_applied(serve: Callable[[Answer], Cluster], tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def answer(method: str, path: str) -> Reply:
+        asked.append(path)
+        return 200, a_job()
+
+    serve(answer)
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB)
+    with pytest.raises(ClusterError, match=r"metadata\.namespace: lab, and --namespace says other: leave one") as told:
+        apply(ApplyOptions(Where(namespace="other", kubeconfig=tmp_path / "config"), file))
+    assert told.value.code == 2 and asked == []
 
 
 # ------------------------------------------------------------------ following

@@ -149,6 +149,16 @@ def test_tls_and_token(secrets: Path) -> None:
     ]
 
 
+def test_who_has_the_authority_and_the_token_but_no_certificate_is_refused(secrets: Path) -> None:
+    learner = Credentials.from_directory(secrets / "learner")
+
+    class Bare(Credentials):
+        secure = True
+
+    bare = Bare(authority=learner.authority, token=learner.token)
+    assert calls(Credentials.from_directory(secrets / "syncer"), [bare, learner]) == ["UNAVAILABLE", "ok"]
+
+
 def test_a_learner_cannot_pose_as_the_syncer(secrets: Path) -> None:
     learner = Credentials.from_directory(secrets / "learner")
     assert calls(Credentials.from_directory(secrets / "impostor"), [learner]) == ["UNAVAILABLE"]

@@ -62,6 +62,7 @@ class Scripted:
 
     def wait_for_message(self, seconds: float) -> None:
         self.now += seconds
+        assert self.seconds < 2 * LONGEST_SECONDS, "it does not end"
 
     def offer_fragment(self, fragment: int) -> int | None:
         planned = self.adoption.snapshot(fragment, 0, 0)
