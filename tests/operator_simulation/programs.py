@@ -7,6 +7,7 @@ it to the next that joins, and merges while K take part. What it knows is in its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,7 @@ class Programs:
         self.store = Store()
         self.syncer: Process | None = None  # the one that has the store
         self.standbys: list[str] = []
-        self.silence: dict[str, float] = {}  # by region: since when nobody of it is heard
+        self.silence: dict[str, float] = {}  # by region: since when nobody of it takes part or stands by
         self.regions_lost: list[str] = []
         self._processes = processes
         self._reaches = reaches
@@ -97,8 +98,10 @@ class Programs:
         del store.slots[len(places) :]
         store.slots += [SlotData(*place) for place in places[len(store.slots) :]]
         for slot in store.slots:
-            slot.state = "lost" if slot.process else "empty"
-        self.standbys, self.silence, self.regions_lost = [], {}, []
+            if slot.state in HOLDING:
+                slot.state, slot.heard = "suspect", now()
+        self.silence = dict.fromkeys(self.regions_lost, -math.inf)
+        self.standbys, self.regions_lost = [], []
         if store.phase != "complete":
             store.phase, store.message = "waiting", ""
 
@@ -118,32 +121,39 @@ class Programs:
         for slot in store.slots:
             if slot.state not in HOLDING:
                 continue
-            if slot.process in heard:
+            if slot.state == "suspect":
+                if now() - slot.heard > HEARTBEAT_SECONDS:
+                    slot.state = "lost"
+            elif slot.process in heard:
                 slot.heard = now()
                 if heard[slot.process].told_to_end is not None:
                     slot.state = "draining"
             elif slot.state == "draining":
-                slot.state = "drained"
+                slot.process, slot.state = "", "drained"
             elif now() - slot.heard > HEARTBEAT_SECONDS:
                 slot.state = "lost"
         self.standbys = [process for process in self.standbys if process in heard]
         for process in sorted(heard.values(), key=lambda p: p.pod_name):
             if process.told_to_end is None and now() >= process.started + JOIN_SECONDS:
                 self._seat(process, heard)
-        limit = syncer.job["spec"]["failurePolicy"]["regionLostSeconds"]
-        for region in {slot.region for slot in store.slots}:
-            if any(p.region == region for p in heard.values()):
-                self.silence.pop(region, None)
-            elif any(slot.process for slot in store.slots if slot.region == region):
-                self.silence.setdefault(region, now())
-        self.regions_lost = [region for region, since in self.silence.items() if now() - since > limit]
+        if store.phase in ("training", "holding"):
+            self._lose_regions({heard[one].region for one in self.standbys}, syncer.job["spec"]["failurePolicy"])
+
+    def _lose_regions(self, standing_by: set[str], policy: dict[str, Any]) -> None:
+        slots = self.store.slots
+        present = {slot.region for slot in slots if slot.state in HOLDING} | standing_by
+        seen = {slot.region for slot in slots if slot.state != "empty"}
+        self.silence = {region: self.silence.get(region, now()) for region in sorted(seen - present)}
+        limit = policy["regionLostSeconds"]
+        self.regions_lost = [region for region, since in self.silence.items() if now() - since >= limit]
 
     def _seat(self, process: Process, heard: dict[str, Process]) -> None:
         process.ready = True
         slots, place = self.store.slots, (process.region, process.ordinal)
-        if any(s.process == process.id and s.state in HOLDING for s in slots):
+        if any(s.process == process.id and s.state in HOLDING and s.state != "suspect" for s in slots):
             return
-        own = [s for s in slots if (s.region, s.ordinal) == place and s.process not in heard]
+        own = [s for s in slots if s.process == process.id]
+        own += [s for s in slots if (s.region, s.ordinal) == place and s.process not in heard]
         free = [s for s in slots if s.state not in HOLDING]
         for slot in (*own, *free):
             slot.region, slot.ordinal = place
