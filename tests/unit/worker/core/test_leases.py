@@ -95,6 +95,16 @@ def test_a_lease_goes_on_from_its_cursor_in_the_same_order() -> None:
     assert everything.sequences[4:] == tail.sequences
 
 
+def test_a_cursor_only_goes_forward() -> None:
+    leases = Leases(0, 10)
+    leases.add(grant(1))
+    first, second = leases.draw(3), leases.draw(3)
+    assert first is not None and second is not None
+    leases.commit(second.cursors)
+    leases.commit(first.cursors)
+    assert leases.cursors() == second.cursors == ((1, 6),)
+
+
 def test_after_a_reconnect_the_syncer_says_what_is_held() -> None:
     leases = Leases(0, 30)
     for lease in (1, 2):

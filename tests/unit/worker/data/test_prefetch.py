@@ -122,6 +122,14 @@ def test_requests_that_a_broken_session_lost_are_made_again(bench: Callable[...,
     until(lambda: one.requests == [1, 1])
 
 
+def test_requests_that_no_welcome_answers_are_made_again(bench: Callable[..., Bench]) -> None:
+    """A Welcome has every lease of the slot: what was asked for before it and is not among them was never heard."""
+    one = bench()
+    until(lambda: one.requests == [1])
+    one.feed.reconcile_leases([], continuing=True)
+    until(lambda: one.requests == [1, 1])
+
+
 def test_leases_that_are_held_and_asked_for_are_bounded(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
