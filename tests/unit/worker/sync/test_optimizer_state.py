@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from safetensors.torch import load, save
 
 from diloco_protocol.arrays.kernels import Bytes
+from diloco_protocol.wire import limits
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import (
+    Origin,
     ReceivedState,
     Rewarm,
     StateRefused,
@@ -145,6 +148,16 @@ def test_which_shapes_a_parameters_state_may_have(shape: tuple[int, ...], fits: 
             restore(data, InnerOptimizers(model, optimizer))
 
 
+@pytest.mark.parametrize(("length", "fits"), [(256, True), (257, False)])
+def test_how_long_the_code_book_of_a_quantised_state_may_be(length: int, fits: bool) -> None:
+    model = torch.nn.ParameterDict({"p": torch.zeros(6, 4, 3)})
+    inner = InnerOptimizers(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tensors = {"p|codes": torch.zeros(6, 4, 3, dtype=torch.uint8), "p|book": torch.ones(length)}
+    data = bytearray(save(tensors, {"format": "1", "optimizer": "SGD"}))
+    with contextlib.nullcontext() if fits else pytest.raises(StateRefused, match=r"book' is \(257,\)"):
+        restore(data, inner)
+
+
 def test_giving_and_taking_a_state_takes_no_second_copy_in_memory(tmp_path: Path) -> None:
     size = 64 << 20  # of two moments
     model, newcomer = (
@@ -193,9 +206,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         "this learner lacks": save({**tensors, "9.weight|exp_avg": tensors[key].clone()}, metadata),
         r"is \(8, 5\)": save({**tensors, key: torch.zeros(8, 5)}, metadata),
         r"is \(4, 8\)": save({**tensors, key: tensors[key].T.contiguous()}, metadata),
+        r"is \(8, 4\) torch.int16": save({**tensors, key: torch.ones(8, 4, dtype=torch.int16)}, metadata),
         "not finite": save({**tensors, key: torch.full((8, 4), float("nan"))}, metadata),
         "it lacks": save({k: v for k, v in tensors.items() if not k.startswith("2.")}, metadata),
         "no numbers": save(tensors, {**metadata, "numbers": '{"0.weight|x": "y"}'}),
+        "its numbers are no": save(tensors, {**metadata, "numbers": '{"0.weight|x": Infinity}'}),
         "too short": b"",
         "cut off": data[:40],
         "not JSON": data[:8] + b"\xff" * (len(data) - 8),
@@ -249,6 +264,23 @@ def test_an_origin_that_makes_no_sense_is_refused(origin: str) -> None:
     data = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)).tobytes()
     with pytest.raises(StateRefused):
         origin_of(with_metadata(data, origin=origin))
+
+
+def test_an_origin_names_no_more_fragments_than_there_may_be() -> None:
+    model = build()
+    data = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)).tobytes()
+    most = limits.MAX_FRAGMENTS
+    found = origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * most])))
+    assert found is not None and len(found.versions) == most
+    with pytest.raises(StateRefused, match="its origin cannot be read"):
+        origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * (most + 1)])))
+
+
+def test_states_of_a_job_are_ordered_by_epoch_then_merges_then_step() -> None:
+    """A syncer that lost versions goes on in a higher epoch, with fewer merges."""
+    rows = [(9, ((1, 50), (1, 50))), (0, ((1, 0), (2, 3))), (1, ((2, 1), (2, 2))), (0, ((2, 2), (2, 2)))]
+    ages = [Origin("j", "l", step, versions).age for step, versions in rows]
+    assert ages == sorted(set(ages))
 
 
 def test_what_a_peer_says_of_groups_is_no_more_than_the_optimizer_itself_would_change() -> None:
