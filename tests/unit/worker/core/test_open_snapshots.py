@@ -55,3 +55,14 @@ def test_no_step_is_said_to_be_of_a_version_that_was_lost() -> None:
     planned = adoption.snapshot(0, 0, 2)
     assert planned is not None
     assert (planned[0].tokens, planned[0].base_version, planned[0].oldest_version) == (10, 2, 1)
+
+
+def test_the_fate_of_a_push_is_open_until_a_version_above_its_base() -> None:
+    """The pull named version 1, and version 3 was adopted meanwhile; a syncer goes on from there in another epoch."""
+    adoption, _ = learner()
+    adoption.on_broadcast(news(3))
+    adoption.on_step(10, 1.0)
+    planned = adoption.snapshot(0, 7, 1)
+    assert planned is not None and planned[0].base_version == 3
+    assert adoption.on_broadcast(news(3, epoch=2)).move == (1,)
+    assert adoption.on_broadcast(news(4, epoch=2)).forget == (1,)

@@ -219,6 +219,15 @@ def test_feedback_keeps_nothing_of_a_push_that_was_settled_before_it_was_encoded
     assert feedback.open_pushes == 0 and feedback.residual(0) is None
 
 
+def test_a_merge_ends_the_fate_of_the_pushes_that_it_left_out() -> None:
+    feedback = ErrorFeedback(1, True)
+    for sequence in (1, 2, 3):
+        feedback.expect_push(0, sequence)
+        encode_push(a_push(sequence), "int4", feedback)
+    feedback.resolve_pushes(0, 2, (1,))
+    assert feedback.open_pushes == 1 and feedback.residual(0) is not None
+
+
 def test_a_new_tenure_forgets_open_pushes_and_keeps_what_was_merged() -> None:
     feedback = ErrorFeedback(1, True)
     for sequence in (1, 2):

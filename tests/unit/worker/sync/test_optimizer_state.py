@@ -17,7 +17,6 @@ from diloco_protocol.wire import limits
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import (
-    Origin,
     ReceivedState,
     Rewarm,
     StateRefused,
@@ -274,13 +273,6 @@ def test_an_origin_names_no_more_fragments_than_there_may_be() -> None:
     assert found is not None and len(found.versions) == most
     with pytest.raises(StateRefused, match="its origin cannot be read"):
         origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * (most + 1)])))
-
-
-def test_states_of_a_job_are_ordered_by_epoch_then_merges_then_step() -> None:
-    """A syncer that lost versions goes on in a higher epoch, with fewer merges."""
-    rows = [(9, ((1, 50), (1, 50))), (0, ((1, 0), (2, 3))), (1, ((2, 1), (2, 2))), (0, ((2, 2), (2, 2)))]
-    ages = [Origin("j", "l", step, versions).age for step, versions in rows]
-    assert ages == sorted(set(ages))
 
 
 def test_what_a_peer_says_of_groups_is_no_more_than_the_optimizer_itself_would_change() -> None:
