@@ -115,7 +115,7 @@ class Learner:
         held_back = []
         for news, merged_ids in self.news:
             p = news.fragment
-            if p in self.unsettled:
+            if p in self.unsettled and news.merged_sequence != self.offers[p][0].sequence:
                 held_back.append((news, merged_ids))  # an offered fragment stays as it was offered
                 continue
             decision = self.adoption.on_broadcast(news)
@@ -627,18 +627,23 @@ class World:
             return
         if learner.draining and learner.connection is not None:
             self.drain(learner)
-        elif not learner.adoption.paused and self.core.phase not in ENDED_PHASES:
-            tokens = self.random.choice([1, 7, 100])
-            learner.adoption.on_step(tokens, learner.speed)
-            step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
-            self.tokens_of[step_id] = tokens
-            self.count_well_step(learner, step_id)
-            learner.theta = [ids | {step_id} for ids in learner.theta]
+        elif self.core.phase not in ENDED_PHASES:
+            if not learner.adoption.paused:
+                self.train(learner)
             for pull in list(learner.pulls.values()):
                 del learner.pulls[pull.fragment]
                 self.push(learner, pull.fragment, pull.round, pull.version)
         self.report(learner)
         self.mishap(learner)
+
+    def train(self, learner: Learner) -> None:
+        assert learner.seat is not None
+        tokens = self.random.choice([1, 7, 100])
+        learner.adoption.on_step(tokens, learner.speed)
+        step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
+        self.tokens_of[step_id] = tokens
+        self.count_well_step(learner, step_id)
+        learner.theta = [ids | {step_id} for ids in learner.theta]
 
     def report(self, learner: Learner) -> None:
         connection = learner.connection
@@ -777,7 +782,7 @@ class World:
 def check_liveness(world: World, share: float = 1.0) -> None:
     """The job came on while it could: each fragment has, by the beginning of the drain, ``share`` of a version for
     every two turns of H steps that K learners made, whoever lived in the last third has work in it, and everybody's
-    drain ended with an answer."""
+    drain ended with an answer. ``share``: the pace to be kept, where losses hold up rounds."""
     assert world.at_the_end is not None, f"the job did not come to its end: it is {world.core.phase}"
     steps = sorted(world.well_steps.values(), reverse=True)[world.setup.quorum - 1]
     expected = share * steps / (2 * world.setup.every)
@@ -786,7 +791,7 @@ def check_liveness(world: World, share: float = 1.0) -> None:
     since = [step for when, step in world.steps_at if when > end * 2 / 3]
     for who, count_ in Counter(process for process, _ in since).items():
         # A turn until a round opens, another until it is merged; and it may have begun in between.
-        made = [step for step in since if step[0] == who][: max(0, count_ - 3 * world.setup.every)]
+        made = [step for step in since if step[0] == who][: max(0, count_ - round(3 * world.setup.every / share))]
         assert not made or any(step in ids for step in made for ids in merged), f"{who} contributed nothing"
     assert not world.seen["drained too late"], world.seen
 

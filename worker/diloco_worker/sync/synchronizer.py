@@ -355,7 +355,7 @@ class Synchronizer:
         for fragment in sorted(self._downloaded):
             # An offered fragment stays as it was offered: its work may be merged after this
             # process has left, so it must not be dropped as stale, or sent twice, meanwhile.
-            if fragment in self._offered:
+            if fragment in self._offered and not self._forget_merged_offer(fragment):
                 continue
             if self._deterministic and not self._draining and not self._deterministic.may_adopt(fragment):
                 continue
@@ -363,6 +363,15 @@ class Synchronizer:
         if self.adoption.complete:
             self._frozen.request()
         return moved
+
+    def _forget_merged_offer(self, fragment: int) -> bool:
+        """Whether what was downloaded says that the fragment's offer, whose answer was lost, is in a merge. A syncer
+        whose store lost that merge would refuse the offer, and then the merge would name a push that is forgotten."""
+        merged = self._downloaded[fragment].announcement.merged_sequence
+        if merged != self._offered[fragment].plan.sequence:
+            return False
+        del self._offered[fragment]
+        return True
 
     def _adopt_fragment(self, downloaded: Downloaded) -> bool:
         """Do with one fragment what the adoption rule decides; whether its base changed."""

@@ -21,7 +21,7 @@ learners, but at most the grace window. Offers (pushes of learners that left) co
 
 *Asking again.* A pull, or the push that answers it, can be lost or refused. So every active learner without a push in
 the round is asked again: at once over a new connection, else after ``pull_seconds``, then after twice as long each
-time, up to ``MOST_PULL_SECONDS``. A learner whose push is still on its way passes over the repetition.
+time, up to ``MOST_PULL_WAIT`` times as long. A learner whose push is still on its way passes over the repetition.
 
 *Overdue.* A round that waits for much longer than its learners need for a turn of H steps, and ``OVERDUE_SECONDS`` at
 least, is overdue. Nothing depends on it; people are told, with the last refusal of each slot.
@@ -42,7 +42,7 @@ from typing import Any
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.deterministic import Mode
 
-MOST_PULL_SECONDS = 60.0  # between two pulls of one push
+MOST_PULL_WAIT = 6.0  # between two pulls of one push, in ``pull_seconds``
 OVERDUE_SECONDS = 120.0
 OVERDUE_TURNS = 3  # a turn: H steps of the median learner
 
@@ -247,7 +247,7 @@ class RoundBook:
         """The slot is asked for its push."""
         asked, patience = opened.asked.get(slot), self.rules.pull_seconds
         if asked is not None and asked.connection == connection:
-            patience = min(2 * asked.patience, max(patience, MOST_PULL_SECONDS))
+            patience = min(2 * asked.patience, MOST_PULL_WAIT * patience)
         opened.pulled.add(slot)
         opened.asked[slot] = Asked(connection, now + patience, patience)
 

@@ -112,8 +112,7 @@ def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], rec
         if slot is None or header.incarnation <= slot.incarnation:
             continue
         state.members.next_incarnation = max(state.members.next_incarnation, header.incarnation + 1)
-        began = header.report.slot_step - header.report.trained_steps
-        if began != slot.step_at_seat or not state.ledger.books[slot.index].first_incarnation:
+        if not _is_of_tenure(header, slot, state.ledger.books[slot.index].first_incarnation):
             over[slot.index] = slot
     for rows in receipts:
         for row in rows:
@@ -128,6 +127,13 @@ def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], rec
         slot.process = ""
         if state.leases:
             state.leases.return_leases(slot.index)
+
+
+def _is_of_tenure(header: PushHeader, slot: Slot, tenure: int) -> bool:
+    """Whether a push of an incarnation that the state lacks is of the slot's tenure in the state; 0: none is open."""
+    if header.report.tenure and tenure:
+        return header.report.tenure == tenure
+    return bool(tenure) and header.report.slot_step - header.report.trained_steps == slot.step_at_seat
 
 
 def apply_recovered_version(

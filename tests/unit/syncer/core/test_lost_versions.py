@@ -299,13 +299,15 @@ def test_a_version_from_before_the_stores_own_or_of_this_epoch_is_not_taken() ->
     assert not of(life.log, ev.RequestVersion)
 
 
-@pytest.mark.parametrize(("began", "dropped"), [(0, {}), (10, {"died": 70})])
-def test_a_newer_header_ends_the_tenure_that_the_state_knows_if_it_began_elsewhere(
-    began: int, dropped: dict[str, int]
+@pytest.mark.parametrize(
+    ("began", "tenure", "dropped"), [(0, 0, {}), (10, 0, {"died": 70}), (0, 1, {}), (0, 9, {"died": 70})]
+)
+def test_a_newer_header_ends_the_tenure_that_the_state_knows_if_it_is_of_another(
+    began: int, tenure: int, dropped: dict[str, int]
 ) -> None:
     """The same process may have come back since, under another incarnation."""
     core = Core(CONFIG, trained()[0], 2, 0.0, 0.0)
-    told = replace(report(counts(1, 0, 80), counts(1, 0, 80)), slot_step=8 + began)
+    told = replace(report(counts(1, 0, 80), counts(1, 0, 80)), slot_step=8 + began, tenure=tenure)
     header = PushHeader(0, 1, 1, 1, 0, 0, 1 + began, 8 + began, 8, 80, 1.0, "float32", "L", told, 0, 9)
     core.close_superseded_tenures([header], [])
     assert core.ledger is not None and core.ledger.dropped(0, 0) == dropped

@@ -133,10 +133,12 @@ def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
 # the state. 422: a syncer ended between making a seat durable and saying so. 905, 2260: the simulation, whose
 # learners answered a pull of a session that was over. 1208: a state was lost that knew what had been given
 # up. 1451: a learner gave up a version that was taken back. 10052: a process was given an incarnation again.
-# 414: a record told of a slot that the state did not have yet, nor the job any more.
+# 414: a record told of a slot that the state did not have yet, nor the job any more. 858: a push named a tenure that
+# a lost state had never seen, and that began where the one before it had. 924: a learner whose store lost the merge of
+# its offer, of which it had not adopted the version yet.
 HARSH = Setup(0, steps=80, crashes=6.0, refusals=0.6, losses=0.7)
 FAILED_ONCE = [
-    *(replace(HARSH, seed=seed) for seed in (61, 148, 203, 422, 813, 819, 905, 1028, 1208, 1248, 1714, 2260)),
+    *(replace(HARSH, seed=seed) for seed in (61, 148, 203, 422, 813, 819, 905, 858, 924, 1028, 1208, 1248, 1714, 2260)),
     replace(HARSH, seed=1451, fragments=1, every=7, overlap=3, steps=120, refusals=0.0),
     Setup(414, 2, 2, quorum=2, steps=80, crashes=5.0, losses=0.5, scales=0.7),
     replace(HARSH, seed=10052, fragments=4, every=5, steps=160, crashes=12.0, refusals=0.0, losses=1.0),
@@ -243,10 +245,10 @@ def test_rounds_keep_their_pace_and_everybody_contributes(setup: Setup, share: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quorum", [1, 2, 3])
-def test_many_worlds_are_live(quorum: int) -> None:
+@pytest.mark.parametrize(("quorum", "share"), [(1, 0.5), (2, 0.5), (3, 0.35)])
+def test_many_worlds_are_live(quorum: int, share: float) -> None:
     for seed in range(200):
-        live(replace(LOSSY, seed=seed, quorum=quorum), 0.5)
+        live(replace(LOSSY, seed=seed, quorum=quorum), share)
 
 
 @pytest.mark.parametrize("kind", ["pull", "push", "answer", "announce", "report"])
