@@ -56,6 +56,7 @@ def tracebacks(run: Run) -> list[str]:
     return [name for name, text in texts.items() if "Traceback" in text]
 
 
+@pytest.mark.slow
 def test_data_shorter_than_one_batch(start: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("a few words only\n" * 5)
     run = start()

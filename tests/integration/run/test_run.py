@@ -125,6 +125,13 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     model = AutoModelForCausalLM.from_pretrained(out)
     assert sum(parameter.numel() for parameter in model.parameters()) > 10_000
 
+
+@pytest.mark.slow
+def test_a_complete_job_stays_so_and_goes_on_to_a_later_stop(start: Callable[..., Run]) -> None:
+    run = start(steps=120)
+    assert run.ends() == 0, run.everything()
+    report = run.report()
+
     began = time.monotonic()
     again = start(steps=120)  # the job is complete: nothing is trained, that is said, and its report is kept
     assert again.ends() == 0, again.everything()
@@ -219,6 +226,7 @@ def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
     assert not alive
 
 
+@pytest.mark.slow
 def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
     run.waits_for("first-merge: slot 1")

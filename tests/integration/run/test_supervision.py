@@ -49,6 +49,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runn
     return sent
 
 
+@pytest.mark.slow
 def test_a_syncer_that_hangs_is_killed_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
