@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from alone import pytest_runtest_protocol
+from s3_service import S3Service
 from skips import pytest_make_collect_report, pytest_runtest_makereport
 
 # Several tests run at once, many with processes of their own: threads that wait for each other only take time.
@@ -26,3 +29,14 @@ settings.register_profile("fresh")
 # That a mutant is caught is enough (tools/mutants.py): no smallest example is looked for.
 settings.register_profile("unshrunk", derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    """An S3 for all tests of this process, for it takes a second to start: each takes a bucket or folder of its own."""
+    service = S3Service(tmp_path_factory.mktemp("s3"))
+    try:
+        service.make_bucket("bucket")
+        yield service
+    finally:
+        service.stop()

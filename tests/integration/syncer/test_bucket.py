@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,24 +20,25 @@ from diloco_syncer.store.records import MAX_FILE, MergeRecord, record_name
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
-WHERE = "s3://bucket/jobs/raw"
 
 
 @pytest.fixture
-def relay(tmp_path: Path) -> Iterator[Relay]:
-    service = S3Service(tmp_path)
-    relay = Relay(service.port)
+def relay(s3: S3Service) -> Iterator[Relay]:
+    relay = Relay(s3.port)
     try:
-        service.make_bucket("bucket")
         with given(environment(relay.url)):
             yield relay
     finally:
         relay.close()
-        service.stop()
 
 
-def a_syncer(folder: Path, pod: str, *changes: str) -> SyncerProcess:
-    return SyncerProcess(folder / pod, raw_job(*changes), uri=WHERE, env={"DILOCO_POD": pod})
+@pytest.fixture
+def where() -> str:
+    return f"s3://bucket/{uuid.uuid4().hex}/raw"
+
+
+def a_syncer(folder: Path, where: str, pod: str, *changes: str) -> SyncerProcess:
+    return SyncerProcess(folder / pod, raw_job(*changes), uri=where, env={"DILOCO_POD": pod})
 
 
 async def first_learner(syncer: SyncerProcess) -> Client:
@@ -69,8 +71,8 @@ def well_behaved(*syncers: SyncerProcess) -> None:
         assert "Traceback" not in text and SECRET not in text and TOKEN not in text
 
 
-async def test_a_killed_syncer_has_a_successor_and_no_merge_is_lost(tmp_path: Path, relay: Relay) -> None:
-    one, two = a_syncer(tmp_path, "one").start(), a_syncer(tmp_path, "two")
+async def test_a_killed_syncer_has_a_successor_and_no_merge_is_lost(tmp_path: Path, relay: Relay, where: str) -> None:
+    one, two = a_syncer(tmp_path, where, "one").start(), a_syncer(tmp_path, where, "two")
     client = await first_learner(one)
     try:
         for version in range(3):
@@ -97,7 +99,7 @@ async def test_a_killed_syncer_has_a_successor_and_no_merge_is_lost(tmp_path: Pa
         await client.close()
         one.stop()
         two.stop()
-    store = open_store(WHERE)
+    store = open_store(where)
     assert tape_reader.verify(store) == 10
     assert [(line["fragment"], line["version"]) for line in tape_reader.read(store)] == [
         (fragment, version) for version in range(1, 6) for fragment in range(2)
@@ -109,8 +111,8 @@ async def test_a_killed_syncer_has_a_successor_and_no_merge_is_lost(tmp_path: Pa
     well_behaved(one, two)
 
 
-async def test_the_older_of_two_syncers_gives_way(tmp_path: Path, relay: Relay) -> None:
-    one, two = a_syncer(tmp_path, "one").start(), a_syncer(tmp_path, "two")
+async def test_the_older_of_two_syncers_gives_way(tmp_path: Path, relay: Relay, where: str) -> None:
+    one, two = a_syncer(tmp_path, where, "one").start(), a_syncer(tmp_path, where, "two")
     client = await first_learner(one)
     try:
         await turn(client, 0)
@@ -138,14 +140,14 @@ async def test_the_older_of_two_syncers_gives_way(tmp_path: Path, relay: Relay) 
         await client.close()
         one.stop()
         two.stop()
-    store = open_store(WHERE)
+    store = open_store(where)
     assert tape_reader.verify(store) == 4
     assert len(store.list("epochs")) == 2
     well_behaved(one, two)
 
 
-async def test_many_that_start_at_once_have_one_winner(tmp_path: Path, relay: Relay) -> None:
-    syncers = [a_syncer(tmp_path, f"pod-{n}") for n in range(3)]
+async def test_many_that_start_at_once_have_one_winner(tmp_path: Path, relay: Relay, where: str) -> None:
+    syncers = [a_syncer(tmp_path, where, f"pod-{n}") for n in range(3)]
     try:
         for syncer in syncers:
             syncer.launch()
@@ -163,8 +165,8 @@ async def test_many_that_start_at_once_have_one_winner(tmp_path: Path, relay: Re
     well_behaved(*syncers)
 
 
-async def test_merges_wait_while_the_bucket_is_away_and_go_on(tmp_path: Path, relay: Relay) -> None:
-    syncer = a_syncer(tmp_path, "one").start()
+async def test_merges_wait_while_the_bucket_is_away_and_go_on(tmp_path: Path, relay: Relay, where: str) -> None:
+    syncer = a_syncer(tmp_path, where, "one").start()
     client = await first_learner(syncer)
     try:
         await turn(client, 0)
@@ -176,11 +178,11 @@ async def test_merges_wait_while_the_bucket_is_away_and_go_on(tmp_path: Path, re
         began = time.monotonic()
         status = syncer.status()
         assert f"127.0.0.1:{relay.port} cannot be reached" in status["message"], status["message"]
-        assert "merges wait" in status["message"] and WHERE in status["message"]
+        assert "merges wait" in status["message"] and where in status["message"]
         assert status["versions"] == [1, 1] and status["phase"] == "training"
         assert b"cannot be reached" in syncer.get("/healthz")
         await until(lambda: "cannot be reached" in client.of_kind("phase")[-1].message)
-        await asyncio.sleep(3)
+        await asyncio.sleep(1)
         assert syncer.status()["versions"] == [1, 1]
         relay.mend()
         assert (await asyncio.wait_for(client.adopt(0, 2), 30)).merged_sequence == 2
@@ -202,12 +204,12 @@ async def test_merges_wait_while_the_bucket_is_away_and_go_on(tmp_path: Path, re
     finally:
         await client.close()
         syncer.stop()
-    assert tape_reader.verify(open_store(WHERE)) == 6
+    assert tape_reader.verify(open_store(where)) == 6
     well_behaved(syncer)
 
 
-async def test_a_bucket_that_stays_away_is_exit_4(tmp_path: Path, relay: Relay) -> None:
-    syncer = a_syncer(tmp_path, "one")
+async def test_a_bucket_that_stays_away_is_exit_4(tmp_path: Path, relay: Relay, where: str) -> None:
+    syncer = a_syncer(tmp_path, where, "one")
     relay.cut()
     syncer.launch()
     try:
@@ -215,5 +217,5 @@ async def test_a_bucket_that_stays_away_is_exit_4(tmp_path: Path, relay: Relay) 
     finally:
         syncer.stop()
     last = json.loads(syncer.text().splitlines()[-1])["message"]
-    assert f"the store cannot be used: store {WHERE}: 127.0.0.1:{relay.port} cannot be reached" in last
+    assert f"the store cannot be used: store {where}: 127.0.0.1:{relay.port} cannot be reached" in last
     well_behaved(syncer)

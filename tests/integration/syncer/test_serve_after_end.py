@@ -22,19 +22,12 @@ from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.control_client import ControlClient, ControlError
 from diloco_syncer.output.read_output import read_output
 from diloco_syncer.store.open import open_store
-from s3_service import S3Service, environment, given
+from s3_service import environment, given
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
 
 STAY = ("--stay", "--export", "127.0.0.1:0")
 FROZEN = {"table": np.arange(6, dtype=np.float16).reshape(2, 3)}
-
-
-@pytest.fixture
-def s3(tmp_path: Path) -> Iterator[S3Service]:
-    service = S3Service(tmp_path)
-    yield service
-    service.stop()
 
 
 @pytest.fixture

@@ -130,6 +130,7 @@ def learner(service: SyncerProcess, region: str, address: str) -> ForkedProcess:
     return fork([__file__], environ, service.log)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
     sizes = [SIDE * SIDE // 4] * 4

@@ -207,6 +207,7 @@ def test_an_emptied_store_is_rebuilt_from_the_learner(service: Syncer) -> None:
     assert "an empty store is rebuilt from what learners hold" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", [{"learners": 2}], indirect=True)
 def test_an_emptied_store_is_rebuilt_from_two_learners(service: Syncer) -> None:
     """Each goes on in its slot and its tenure, and their tokens are all accounted for."""

@@ -167,6 +167,7 @@ async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Par
         assert counts["too-many-sessions"] == 1 and counts["too-many-joins"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Parties, tmp_path: Path) -> None:
     foreign = Parties(tmp_path / "foreign", "raw", title="theirs")

@@ -103,6 +103,7 @@ def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callab
     train(service, None, lambda learner: learner.step % 20 == 0 and service.status()["merges"] > merges + 3)
 
 
+@pytest.mark.slow
 def test_a_slow_first_step_is_no_stall(syncer: Callable[..., Syncer]) -> None:
     """Compiling may take minutes; a step like it later on is a stall."""
     service = syncer({}, {"steps": 40}, stall_seconds=3.0)

@@ -136,7 +136,7 @@ def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house
 @pytest.mark.parametrize(
     ("env", "least", "most"),
     [
-        ({"DILOCO_DRAIN_SECONDS": "4"}, 1, 12),
+        ({"DILOCO_DRAIN_SECONDS": "2"}, 1, 12),
         pytest.param({}, 15, 27, marks=pytest.mark.slow),  # within the grace period that pods have unless told
     ],
 )
@@ -241,6 +241,7 @@ def blackhole() -> tuple[str, list[socket.socket]]:
     return f"{host}:{port}", held
 
 
+@pytest.mark.slow
 def test_learners_are_back_soon_after_their_syncer(house: House) -> None:
     """A syncer's pod that is replaced, at the same address and at another one; and an address that swallows
     all connections for a while, as a Service may whose endpoint has gone."""

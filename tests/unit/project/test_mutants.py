@@ -81,6 +81,7 @@ def test_a_line_that_fits_no_more_is_named_with_the_cure(project: Path) -> None:
         mutants.read_mutants(project)
 
 
+@pytest.mark.slow
 def test_what_is_caught_survives_and_is_known(project: Path) -> None:
     status, said = say(project)
     assert status == 1
@@ -124,6 +125,7 @@ def test_a_result_holds_as_long_as_what_it_is_of(project: Path) -> None:
     assert known() == set()
 
 
+@pytest.mark.slow
 def test_tests_that_do_not_end_or_fail_by_themselves(project: Path) -> None:
     with open(project / "tests/mutants/cli.tsv", "a") as file:
         file.write("broken\tnumbers.py\tmin(values)\t__import__('os')._exit(3)\ttest_least.py\n")

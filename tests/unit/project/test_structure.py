@@ -58,6 +58,7 @@ def test_upward_imports() -> None:
     assert structure.upward_imports(text) == ["x: p.a -> p.b"]
 
 
+@pytest.mark.slow  # make lint asks the same
 def test_the_product_is_within_the_bounds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["structure.py", "--check"])
     assert structure.main() == 0, capsys.readouterr().out

@@ -13,16 +13,6 @@ from diloco_syncer.store.open import open_store
 from s3_service import S3Service, environment, given
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
-    service = S3Service(tmp_path_factory.mktemp("s3"))
-    try:
-        service.make_bucket("bucket")
-        yield service
-    finally:
-        service.stop()
-
-
 @pytest.fixture
 def bucket(s3: S3Service) -> Iterator[Store]:
     """An empty store in a bucket."""
