@@ -99,14 +99,18 @@ def broadcast_of(store: Path, fragment: int, version: int, service: Syncer) -> s
 @pytest.mark.parametrize(
     ("service", "epochs_too"),
     [
-        ({}, False),
-        ({}, True),
-        ({"deterministic": True, "overlap": 2}, False),
-        ({"compression": {"up": "int4", "errorFeedback": True, "down": "bfloat16"}}, True),
-        ({"compression": {"up": "int8", "down": "delta-int8"}}, False),
+        pytest.param({}, False, id="records and states", marks=pytest.mark.slow),
+        pytest.param({}, True, id="epochs too"),
+        pytest.param({"deterministic": True, "overlap": 2}, False, id="deterministic", marks=pytest.mark.slow),
+        pytest.param(
+            {"compression": {"up": "int4", "errorFeedback": True, "down": "bfloat16"}},
+            True,
+            id="bfloat16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"compression": {"up": "int8", "down": "delta-int8"}}, False, id="deltas"),
     ],
     indirect=["service"],
-    ids=["records and states", "epochs too", "deterministic", "bfloat16", "deltas"],
 )
 def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too: bool) -> None:
     """The newest records and states are lost; with ``epochs_too`` the whole store is an older copy,
@@ -158,7 +162,11 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
 
 @pytest.mark.parametrize(
     "service",
-    [{}, {"compression": {"up": "int8", "down": "delta-int8"}}, {"fragments": 3, "every": 60}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"compression": {"up": "int8", "down": "delta-int8"}},
+        {"fragments": 3, "every": 60},
+    ],
     indirect=True,
     ids=["every fragment merged", "deltas", "one fragment merged"],
 )

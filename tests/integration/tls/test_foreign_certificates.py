@@ -100,7 +100,8 @@ def made() -> Iterator[list[Hub | Pod]]:
         one.kill()
 
 
-@pytest.mark.parametrize("kind", ["ec", pytest.param("rsa", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ec", "rsa"])
 def test_a_job_with_certificates_of_an_intermediate(tmp_path: Path, made: list[Hub | Pod], kind: str) -> None:
     issuer = Issuer()
     syncer = issuer.secret(tmp_path / "syncer", kind, "diloco://job/ns/pods/syncer", ("diloco-syncer",), "SERVER_AUTH")

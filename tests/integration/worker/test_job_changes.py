@@ -165,6 +165,7 @@ def test_settings_that_change_reach_learners_that_run(cluster: Callable[..., Clu
         pod.waits_until(lambda s: s["phase"] == "complete" and s["connected"], "the end")
 
 
+@pytest.mark.slow
 def test_what_may_not_change_is_said_and_nothing_is_touched(cluster: Callable[..., Cluster]) -> None:
     house = cluster(learners=1)
     house.place(local=1)

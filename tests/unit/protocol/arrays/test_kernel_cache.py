@@ -95,6 +95,7 @@ def test_a_sealed_cache_is_read(image: Image) -> None:
     assert "RESULT 1.5" in said
 
 
+@pytest.mark.slow
 def test_without_the_class_numba_would_not(image: Image) -> None:
     """Why the class is there: with numba's own, the same sealed cache is passed over."""
     image.run(sealed=False, classes=CLASS)
@@ -110,6 +111,7 @@ def test_a_cache_of_other_sources_is_not_used(image: Image) -> None:
     assert "RESULT 2.5" in said
 
 
+@pytest.mark.slow
 def test_what_was_not_built_goes_to_the_next_locator(image: Image) -> None:
     """A user's own function in a derived image: cached in the user's folder, as ever."""
     classes = f"{CLASS},UserWideCacheLocator"
