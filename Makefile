@@ -88,7 +88,7 @@ test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERV
 	$(PYTEST) $(AT_ONCE) -m "not slow" tests/unit/$(@:test-%=%) $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (10 minutes on two cores)
+test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (12 minutes on two cores)
 	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/unit $(PYTEST_ARGS)
 
 # Words for tools/mutants.py: MUTANTS_ARGS="--only 'rounds-*'", --list, --jobs 2.
