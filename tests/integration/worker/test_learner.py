@@ -107,7 +107,7 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
     assert json.loads(lines[-1])["tokens"] == said[1]["tokens"]
 
 
-@pytest.mark.parametrize("stop", [{"tokens": 6400}, {"seconds": 3}])
+@pytest.mark.parametrize("stop", [{"tokens": 6400}, pytest.param({"seconds": 3}, marks=pytest.mark.slow)])
 def test_progress_is_the_jobs_way_to_its_stop(syncer: Callable[..., Syncer], stop: dict[str, int]) -> None:
     """One of two learners never comes: the other trains for both, and its progress reaches the end with the job."""
     service = syncer({"quorum": 1}, stop, 2)

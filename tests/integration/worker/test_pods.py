@@ -88,7 +88,7 @@ def test_learners_idle_at_the_end_and_a_new_pod_does_too(house: House) -> None:
     assert hub.terminate()[0] == 0
 
 
-@pytest.mark.parametrize("phase", ["failed", "deleted"])
+@pytest.mark.parametrize("phase", [pytest.param("failed", marks=pytest.mark.slow), "deleted"])
 def test_an_end_that_is_announced_is_shown_and_idled_through(house: House, phase: str) -> None:
     hub = house.hub(learners=1)
     pod = house.pod(hub)
