@@ -147,6 +147,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy bench/*.py
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/structure.py --check
 	$(BIN)/python tools/check_proto.py

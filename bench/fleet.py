@@ -29,7 +29,7 @@ from kubeapi import Api
 CLUSTER = "lkbench"
 NAMESPACE = "diloco-bench"  # the operator's own
 ACCOUNT = "diloco-operator"
-RANGE = ipaddress.ip_network("198.18.0.0/15")
+RANGE = ipaddress.IPv4Network("198.18.0.0/15")
 NODE_BITS = 20  # a node's share of it
 NODE_PODS = 1000
 JOBS_PER_NAMESPACE = 50
@@ -91,7 +91,7 @@ def give_addresses(api: Api) -> list[str]:
             have.add(cidr)
             body = {"spec": {"podCIDR": cidr, "podCIDRs": [cidr]}}
             api.request("PATCH", f"/api/v1/nodes/{node['metadata']['name']}", body=body, content=MERGE_PATCH)
-    outside = sorted(cidr for cidr in have if not ipaddress.ip_network(cidr).subnet_of(RANGE))
+    outside = sorted(cidr for cidr in have if not ipaddress.IPv4Network(cidr).subnet_of(RANGE))
     if outside:
         raise NoCluster(f"pods would get addresses in {', '.join(outside)}, which are not {RANGE}")
     return sorted(have)

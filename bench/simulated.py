@@ -126,6 +126,8 @@ class Syncer:
             traffic=self.traffic,
             event_log=self.event_log,
             refused=Counter(),
+            imbalances=lambda: 0,
+            find_output=lambda: None,
             **parts,
         )
 

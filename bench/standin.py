@@ -50,7 +50,7 @@ class _Counted(Control):
 
     heard: Callable[[str, dict[str, Any]], None]
 
-    async def _carry_out(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _carry_out(self, method: str, body: dict[str, Any]) -> bytes:
         self.heard(method, body)
         return await super()._carry_out(method, body)
 

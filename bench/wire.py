@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ async def _sink(pipe: Connection) -> None:
 
     async def download(request: bytes, context: Any) -> AsyncIterator[bytes]:
         raise NotImplementedError("nothing is downloaded here")
-        yield b""
+        yield b""  # type: ignore[unreachable]  # a generator
 
     server = aio.server(options=wire_channels.server_options())
     method = grpc.stream_unary_rpc_method_handler(raw)
@@ -188,7 +189,7 @@ class _Learner:
                 raise
             pipe.send("")
         for channel in [self._control, *self._syncer, *self._sink]:
-            await channel.close()
+            await channel.close(None)
         self._socket.close()
 
     async def _send(self, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
@@ -206,7 +207,7 @@ class _Learner:
 
     async def _join(self) -> None:
         """Take a seat; the first learner uploads version 0."""
-        method: Any = self._control.stream_stream(services.SESSION)
+        method: Any = self._control.stream_stream(services.SESSION, None, None)
         self._call = method()
         join = sync_pb2.Join(
             format=limits.FORMAT,
@@ -276,7 +277,7 @@ class _Learner:
         view = bulk.flat(self._payloads[fragment])
 
         async def part(channel: aio.Channel, offset: int, size: int) -> None:
-            method: Any = channel.stream_unary(RAW)
+            method: Any = channel.stream_unary(RAW, None, None)
             call = method(timeout=WAIT_SECONDS)
             for chunk in bulk.chunks(view[offset : offset + size]):
                 await call.write(chunk)
@@ -348,9 +349,7 @@ def main() -> None:
 
 def measure(pipes: list[Connection], size: int, rounds: int) -> list[common.Row]:
     """``size``: bytes that all of them send in one turn."""
-    seconds = common.times(
-        {word: lambda word=word: tell(pipes, word) for word in ("upload", "verdict", "raw", "tcp")}, rounds
-    )
+    seconds = common.times({word: partial(tell, pipes, word) for word in ("upload", "verdict", "raw", "tcp")}, rounds)
     learners = f"{len(pipes)} learner{'s' * (len(pipes) > 1)}"
     names = {"upload": f"upload, {learners}", "verdict": f"push to verdict, {learners}"}
     references = {"raw": "raw gRPC streams", "tcp": "a TCP socket"}

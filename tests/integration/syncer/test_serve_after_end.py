@@ -289,7 +289,8 @@ async def test_control_calls_of_an_operator(syncer: SyncerProcess) -> None:
             await calls.call("process-ended", {**body, "reason": "deleted"})
         assert syncer.status()["slots"][0]["state"] == "active"
         await calls.call("process-ended", {"region": "local", "ordinal": 0, "process": client.process})
-        assert syncer.status()["slots"][0]["state"] == "lost"
+        # Answered when it is in the core's queue; the page follows.
+        await until(lambda: syncer.status()["slots"][0]["state"] == "lost")
         # Errors have kinds.
         for wrong, kind in (
             (calls.call("nothing"), "refused"),
