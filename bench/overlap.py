@@ -1,7 +1,7 @@
 """What synchronisation costs the training thread: time inside the library, and step time with and without.
 
 A learner process trains the demo's model (examples/tiny-gpt.yaml, one learner, otherwise
-its own settings: every 24 steps each fragment, int4 up) through the library, against the
+its own settings: every 12 steps each fragment, int4 up) through the library, against the
 real syncer program. A second process trains the same model on the same data without the
 library. They take turns on one core, some steps each, and the syncer has another core.
 While one trains the other stands still, so both see the same machine.
@@ -10,6 +10,9 @@ While one trains the other stands still, so both see the same machine.
 from being handed a batch to being handed the next, less the loop's own work. The
 background thread shares the core with training here, which is the worst case; what it
 takes shows in the step time. A turn's first step is not counted: its caches are cold.
+
+``--millions`` measures a larger model instead: of layers of 7.1 million parameters, one
+sequence a step, so that a step is as short as the model allows.
 """
 
 from __future__ import annotations
@@ -39,16 +42,23 @@ OVERRIDES = (
     "syncer.checkpoint.everySeconds=3600",
     "sync.heartbeat.timeoutSeconds=600",
 )
-WAIT_SECONDS = 180.0
+WAIT_SECONDS = 600.0
 SETTLE_SECONDS = 0.3  # between turns, for what the background has under way
+
+WIDTH, INNER = 768, 2048  # of a larger model's layers
+LAYER_MILLIONS = (4 * WIDTH**2 + 3 * WIDTH * INNER) / 1e6
 
 
 def main() -> None:
-    args = common.arguments(__doc__ or "").parse_args()
-    turns, steps = (3, 12) if args.quick else (12, 72)  # 72: each fragment three times
+    parser = common.arguments(__doc__ or "")
+    parser.add_argument("--millions", type=int, help="parameters of the model, in millions (default: the demo's, 0.9)")
+    args = parser.parse_args()
+    turns, steps = (3, 12) if args.quick else (12, 72)  # 72: each fragment six times
+    if args.millions:
+        turns, steps = (2, 12) if args.quick else (6, 24)
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = {cores[0]}, {cores[-1]}
-    job = load_job(EXAMPLE, OVERRIDES)
+    job = load_job(EXAMPLE, (*OVERRIDES, *larger_model(args.millions)))
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     children: list[Any] = []
@@ -79,6 +89,21 @@ def main() -> None:
         raise SystemExit("bench/overlap: nothing was merged, so nothing was measured")
     where = "one core" if len(cores) == 1 else "a core each"
     common.show(figures(measured), args.json, f"{turns} turns of {steps} steps; learner and syncer on {where}")
+
+
+def larger_model(millions: int | None) -> tuple[str, ...]:
+    """What a job with a model of so many million parameters has instead."""
+    if millions is None:
+        return ()
+    config = {
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": max(1, round(millions / LAYER_MILLIONS)),
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    }
+    prefix = "training.model.config"
+    return (*(f"{prefix}.{name}={value}" for name, value in config.items()), "training.batch.sequences=1")
 
 
 def figures(measured: dict[str, list[tuple[float, float]]]) -> list[common.Row]:

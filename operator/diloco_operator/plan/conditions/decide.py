@@ -284,9 +284,10 @@ def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None
 
 def explain_small_resources(view: View) -> str:
     """Which fields of the job ask for less memory or disk than its model needs; empty: none, or its size is not known
-    yet."""
+    yet. What was said holds until the syncer tells the size again: an operator that starts has not asked it yet."""
     if view.document is None or not view.document.parameters or not view.document.versions:
-        return ""
+        known = view.condition("Degraded")
+        return str(known.get("message")) if known.get("reason") == "ResourcesTooSmall" else ""
     sizes = even_sizes(view.document.parameters, len(view.document.versions))
     claim = view.live(names.claim(view.job.name))
     asked = (((claim or {}).get("spec") or {}).get("resources") or {}).get("requests") or {}

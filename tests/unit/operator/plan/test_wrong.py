@@ -227,9 +227,12 @@ def test_a_job_that_asks_for_less_than_its_model_needs_is_told_once() -> None:
     assert degraded["status"] == "True" and degraded["reason"] == "ResourcesTooSmall"
     assert "syncer.storage.size is 10Gi" in degraded["message"] and "requests.memory is 256Mi" in degraded["message"]
     assert world.told("ResourcesTooSmall") == 1 and world.truth("Ready") == "True", "training goes on"
-    world.memory = PlanMemory()  # the operator restarts
+    world.memory, world.next_turn = PlanMemory(), world.now  # the operator restarts, and its first call gets no answer
+    world.asked_at, world.syncer_silent = -1e9, True
+    world.run(5)
+    world.syncer_silent = False
     world.run(60)
-    assert world.told("ResourcesTooSmall") == 1
+    assert world.told("ResourcesTooSmall") == 1 and world.condition("Degraded") == degraded
     resources = {"containers": [{"name": "syncer", "resources": {"requests": {"memory": "20Gi"}}}]}
     world.edit(syncer={"storage": {"size": "100Gi"}, "podTemplate": {"spec": resources}})
     world.until(lambda w: w.truth("Degraded") == "False", 120)
