@@ -14,7 +14,7 @@ from diloco_protocol.common.bounded_json import MAX_DEPTH, TOO_DEEP
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job import DiLoCoJob, json_digest
 from diloco_protocol.spec.job_spec import JobSpec
-from diloco_protocol.spec.load import JobError, job_from_json
+from diloco_protocol.spec.load import JobError, job_from_json, job_to_json
 from diloco_protocol.vocabulary import API_VERSION, JOB_KIND
 
 
@@ -33,6 +33,7 @@ class Job:
     raw_spec: Object
     document: DiLoCoJob | None  # None: the spec is wrong, and ``problems`` says how
     problems: tuple[str, ...] = ()
+    normal_form: str = ""  # of ``document``, as its programs read it
 
     @property
     def spec(self) -> JobSpec:
@@ -46,9 +47,10 @@ def read_job(obj: Object) -> Job:
     spec = obj.get("spec")
     deleted = metadata.get("deletionTimestamp")
     text = _digestible(spec)
-    document, problems = _document(metadata["name"], metadata.get("namespace", "default"), text)
+    document, normal_form, problems = _read_spec(metadata["name"], metadata.get("namespace", "default"), text)
     if TOO_DEEP in text:
-        document, problems = None, (f"spec: is nested more than {MAX_DEPTH} levels deep, and cannot be read",)
+        said = f"spec: is nested more than {MAX_DEPTH} levels deep, and cannot be read"
+        document, normal_form, problems = None, "", (said,)
     return Job(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),
@@ -61,6 +63,7 @@ def read_job(obj: Object) -> Job:
         raw_spec=spec if isinstance(spec, dict) else {},
         document=document,
         problems=problems,
+        normal_form=normal_form,
     )
 
 
@@ -80,13 +83,15 @@ def _whole(value: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)  # a job is read at every reconcile and changes seldom
-def _document(name: str, namespace: str, spec: str) -> tuple[DiLoCoJob | None, tuple[str, ...]]:
+def _read_spec(name: str, namespace: str, spec: str) -> tuple[DiLoCoJob | None, str, tuple[str, ...]]:
+    """(the document, its normal form, what is wrong with it)."""
     head = {"apiVersion": API_VERSION, "kind": JOB_KIND}
     body = {**head, "metadata": {"name": name, "namespace": namespace}, "spec": json.loads(spec)}
     try:
-        return job_from_json(json.dumps(body)), ()
+        document = job_from_json(json.dumps(body))
     except JobError as error:
-        return None, tuple(str(problem) for problem in error.problems)
+        return None, "", tuple(str(problem) for problem in error.problems)
+    return document, job_to_json(document), ()
 
 
 @dataclass(frozen=True, slots=True)

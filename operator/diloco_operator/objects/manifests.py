@@ -102,7 +102,7 @@ def sync_address(job: Job, here: Placement) -> str:
 def _settings(job: Job, here: Placement) -> Object:
     document = job.document
     assert document is not None
-    data = {"job.json": job_to_json(document), "address.json": json.dumps({"sync": sync_address(job, here)}) + "\n"}
+    data = {"job.json": job.normal_form, "address.json": json.dumps({"sync": sync_address(job, here)}) + "\n"}
     if _evaluated(job, here) and job.spec.training.device == "cuda":
         data["evaluator.json"] = job_to_json(_on_any_device(document))
     return _object(job, names.settings_map(job.name), "syncer", {"data": data})
