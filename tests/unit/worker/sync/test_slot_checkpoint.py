@@ -101,12 +101,13 @@ def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: p
     checkpoint = place(tmp_path)
     for _ in range(5):
         written(checkpoint)
-    keep(checkpoint, lambda: np.zeros(10**6, np.uint8))  # more than would be read back
+    keep(checkpoint, lambda: np.zeros(1 << 22, np.uint8))  # more than would be read back
     assert len(caplog.records) == 1, "said once a minute"
     assert "training goes on" in caplog.text
     (tmp_path / "state").unlink()
     written(checkpoint)
-    assert checkpoint.load() is not None
+    keep(checkpoint, lambda: np.zeros(1 << 22, np.uint8))
+    assert checkpoint.load() is not None, "what is too large replaces nothing"
 
 
 def test_one_write_at_a_time_and_a_hundredth_of_the_time(tmp_path: Path) -> None:
@@ -119,12 +120,13 @@ def test_one_write_at_a_time_and_a_hundredth_of_the_time(tmp_path: Path) -> None
 
     time.sleep(0.001)
     assert checkpoint.due
-    checkpoint.start_write(encode, 0.0)
+    checkpoint.start_write(encode, 0.05)
     time.sleep(0.01)
     assert not checkpoint.due, "it is being written"
     hold.set()
     checkpoint.close()
-    assert not checkpoint.due, "it took 10 ms, so the next one is a second away"
+    time.sleep(0.1)
+    assert not checkpoint.due, "it took 60 ms, so the next one is six seconds away"
 
 
 def test_nothing_is_kept_without_a_working_directory() -> None:
