@@ -304,8 +304,6 @@ class Core:
         if nonsense := find_nonsense(self._state, slot, report):
             raise ev.BadMessage(f"report: {nonsense}")
         slot.heard_at = now
-        if slot.state is SlotState.SUSPECT:
-            slot.state = SlotState.ACTIVE
         if apply_report(self._state, self._actions, slot, report, now):
             slot.ready = True
 

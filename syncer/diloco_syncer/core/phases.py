@@ -53,9 +53,8 @@ class Phases:
     _requested: tuple[JobPhase, str] | None = None
 
     def request_end(self, phase: JobPhase, message: str) -> None:
-        """An end is requested; the first request wins, but failing or deleting goes before suspending."""
-        if self._requested is None or phase is not JobPhase.SUSPENDED:
-            self._requested = (phase, message)
+        """An end is requested. It is taken up before the next event is."""
+        self._requested = (phase, message)
 
     def record_progress(self, now: float) -> None:
         """An offer came or a learner left: the drain's patience begins anew."""
