@@ -155,6 +155,8 @@ class Observer:
                 case Downloaded():
                     changed |= self._adopt(message)
                 case Announcement():
+                    if message.epoch > max(self._announced)[0]:
+                        self.announced_tokens = 0  # a syncer whose store lost something knows of fewer
                     self._announced[message.fragment] = (message.epoch, message.version)
                     self.announced_tokens = max(self.announced_tokens, message.job_tokens)
                     self.announced_progress = message.progress
@@ -215,6 +217,8 @@ class Observer:
         if have is not None and (broadcast.epoch, broadcast.version) <= have:
             return False
         self._fragments.move(broadcast.fragment, Kind.OVERWRITE, downloaded.vector)
+        if broadcast.epoch > max(version or (0, 0) for version in self._versions)[0]:
+            self.job_tokens, self.progress = 0, 0.0  # and refuses a score of more than it knows of
         self._versions[broadcast.fragment] = (broadcast.epoch, broadcast.version)
         self.job_tokens = max(self.job_tokens, broadcast.job_tokens)
         self.progress = max(self.progress, broadcast.progress)
