@@ -83,7 +83,7 @@ class ReceivedPushes:
         refusal = self.core.check_push(push, upload.process)
         if refusal is not None:
             if refusal[0] is PushRefusal.REPEATED:
-                await self.wait_offer_spooled(push.id)
+                await self.wait_offer_spooled(push)
             raise UploadRefused(*refusal)
         assert self.model.layout is not None
         elements = self.model.layout.elements(push.fragment)
@@ -195,7 +195,7 @@ class ReceivedPushes:
     # ------------------------------------------------------------- offers
 
     async def _reply_when_spooled(self, payload: Payload, refusal: bytes) -> None:
-        await self.wait_offer_spooled(payload.header.id)
+        await self.wait_offer_spooled(payload.header)
         self._send_reply(payload, refusal)
 
     async def _spool(self, handle: int, payload: Payload, encoded: Array) -> None:
@@ -215,10 +215,12 @@ class ReceivedPushes:
         if payload is not None and payload.spooled is not None and not payload.spooled.done():
             payload.spooled.set_result(None)
 
-    async def wait_offer_spooled(self, push_id: tuple[int, int, int, int]) -> None:
-        """Wait until no copy of this offer waits any more for its verdict or for the store."""
+    async def wait_offer_spooled(self, header: PushHeader) -> None:
+        """Wait until no copy of this offer waits any more for its verdict or for the store. Its learner may have sent
+        one in an earlier session, under another incarnation."""
         for payload in list(self._unspooled.values()):
-            if payload.header.id == push_id and payload.spooled is not None:
+            of_one = (payload.header.slot, payload.header.fragment) == (header.slot, header.fragment)
+            if of_one and payload.spooled is not None:
                 await asyncio.shield(payload.spooled)
 
     async def wait_spooled(self, seconds: float | None = None) -> None:

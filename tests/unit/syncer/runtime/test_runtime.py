@@ -30,6 +30,7 @@ from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
 from diloco_syncer.store import records
+from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import MergeRecord
@@ -97,7 +98,8 @@ class Bench:
     async def __aexit__(self, *_: object) -> None:
         await self.syncer.close(checkpoint=False)
 
-    def connect(self, number: int, ordinal: int, process: str, evaluator: bool = False) -> Connection:
+    def connect(self, number: int, ordinal: int, process: str, evaluator: bool = False, before: int = 0) -> Connection:
+        """``before``: the incarnation that the process had."""
         connection = Connection(number)
         connection.process = process
         self.syncer.sessions._connections[number] = connection
@@ -112,6 +114,7 @@ class Bench:
                 digests={},
                 sequences=0 if evaluator else 100_000,
                 held=(),
+                previous_incarnation=before,
             )
         )
         return connection
@@ -218,6 +221,37 @@ async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable
         assert (await first).accepted
         assert (await again).reason == "repeated"
         assert len(list(tmp_path.glob("offers/*"))) == 1
+
+
+async def test_an_offer_that_comes_again_in_another_session_hears_repeated_only_when_it_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first copy waits for the store, which has taken the new seat already."""
+    spool, full = Checkpoints.spool_offer, True
+
+    def spool_later(self: Checkpoints, *arguments: Any) -> None:
+        if full:
+            raise OSError("the store failed")
+        spool(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "spool_offer", spool_later)
+    async with Bench(tmp_path, "sync.quorum=2") as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        fields, delta = bench.offer(1), np.ones(LAYOUT.elements(0), np.float32)
+        first = asyncio.create_task(bench.upload("a", delta, **fields))
+        await until(lambda: bench.syncer.durability.problem)
+        del bench.syncer.sessions._connections[1]
+        bench.connect(2, 0, "a", before=fields["incarnation"])
+        slot = bench.syncer.core.slot_by_connection(2)
+        assert slot is not None and slot.incarnation > fields["incarnation"]
+        again = asyncio.create_task(bench.upload("a", delta, **fields | {"incarnation": slot.incarnation}))
+        done, _ = await asyncio.wait((first, again), timeout=0.3)
+        assert not done and not list(tmp_path.glob("offers/*"))
+        full = False
+        assert (await again).reason == "repeated"
+        assert len(list(tmp_path.glob("offers/*"))) == 1
+        assert (await first).accepted
 
 
 async def test_a_succeeded_syncer_acknowledges_no_offer(tmp_path: Path) -> None:
