@@ -29,7 +29,7 @@ class JobPhase(StrEnum):
 TRAINING_PHASES = frozenset({JobPhase.WAITING, JobPhase.TRAINING, JobPhase.HOLDING})
 """Learners are wanted."""
 FINISHING_PHASES = frozenset({JobPhase.DRAINING, JobPhase.EVALUATING})
-"""No further step; offers are still merged."""
+"""No further step. While learners drain, offers are merged."""
 ENDED_PHASES = frozenset({JobPhase.COMPLETE, JobPhase.FAILED, JobPhase.SUSPENDED, JobPhase.DELETED})
 """This syncer does nothing more for the job."""
 STOPPED_PHASES = FINISHING_PHASES | ENDED_PHASES

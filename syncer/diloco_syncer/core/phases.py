@@ -177,6 +177,10 @@ class Phases:
         suspending = self.recovery.is_rebuilding and self._target is JobPhase.SUSPENDED
         if self.recovery.is_pending and not suspending:
             return False
+        state = self.state
+        if state.initialised and not suspending and state.lineage.newest_settled < state.epoch:
+            state.lineage.mark_settled(state.epoch)  # what the last merges make comes from no learner
+            self.actions.add(ev.Persist())
         begun, merging = self.aggregator.finish_rounds(now)
         if begun:
             return True

@@ -15,7 +15,7 @@ hopeless transfer costs nothing:
  5. The sender is the one that holds the slot, under its newest incarnation, and made the push in the slot's
     present tenure (``_check_sender``). The push is not a repeated one (``_check_repeated``): this comes before what
     may have changed since the first copy was accepted, for the learner takes any other refusal to mean that none was.
- 6. Layout and encoding are the job's (``_check_format``).
+ 6. The job's last merges are not made yet (``_check_last_merges``); layout and encoding are its (``_check_format``).
  7. The base is a version that this store has had, and not a future one (``_check_base``).
  8. Its counts agree with each other (``_check_counts``).
  9. None of its steps was merged before, and none is too old (``_check_steps``).
@@ -42,7 +42,7 @@ which metrics count; the learner keeps the work of a refused push, is asked agai
 
 from __future__ import annotations
 
-from diloco_protocol.vocabulary import ENDED_PHASES, PushRefusal, SlotState
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.members.reports import find_nonsense
 from diloco_syncer.core.members.slots import Slot
@@ -73,6 +73,7 @@ class PushChecks:
         assert slot is not None
         return (
             _check_repeated(header, slot)
+            or self._check_last_merges()
             or self._check_format(header)
             or self._check_base(header, version)
             or _check_counts(header)
@@ -96,6 +97,11 @@ class PushChecks:
             return PushRefusal.OTHER_LAYOUT, "version 0 does not exist yet"
         if not 0 <= header.fragment < state.rounds.fragments:
             return PushRefusal.INCONSISTENT, f"there is no fragment {header.fragment}"
+        return None
+
+    def _check_last_merges(self) -> Refusal | None:
+        if self._state.phase is JobPhase.EVALUATING:
+            return PushRefusal.ENDED, "the job's last merges are made"
         return None
 
     def _check_sender(self, header: PushHeader, slot: Slot | None, process: str | None) -> Refusal | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from core_desk import Desk, config, of, reason, report
-from diloco_protocol.vocabulary import JobPhase, SlotState
-from diloco_protocol.wire.records import Evaluation
+from diloco_protocol.documents import Tokens
+from diloco_protocol.vocabulary import JobPhase, PushRefusal, SlotState
+from diloco_protocol.wire.records import Evaluation, Held
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.core import Core
 from diloco_syncer.core.members import slots
 from diloco_syncer.core.members.slots import Absence, SlotTable
 from shell_figures import SHELL
@@ -71,6 +74,30 @@ def test_a_score_that_comes_on_for_ever_is_waited_for_so_long_and_no_longer() ->
         desk.later(100.0)
         desk.do(ev.EvaluationAdvanced(8, percent / 100))
     assert desk.core.phase is JobPhase.COMPLETE and desk.now == 1000.0
+
+
+def test_an_offer_that_comes_after_the_last_merges_is_refused() -> None:
+    """It would be acknowledged, and never merged: its learner says what was not taken over. An offer that was taken
+    before is said to be so: who believes that it was not ends when it hears of its merge."""
+    desk = Desk(config(stop=("steps", 4), evaluated=True, drain_seconds=5.0))
+    desk.begin(2)
+    desk.report(2, 3)
+    desk.report(1, 4)
+    assert reason(desk.push(0, 4, round=0)) is None
+    assert reason(desk.push(1, 3, round=0)) is None
+    desk.do(ev.ConnectionLost(2))
+    desk.do(ev.Drained(1))
+    (merge,) = of(desk.later(11.0), ev.Merge)
+    assert merge.version == 1
+    desk.do(ev.MergeDurable(0, 1, 0.1, (1.0, 1.0)))
+    assert desk.core.phase is JobPhase.EVALUATING
+    desk.join(3, 1, "p2", previous_incarnation=2)
+    assert reason(desk.push(1, 3, round=0)) is PushRefusal.REPEATED
+    desk.report(3, 5)
+    assert reason(desk.push(1, 5, round=0, sequence=2)) is PushRefusal.ENDED
+    desk.do(ev.Drained(3))
+    assert desk.core.ledger is not None
+    assert desk.core.ledger.totals() == Tokens(trained=90, merged=70, pending=0, dropped=20)
 
 
 def test_only_the_score_of_the_end_is_final_and_only_version_0s_is_the_first() -> None:
@@ -144,3 +171,28 @@ def test_of_two_slots_that_a_place_has_had_it_keeps_the_newest() -> None:
     again = SlotTable([("r", 0), ("r", 1)])
     again.load(table.to_json(), 0.0)
     assert again.nominal[("r", 0)].index == 1
+
+
+def test_no_version_is_taken_back_once_the_last_merges_begin() -> None:
+    """Else the version that a merge is making could come from a learner, too."""
+    settings = config(slots=1, stop=("tokens", 40))
+    desk = Desk(settings)
+    desk.begin(1)
+    desk.report(1, 4)
+    offer = desk.header(0, 4, round=0)
+    assert reason(desk.push(0, 4, round=0)) is None
+    desk.do(ev.Drained(1))
+    saved = json.loads(json.dumps(desk.core.state(0.0)))
+    core = Core(settings, saved, 2, 0.0)
+    core.close_superseded_tenures([offer], [])
+    assert core.restore_offer(offer, 1, 1.0)
+    actions = core.start(0.0, [1])
+    assert core.phase is JobPhase.DRAINING
+    (merge,) = of(actions, ev.Merge)
+    first_persist = next(i for i, action in enumerate(actions) if isinstance(action, ev.Persist))
+    assert first_persist < actions.index(merge) and core.newest_settled_epoch == 2
+    held = (Held(1, merge.version, 1),)  # it had been made before, and the store has lost it
+    actions = core.handle(ev.Join(5, "p1", "r", 0, False, "L", {}, 0, held, previous_incarnation=1), 1.0)
+    assert not of(actions + core.handle(ev.Tick(), 2.0), ev.RequestVersion)
+    core.handle(ev.MergeDurable(0, merge.version, 0.1, (1.0,)), 3.0)
+    assert core.phase is JobPhase.COMPLETE
