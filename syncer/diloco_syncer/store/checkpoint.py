@@ -24,6 +24,7 @@ nothing fits together is refused: a job is never begun anew over what could not 
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ from diloco_syncer.store.documents import pack_document, read_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
 from diloco_syncer.store.restore import StoreReader, StoreUnusable
+
+log = logging.getLogger(__name__)
 
 REPORT = "report.json"
 MAX_REPORT = 64 << 20
@@ -342,7 +345,8 @@ class Checkpoints:
         if initial is None:
             return []
         keep = {initial["layout"], initial["frozen"]} | named
-        keep |= {n for n, least in zip(initial["fragments"], floor, strict=False) if least == 0}
+        # A state from before version 0 has no versions: one that had to wait may come after version 0.
+        keep |= {n for p, n in enumerate(initial["fragments"]) if p >= len(floor) or floor[p] == 0}
         return [name for name in self.store.list("initial") if name not in keep]
 
     # ------------------------------------------------------------- restart
@@ -375,12 +379,16 @@ class Checkpoints:
         return restored
 
     def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:
-        """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment."""
-        return [
-            self.reader.header(fragment, version)
-            for fragment, version in self.reader.merges()
-            if fragment < len(upto) and versions.get(fragment, 0) < version <= upto[fragment]
-        ]
+        """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment. Of those
+        that are damaged no restart needs any."""
+        newer = []
+        for fragment, version in self.reader.merges():
+            if fragment < len(upto) and versions.get(fragment, 0) < version <= upto[fragment]:
+                try:
+                    newer.append(self.reader.header(fragment, version))
+                except (Damaged, ObjectNotFound) as error:
+                    log.error("the tape gets no line of a merge: %s", error)
+        return newer
 
     def _load_offers(self, restored: Restored) -> None:
         """Verify every offer, one after the other, and keep all but its values."""

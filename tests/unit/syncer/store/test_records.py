@@ -160,12 +160,16 @@ def begun(store: Store) -> Checkpoints:
     """A store with version 0 in force and a first state."""
     made = opened(store)
     made.load()
+    commit_version_0(made)
+    made.write_state({"n": 0}, [0, 0])
+    return made
+
+
+def commit_version_0(made: Checkpoints) -> None:
     layout = made.stage(1, "layout.rec", *records.pack("blob", {}, {"blob": array(LAYOUT.to_json().encode())}))
     names = [made.stage(1, f"f{p:05d}.rec", *record(p, 0, made.epoch.number).pack()) for p in range(2)]
     frozen = made.stage(1, "frozen.rec", *records.pack("blob", {}, {"blob": array(FROZEN)}))
     made.commit_initial(layout, names, frozen)
-    made.write_state({"n": 0}, [0, 0])
-    return made
 
 
 def array(data: bytes) -> Any:
@@ -228,6 +232,17 @@ def damage(store: Store, name: str) -> None:
     raw = bytearray(store.read(name, 1 << 20))
     raw[-700 if name.endswith(".rec") else -3] ^= 1
     store.replace(name, bytes(raw))
+
+
+def test_a_damaged_record_that_only_the_tape_lacks_stops_no_start(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 2)
+    made.write_state({"n": 1}, versions)
+    name = record_name(0, 1)
+    store.replace(name, store.read(name, 1 << 20)[:20])
+    again = opened(store)
+    assert [record.version for record in again.load().newest] == [2, 2]
+    assert [(r.fragment, r.version) for r in again.newer_than({}, [2, 2])] == [(0, 2), (1, 1), (1, 2)]
 
 
 def test_a_damaged_newest_state_falls_back_to_the_one_before_and_loses_nothing(store: Store) -> None:
@@ -438,6 +453,18 @@ def test_a_state_that_a_successor_may_not_have_read_is_not_durable(tmp_path: Pat
     store.folder = "state/"
     with pytest.raises(HigherEpoch):
         old.write_state({"n": 1}, [0, 0])
+
+
+def test_a_checkpoint_from_before_version_0_removes_nothing_of_it(store: Store) -> None:
+    """It had to wait for the store, and version 0 came into force before it."""
+    made = opened(store)
+    for n in range(3):
+        made.write_state({"n": n}, [])
+    commit_version_0(made)
+    made.write_manifest({"n": 3}, [], "")
+    made.collect("")
+    found = opened(store).load()
+    assert found.core == {"n": 3} and [record.version for record in found.newest] == [0, 0]
 
 
 @pytest.mark.parametrize("stands_still", [False, True])
