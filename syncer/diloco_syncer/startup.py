@@ -86,7 +86,7 @@ def restore(
     tape = Tape(store)
     if tape.damage:
         log.error("the tape is damaged (%s): that segment is kept in discarded/, and the tape goes on", tape.damage)
-    _complete_tape(tape, checkpoints, restored)
+    complete_tape(tape, checkpoints, restored)
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()
     _tell_of_a_clock_ahead(core_state)
@@ -117,7 +117,7 @@ def _fixed_digests(job: DiLoCoJob) -> dict[str, str]:
     return {name: json_digest(value) for name, value in fixed.items()}
 
 
-def _complete_tape(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:
+def complete_tape(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:
     """Append the lines that a crash took, and write down where the tape is ahead of the store."""
     versions = [record.version for record in restored.newest]
     for record in tape.missing(checkpoints.newer_than(tape.newest, versions)):

@@ -1,4 +1,4 @@
-"""The simulation of syncer_world.py under every kind of mishap: no step is merged twice, and none is lost."""
+"""syncer_simulation/core_world.py under every kind of mishap: no step is merged twice, and none is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from diloco_protocol.vocabulary import JobPhase
 from diloco_syncer.core.merging.rounds import Round, RoundBook
 from diloco_worker.core.adoption import Rule
-from syncer_world import Learner, Setup, World, check_liveness, settle
+from syncer_simulation.core_world import World, check_liveness, settle
+from syncer_simulation.learners import Learner, Setup
 
 HARSH = Setup(0, steps=80, crashes=6.0, refusals=0.6, losses=0.7)
 SCALED = Setup(0, steps=80, crashes=5.0, scales=0.7)
@@ -26,7 +27,7 @@ WIPED = Setup(0, steps=80, crashes=3.0, refusals=0.3, wipes=0.6)
     fragments=st.integers(1, 4),
     every=st.integers(4, 8),
     overlap=st.integers(0, 3),
-    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    rule=st.sampled_from(list(Rule)),
     data=st.data(),
 )
 def test_no_step_is_merged_twice_or_lost(
@@ -45,7 +46,7 @@ def test_no_step_is_merged_twice_or_lost(
     slots=st.integers(1, 4),
     fragments=st.integers(1, 4),
     every=st.integers(4, 8),
-    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    rule=st.sampled_from(list(Rule)),
     refusals=st.sampled_from([0.1, 0.7]),
     data=st.data(),
 )
@@ -66,7 +67,7 @@ def test_a_store_that_loses_its_newest_content_keeps_the_books_exact(
     slots=st.integers(1, 4),
     fragments=st.integers(1, 4),
     quorum=st.integers(1, 2),
-    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    rule=st.sampled_from(list(Rule)),
     losses=st.sampled_from([0.0, 0.5]),
 )
 def test_scaling_a_running_job_keeps_the_books_exact(
@@ -100,7 +101,7 @@ def test_the_simulation_scales() -> None:
     slots=st.integers(1, 4),
     fragments=st.integers(1, 4),
     every=st.integers(4, 8),
-    rule=st.sampled_from([Rule.KEEP, Rule.OVERWRITE]),
+    rule=st.sampled_from(list(Rule)),
     refusals=st.sampled_from([0.1, 0.7]),
 )
 def test_an_emptied_store_is_rebuilt_and_keeps_the_books_exact(

@@ -18,131 +18,19 @@ import heapq
 import json
 import random
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
-from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
-from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind, Rule
 from ledger_balance import imbalances
-
-Ids = frozenset[tuple[str, int]]
-
-
-@dataclass
-class Setup:
-    seed: int
-    slots: int = 3
-    fragments: int = 3
-    every: int = 4
-    overlap: int = 2
-    quorum: int = 1
-    rule: Rule = Rule.KEEP
-    max_versions: int = 4
-    steps: int = 40
-    chaos: float = 1.0  # how often things break
-    latency: float = 1.0  # how slow the network and the merges are
-    deaths: float = 1.0  # how often learners die, freeze, lose their connection or leave
-    crashes: float = 1.0  # how often the syncer crashes
-    refusals: float = 0.1  # how often somebody who is asked for a lost version has it no more
-    losses: float = 0.0  # share of the crashes after which the store's newest content is gone
-    wipes: float = 0.0  # share of the crashes after which the store is empty
-    scales: float = 0.0  # share of the syncer's starts that have other places
-    spares: int = 0  # processes that stand by
-    crossings: bool = False  # whether reports of a tenure that is over come after the seat of the next
-    swallowed: str = ""  # the kind of message that never arrives: pull, push, answer, announce, report
-
-
-@dataclass
-class Learner:
-    """One process: the real adoption rule, and sets in place of tensors."""
-
-    process: str
-    place: tuple[str, int]
-    setup: Setup
-    speed: float
-    connection: int | None = None
-    seat: Seat | None = None
-    tenure: int = 0  # the incarnation under which the newest one began
-    tenure_slot: int = -1  # and in which slot
-    adoption: Adoption = field(init=False)
-    theta: list[Ids] = field(default_factory=list)
-    base: list[Ids] = field(default_factory=list)
-    snapshots: dict[tuple[int, int], Ids] = field(default_factory=dict)
-    pulls: dict[int, ev.Pull] = field(default_factory=dict)
-    pushed: dict[int, tuple[int, int]] = field(default_factory=dict)  # round and sequence of what answers its pull
-    news: list[tuple[Announcement, Ids]] = field(default_factory=list)
-    tokens_of: dict[tuple[str, int], int] = field(default_factory=dict)
-    alive: bool = True
-    frozen_until: float = 0.0
-    draining: bool = False
-    accepted: set[tuple[int, int]] = field(default_factory=set)  # pushes that were answered so: fragment, sequence
-    in_flight: set[int] = field(default_factory=set)  # fragments whose offer has no answer yet
-    unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
-    offered: set[int] = field(default_factory=set)  # offered and accepted
-    offers: dict[int, tuple[PushHeader, Ids]] = field(default_factory=dict)
-    # Newest download of each fragment, with its receipt, and what had settled when it was announced.
-    holdings: dict[int, tuple[int, int, Ids, Receipt, int]] = field(default_factory=dict)
-    left: bool = False
-
-    def __post_init__(self) -> None:
-        s = self.setup
-        self.adoption = Adoption(
-            AdoptionConfig(
-                fragments=s.fragments,
-                every=s.every,
-                overlap=s.overlap,
-                rule=s.rule,
-                max_versions=s.max_versions,
-                max_steps=8 * s.every,
-            )
-        )
-        self.theta = [frozenset()] * s.fragments
-        self.base = [frozenset()] * s.fragments
-
-    def begin(self, slot_step: int, tenure: int) -> None:
-        self.adoption.begin_tenure(slot_step, tenure)
-        self.snapshots.clear()
-        self.news.clear()
-
-    def adopt(self) -> None:
-        held_back = []
-        for news, merged_ids in self.news:
-            p = news.fragment
-            if p in self.unsettled and news.merged_sequence != self.offers[p][0].sequence:
-                held_back.append((news, merged_ids))  # an offered fragment stays as it was offered
-                continue
-            decision = self.adoption.on_broadcast(news)
-            assert decision.kind is not Kind.STOP, decision.message
-            own = self.theta[p] - self.base[p]
-            match decision.kind:
-                case Kind.OVERWRITE:
-                    self.theta[p] = merged_ids
-                case Kind.KEEP:
-                    since = self.theta[p] - self.snapshots[p, decision.reference]
-                    assert not since & merged_ids, "kept steps are in the merge already"
-                    self.theta[p] = merged_ids | since
-                case Kind.REBASE:
-                    assert not own & merged_ids, "a rebase keeps steps that were merged"
-                    self.theta[p] = merged_ids | own
-                case _:
-                    continue
-            for sequence in decision.move:
-                self.snapshots[p, sequence] = merged_ids | (self.snapshots[p, sequence] - self.base[p])
-            for sequence in decision.forget:
-                del self.snapshots[p, sequence]
-            self.base[p] = merged_ids
-            assert len(self.theta[p] - self.base[p]) == self.adoption.pending_steps(p)
-        self.news = held_back
-
-    def report(self) -> StepReport:
-        return replace(self.adoption.report(), step_seconds=self.speed)
+from syncer_simulation.learners import Ids, Learner, Setup
 
 
 @dataclass
@@ -161,6 +49,8 @@ class Record:
 
 class World:
     """Virtual time, one syncer at a time, some processes."""
+
+    layout_digest = "L"
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -217,10 +107,13 @@ class World:
         return self.random.random() < p * self.setup.chaos
 
     def run(self, limit: float = 3000.0) -> None:
-        while self.core.phase not in ENDED_PHASES and self.now < limit:
+        while not self.is_over() and self.now < limit:
             self.now, _, call = heapq.heappop(self.queue)
             call()  # type: ignore[operator]
         # Whatever was on its way when the job ended is nobody's business any more.
+
+    def is_over(self) -> bool:
+        return self.core.phase in ENDED_PHASES
 
     # ------------------------------------------------------------ syncer
 
@@ -293,12 +186,17 @@ class World:
     def kill(self, learner: Learner) -> None:
         learner.alive = False
         self.learners.remove(learner)
+        self.break_connection(learner)
+        if self.random.random() < 0.5:
+            self.handle(ev.ProcessEnded(*learner.place, learner.process, "killed"))
+
+    def break_connection(self, learner: Learner) -> bool:
+        """The session ends, and both ends know it; whether there was one."""
         connection, learner.connection = learner.connection, None
         if connection is not None:
             self.connections.pop(connection, None)
             self.handle(ev.ConnectionLost(connection))
-        if self.random.random() < 0.5:
-            self.handle(ev.ProcessEnded(*learner.place, learner.process, "killed"))
+        return connection is not None
 
     def respawn(self, place: tuple[str, int]) -> None:
         """A process for this place, if it is one and has none."""
@@ -430,17 +328,21 @@ class World:
                 life = self.life
                 self.at(self.delay(0.3), lambda: self.merge(action, headers, content, life))
             case ev.Announce():
-                for connection, learner in list(self.connections.items()):
+                for connection, learner in self.told():
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
             case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
                 self.seen["given up"] += isinstance(action, ev.RecordEvent) and "going on from" in action.message
                 self.seen["drained too late"] += isinstance(action, ev.RecordEvent) and "in time" in action.message
                 if isinstance(action, ev.SetPhase) and action.phase is JobPhase.DRAINING:
                     self.mark_end()
-                    for learner in self.connections.values():
+                    for _, learner in self.told():
                         learner.draining = True
             case _:
                 raise AssertionError(action)
+
+    def told(self) -> list[tuple[int, Learner]]:
+        """Whom the syncer reaches: connection and learner."""
+        return list(self.connections.items())
 
     def merge(self, action: ev.Merge, headers: list[str], content: list[Ids], life: int) -> None:
         """The runtime merges and writes the record; a crash before loses it, after keeps it."""
@@ -513,9 +415,7 @@ class World:
         if not self.up() or self.now < learner.frozen_until:
             self.at(0.5, lambda: self.connect(learner))
             return
-        connection = next(self.numbers)
-        self.connections[connection] = learner
-        learner.connection = connection
+        connection = self.open_connection(learner)
         region, ordinal = learner.place
         self.handle(
             ev.Join(
@@ -523,16 +423,21 @@ class World:
                 learner.process,
                 region,
                 ordinal,
-                False,
-                "L",
+                learner.evaluator,
+                self.layout_digest,
                 {},
-                0,
+                self.setup.sequences,
                 self.held_by(learner),
                 previous_incarnation=learner.seat.incarnation if learner.seat else 0,
                 tenure=learner.tenure,
                 slot=learner.tenure_slot,
             )
         )
+
+    def open_connection(self, learner: Learner) -> int:
+        learner.connection = next(self.numbers)
+        self.connections[learner.connection] = learner
+        return learner.connection
 
     def held_by(self, learner: Learner) -> tuple[Held, ...]:
         fragments = range(self.setup.fragments)
@@ -667,7 +572,7 @@ class World:
         header = PushHeader(
             **asdict(plan),
             encoding="float32",
-            layout_digest="L",
+            layout_digest=self.layout_digest,
             report=learner.report(),
             slot=learner.seat.slot,
             incarnation=learner.seat.incarnation,
@@ -768,10 +673,7 @@ class World:
             learner.frozen_until = self.now + self.random.uniform(0.5, 6.0)
         elif self.chance(0.005 * self.setup.deaths):  # the connection breaks
             self.seen["breaks"] += 1
-            connection, learner.connection = learner.connection, None
-            if connection is not None:
-                self.connections.pop(connection, None)
-                self.handle(ev.ConnectionLost(connection))
+            if self.break_connection(learner):
                 self.at(self.random.uniform(0.1, 2.0), lambda: self.connect(learner))
         elif self.chance(0.002 * self.setup.deaths) and not learner.draining and learner.connection is not None:
             learner.draining = True

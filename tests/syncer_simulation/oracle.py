@@ -1,0 +1,129 @@
+"""What a syncer has told and acknowledged, and what went into each version: by this all later syncers are judged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from diloco_protocol.wire.records import Lease, LeaseCursor, PushHeader, Seat
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.members.leases import LeaseBook, block_order
+from diloco_syncer.store.checkpoint import offer_name
+from diloco_syncer.store.documents import unpack_document
+from diloco_syncer.store.records import Floats, MergeRecord, parse_record_name
+from syncer_simulation.core_world import Record
+from syncer_simulation.learners import Ids
+
+PushId = tuple[int, int, int, int]
+
+
+class Oracle:
+    """Follows the records as the store gets them: ``records`` is the world's. A whole version that a learner uploads
+    has the same value everywhere, by which the oracle knows the steps in it."""
+
+    def __init__(self, made: dict[tuple[int, int], Record], elements: int) -> None:
+        self.records = made
+        self.elements = elements
+        self.losses = 0  # how often the store has lost something
+        self.ids_of: dict[PushId, Ids] = {}
+        self.acknowledged: dict[PushId, tuple[PushHeader, Ids]] = {}  # offers
+        self.seats: dict[tuple[int, int], str] = {}  # slot and incarnation: the process
+        self.granted: set[int] = set()  # leases
+        self.leases: dict[int, Lease] = {}  # as they were last told
+        self.trained_to = Counter[tuple[int, int]]()  # of each block of a data epoch, by anybody
+        self._made: dict[tuple[str, bytes], dict[tuple[int, int], Record]] = {}  # by the object that made it
+        self._versions: list[Ids] = []  # that were uploaded whole, by their value
+
+    # ------------------------------------------------------------ what is told
+
+    def take_seat(self, seat: Seat, process: str) -> None:
+        owner = self.seats.setdefault((seat.slot, seat.incarnation), process)
+        assert owner == process, f"{seat} was {owner}'s, and is {process}'s"
+        for lease in seat.leases:
+            self._read_lease(lease)
+
+    def take_lease(self, grant: ev.GrantLease) -> None:
+        number = grant.lease.lease
+        assert number not in self.granted, f"lease {number} was given before: {self.leases[number]}, {grant}"
+        self.granted.add(number)
+        self._read_lease(grant.lease)
+
+    def _read_lease(self, lease: Lease) -> None:
+        self.leases[lease.lease] = lease
+        trained = self.trained_to[lease.data_epoch, lease.block]
+        assert lease.start <= trained, f"{lease} leaves out what follows {trained}, which nobody has trained"
+
+    def train_sequences(self, cursors: Sequence[LeaseCursor]) -> None:
+        for number, position in cursors:
+            block = self.leases[number].data_epoch, self.leases[number].block
+            self.trained_to[block] = max(self.trained_to[block], position)
+
+    # ------------------------------------------------------------ what is made durable
+
+    def upload_push(self, header: PushHeader, ids: Ids) -> None:
+        before = self.ids_of.get(header.id, ids)
+        assert before == ids or self.losses, f"two pushes are named {header.id}"
+        self.ids_of[header.id] = ids
+
+    def upload_version(self, ids: Ids) -> Floats:
+        """The values of a fragment that has these steps in it."""
+        self._versions.append(ids)
+        return np.full(self.elements, len(self._versions) - 1, np.float32)
+
+    def read_object(self, objects: Mapping[str, bytes], name: str) -> None:
+        """An object was created."""
+        parts = [name] if parse_record_name(name) is not None else []
+        if name == "initial.json":
+            parts = unpack_document(objects[name], name)["fragments"]
+        made = [self._read_version(MergeRecord.unpack(objects[part], part)) for part in parts]
+        self._made[name, objects[name]] = {found: self.records[found] for found in made}
+
+    def _read_version(self, record: MergeRecord) -> tuple[int, int]:
+        p, v, before = record.fragment, record.version, self.records.get((record.fragment, record.version))
+        again = before is None or (self.losses and before.epoch < record.epoch)
+        assert again, f"version {v} of fragment {p} was made twice"
+        if v == 0 or record.recovered is not None:
+            taken = None if record.recovered is None else (record.recovered.epoch, record.recovered.receipt)
+            self.records[p, v] = Record(record.made_in, self._versions[int(record.theta[0])], [], record.epoch, taken)
+            return p, v
+        after = self.records[p, v - 1].ids
+        for push in record.responders:
+            ids = self.ids_of[push.header.id]
+            assert not ids & after, f"version {v} of fragment {p}: a step was merged twice"
+            after |= ids
+        self.records[p, v] = Record(record.made_in, after, [], record.epoch)
+        return p, v
+
+    def go_back(self, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
+        """The store has lost something: only what it still has is promised."""
+        self.losses += 1
+        whole = {name for name, data in now.items() if before.get(name, data) == data}
+        there = {found for name in whole if (found := parse_record_name(name)) is not None}
+        for p, v in list(self.records):
+            newest = max((w for q, w in there if q == p), default=0)
+            if v > newest or (v == 0 and "initial.json" not in now):
+                del self.records[p, v]
+        for name in whole:  # what was removed may be there again
+            self.records.update(self._made.get((name, now[name]), {}))
+        self.seats.clear()
+        self.granted.clear()
+        kept = {push_id: offer for push_id, offer in self.acknowledged.items() if offer_name(offer[0]) in whole}
+        self.acknowledged = kept
+
+    def check_end(self, leases: LeaseBook) -> None:
+        """Every offer that was acknowledged has been merged, and every block that is not leased any more was trained.
+        ``leases``: the book."""
+        open_blocks = {(lease.data_epoch, lease.block) for lease in (*leases.open.values(), *leases.returned)}
+        assert len(open_blocks) == len(leases.open) + len(leases.returned), "a block is leased twice"
+        for index in range(leases.issued):
+            data_epoch, place = divmod(index, leases.blocks)
+            block = block_order(leases.seed, data_epoch, leases.blocks)[place]
+            size = min(leases.block_size, leases.sequences - block * leases.block_size)
+            there = (data_epoch, block) in open_blocks or self.trained_to[data_epoch, block] == size
+            assert there, f"block {block} of data epoch {data_epoch} was left out"
+        for push_id, (header, ids) in self.acknowledged.items():
+            p = header.fragment
+            newest = self.records[p, max(v for q, v in self.records if q == p)]
+            assert ids <= newest.ids, f"the offer {push_id} was acknowledged, and is lost"

@@ -1,0 +1,320 @@
+"""The learners of the shell's world: sessions that end at either end first, uploads, peers' states, an evaluator."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from diloco_protocol.vocabulary import JobPhase, PushRefusal
+from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.convert import receipt_bytes, to_wire
+from diloco_protocol.wire.records import Announcement, Evaluation, Payload, PushHeader, Seat
+from diloco_syncer.core import events as ev
+from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
+from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.records import Array
+from syncer_simulation.learners import Ids, Learner
+from syncer_simulation.shell_world import Life, ShellSetup, SyncerProcesses
+
+STATE_SECONDS = 30.0  # a newcomer that asks for an inner optimizer state has an answer by then
+
+
+class ShellWorld(SyncerProcesses):
+    """Several syncers at once, and learners that notice late or never what became of their sessions."""
+
+    def __init__(self, setup: ShellSetup) -> None:
+        super().__init__(setup)
+        self.scales: dict[tuple[int, int, int, int], float] = {}  # of pushes, by id
+        self.states_wanted: dict[int, float] = {}  # connections, and since when
+        if setup.evaluated:
+            self.start_evaluator()
+            self.at(0.5, self.evaluate)
+
+    # ------------------------------------------------------------ sessions that end at one end first
+
+    def open_connection(self, learner: Learner) -> int:
+        connection = super().open_connection(learner)
+        assert self.newest is not None
+        self.life_of[connection] = self.newest
+        return connection
+
+    def break_connection(self, learner: Learner) -> bool:
+        """The learner's end is closed; the syncer hears of it later, perhaps after the learner is back."""
+        connection, learner.connection = learner.connection, None
+        if connection is not None:
+            self.at(self.random.choice([0.0, 0.5, 6.0]) * self.random.random(), lambda: self.hear_break(connection))
+        return connection is not None
+
+    def reconnect(self, learner: Learner, connection: int | None) -> None:
+        """The learner notices that this connection is dead, if it still has it."""
+        if connection is not None and learner.connection == connection:
+            self.break_connection(learner)
+            self.at(self.random.uniform(0.1, 1.0), lambda: self.connect(learner))
+
+    def mishap(self, learner: Learner) -> None:
+        connection = learner.connection
+        if connection in self.connections and self.chance(0.003 * self.setup.deaths):
+            self.seen["half-open"] += 1
+            self.hear_break(connection)
+            self.at(self.random.uniform(0.1, 4.0), lambda: self.reconnect(learner, connection))
+        super().mishap(learner)
+
+    def drain(self, learner: Learner) -> None:
+        if learner.connection in self.connections:  # else it has to hear first that nobody listens
+            super().drain(learner)
+
+    # ------------------------------------------------------------ what a session tells
+
+    def told(self) -> list[tuple[int, Learner]]:
+        there = list(self.connections.items())
+        mine = [(c, one) for c, one in there if self.life_of[c] is self.acting and one.connection == c]
+        return [(c, one) for c, one in mine if c in self.welcomed]
+
+    def do(self, action: ev.Action) -> None:
+        match action:
+            case ev.GrantLease():
+                self.seen["leases"] += 1
+                self.oracle.take_lease(action)
+                self.connections[action.connection].leases.add(action.lease)
+            case ev.RequestPeerState():
+                assert self.acting is not None and self.acting.syncer is not None
+                self.acting.syncer.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
+                self.at(self.delay(0.5), lambda: self.give_state(action))
+            case ev.OfferPeerState():
+                self.take_state(action)
+            case _:
+                super().do(action)
+
+    def seated(
+        self,
+        learner: Learner,
+        seat: Seat | None,
+        merged: tuple[ev.MergedPush, ...],
+        withheld: frozenset[int] = frozenset(),
+    ) -> None:
+        connection = learner.connection
+        if learner.evaluator:
+            for p in range(len(self.known.versions)):
+                self.announce(learner, p, ev.MergedPush())
+        if seat is not None:
+            self.oracle.take_seat(seat, learner.process)
+            if not (seat.continuing and learner.seat is not None):
+                learner.leases.clear()
+            learner.leases.reconcile(seat.leases)
+            if self.setup.peer_states and not seat.continuing and self.core.initialised:
+                self.at(0.2, lambda: self.want_state(connection))
+        super().seated(learner, seat, merged, withheld)
+
+    def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
+        known, epoch, connection = self.known, self.epoch, learner.connection
+        if p >= len(known.versions):
+            return  # there was no version 0 when the syncer decided on this Welcome: it is announced later
+        version = known.versions[p]
+        ids = self.records[p, version].ids
+        news = Announcement(p, epoch, version, Payload("f", p, hash(ids)), merged.sequence, merged.version)
+
+        def arrive() -> None:
+            if learner.connection != connection:
+                return
+            if learner.evaluator:
+                self.tokens_heard = max((epoch, known.tokens), self.tokens_heard)
+            else:
+                learner.news.append((news, ids))
+            if learner.holdings.get(p, (0, 0))[:2] <= (epoch, version):
+                learner.holdings[p] = (epoch, version, ids, known.receipts[p], known.settled)
+
+        self.at(self.delay(0.3), arrive)
+
+    def train(self, learner: Learner) -> None:
+        """With sequences, as far as some are leased; more of them are asked for."""
+        super().train(learner)
+        drawn = learner.leases.draw(self.random.randint(1, 3))
+        if drawn is not None:
+            self.oracle.train_sequences(drawn.cursors)
+            learner.leases.commit(drawn.cursors)
+        if learner.leases.remaining < 6 and learner.connection is not None and not self.chance(0.3):
+            self.handle(ev.LeaseRequested(learner.connection))
+
+    # ------------------------------------------------------------ uploads
+
+    def begin_upload(self, connection: int, upload: Callable[[Life], Any]) -> None:
+        if (life := self.life_of[connection]).serving:
+            life.loop.create_task(upload(life))
+
+    async def upload(
+        self, life: Life, learner: Learner, connection: int, data: Array, **what: Any
+    ) -> sync_pb2.UploadReply | None:
+        """What the syncer answers to an upload of ``data``, uint8; None: nothing."""
+
+        async def read(key: object, allocate: Callable[[], Array]) -> Array:
+            whole = allocate()
+            await asyncio.sleep(self.delay(0.1))
+            whole[:] = data
+            return whole
+
+        assert life.syncer is not None
+        header = sync_pb2.UploadHeader(job="shell", process=learner.process, total_bytes=data.nbytes, **what)
+        receive = life.syncer.uploads.receivers[header.WhichOneof("what") or ""]
+        try:
+            raw = await receive(header, connection if connection in self.connections else 0, read)
+        except UploadRefused as error:
+            return sync_pb2.UploadReply(reason=error.reason, message=str(error))
+        except (TooManyUploads, HigherEpoch, OSError, asyncio.CancelledError):
+            return None
+        except Exception as error:
+            self.failures.append(error)
+            raise
+        assert raw is not None
+        return sync_pb2.UploadReply.FromString(raw)
+
+    def send(self, learner: Learner, header: PushHeader, ids: Ids) -> None:
+        connection = learner.connection
+        if connection is None or connection not in self.welcomed:
+            return  # only a Welcome tells under which incarnation
+        self.oracle.upload_push(header, ids)
+        # Of steps that point anywhere the norms grow as the root of their number; some push has come apart.
+        wild = 100.0 if self.setup.norm_gate is not None and self.chance(0.03) else 1.0
+        scale = self.scales.setdefault(header.id, wild * math.sqrt(header.steps))
+        data = np.full(self.oracle.elements, scale, np.float32).view(np.uint8)
+
+        async def push(life: Life) -> None:
+            what = {"slot": header.slot, "incarnation": header.incarnation, "push": to_wire(header)}
+            reply = await self.upload(life, learner, connection, data, **what)
+            if reply is None:
+                return
+            losses = self.oracle.losses
+            refused = None if reply.accepted else (PushRefusal(reply.reason), reply.message)
+            if refused is not None:
+                self.refused[refused[0].value] += 1
+                self.seen["refused by the gate"] += refused[0] is PushRefusal.NORM_GATE
+            if not self.chance(0.1):
+                self.at(self.delay(0.1), lambda: self.hear_answer(learner, header, ids, refused, connection, losses))
+
+        for _ in range(2 if self.chance(0.05) else 1):
+            if not self.chance(0.05):
+                self.at(self.delay(0.4), lambda: self.begin_upload(connection, push))
+
+    def hear_answer(
+        self,
+        learner: Learner,
+        header: PushHeader,
+        ids: Ids,
+        refused: tuple[PushRefusal, str] | None,
+        connection: int,
+        losses: int,
+    ) -> None:
+        """``losses``: that there had been when it was given."""
+        if learner.connection != connection:
+            return
+        if header.round == 0 and learner.offers[header.fragment][0].sequence != header.sequence:
+            return  # it has offered more since; a late copy of this one is "repeated" whatever became of the first
+        taken = refused is None or refused[0] is PushRefusal.REPEATED
+        if header.round == 0 and taken and losses == self.oracle.losses:
+            self.oracle.acknowledged[header.id] = header, ids
+        self.answer(learner, header, refused)
+
+    def initialise(self, connection: int) -> None:
+        learner = self.connections.get(connection)
+        if learner is None:
+            return
+        initial = sync_pb2.Initial
+        versions = [self.oracle.upload_version(ids).view(np.uint8) for ids in learner.base]
+        parts = [(initial.LAYOUT, 0, np.frombuffer(self.layout.to_json().encode(), np.uint8))]
+        parts += [(initial.FRAGMENT, p, values) for p, values in enumerate(versions)]
+        parts.append((initial.DONE, 0, np.empty(0, np.uint8)))
+
+        async def upload(life: Life) -> None:
+            for part, p, data in parts:
+                what = sync_pb2.Initial(part=part, fragment=p)
+                reply = await self.upload(life, learner, connection, data, initial=what)
+                if reply is None or not reply.accepted:
+                    return
+
+        self.begin_upload(connection, upload)
+
+    def give_base(self, ask: ev.RequestVersion) -> None:
+        learner, p = self.connections.get(ask.connection), ask.fragment
+        if learner is None or self.chance(0.05):
+            return  # no answer
+        epoch, version, ids, rows, _ = learner.holdings[p]
+        if (epoch, version) != (ask.epoch, ask.version) or self.chance(self.setup.refusals):
+            self.handle(ev.LostVersionFailed(ask.connection, p))
+            return
+        data = self.oracle.upload_version(ids).view(np.uint8)
+        base = sync_pb2.Base(fragment=p, epoch=epoch, version=version, encoding="float32", receipt=receipt_bytes(rows))
+
+        async def upload(life: Life) -> None:
+            reply = await self.upload(life, learner, ask.connection, data, base=base)
+            self.seen["taken"] += reply is not None and reply.accepted
+
+        self.begin_upload(ask.connection, upload)
+
+    # ------------------------------------------------------------ peers' states
+
+    def want_state(self, connection: int | None) -> None:
+        if connection in self.connections:
+            self.states_wanted[connection] = self.now
+            self.handle(ev.PeerStateRequested(connection, patient=self.random.random() < 0.5))
+            self.at(STATE_SECONDS, lambda: self.expect_state(connection))
+
+    def expect_state(self, connection: int) -> None:
+        late = connection in self.states_wanted and connection in self.connections
+        assert not late or not self.life_of[connection].serving, f"{connection} has no answer to what it wants"
+
+    def give_state(self, ask: ev.RequestPeerState) -> None:
+        """A learner was asked for its inner optimizer state; it says that it has none, sends it, or does nothing."""
+        learner = self.connections.get(ask.connection)
+        if learner is None or self.chance(0.1):
+            return
+        if self.chance(0.1):
+            self.handle(ev.PeerStateFailed(ask.connection, ask.transfer))
+            return
+        data = np.full(100, ask.connection % 256, np.uint8)
+
+        async def upload(life: Life) -> None:
+            state = sync_pb2.PeerState(transfer=ask.transfer)
+            reply = await self.upload(life, learner, ask.connection, data, peer_state=state)
+            if reply is not None and reply.accepted and ask.checkpoint:
+                self.seen["states kept"] += 1
+
+        self.begin_upload(ask.connection, upload)
+
+    def take_state(self, offer: ev.OfferPeerState) -> None:
+        del self.states_wanted[offer.connection]
+        self.seen["states given" if offer.transfer else "no states"] += 1
+        if offer.transfer:
+            assert self.acting is not None and self.acting.syncer is not None
+            arrived = self.acting.syncer.relay.find_arrived(offer.transfer)
+            assert arrived is not None and arrived.data[0] != offer.connection % 256
+
+    # ------------------------------------------------------------ the evaluator
+
+    def start_evaluator(self) -> None:
+        self.evaluator = Learner(f"evaluator{next(self.numbers)}", ("", 0), self.setup, 0.5, evaluator=True)
+        self.tokens_heard = 0, 0  # epoch, and trained in all
+        self.at(0.2, lambda one=self.evaluator: self.connect(one))
+
+    def evaluate(self) -> None:
+        """As the worker's: what it has heard of is scored; the end's score comes on, and is said again and again."""
+        self.at(self.random.uniform(0.3, 1.0), self.evaluate)
+        if not self.evaluator.alive:
+            self.start_evaluator()  # it was refused for good
+        connection = self.evaluator.connection
+        if connection not in self.connections or connection not in self.welcomed:
+            return
+        if self.chance(0.01):
+            self.reconnect(self.evaluator, connection)
+            return
+        if len(self.evaluator.holdings) < self.setup.fragments:
+            return
+        final = self.core.phase is JobPhase.EVALUATING
+        merges = sum(held[1] for held in self.evaluator.holdings.values())
+        if final and self.random.random() < 0.5:
+            self.handle(ev.EvaluationAdvanced(connection, self.random.random()))
+        else:
+            score = Evaluation(self.tokens_heard[1], 10.0 / (1 + merges), merges, final)
+            self.handle(ev.Evaluated(connection, score))

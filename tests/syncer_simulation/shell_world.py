@@ -1,0 +1,410 @@
+"""The world of core_world.py with the syncer's real shell between its core and its store.
+
+A syncer is the real ``Syncer`` (driver, durability, merger, pushes, relay, model, the job's end) on an event loop in
+the world's time, restored by the real ``Checkpoints`` from a store in memory. Only its servers are the world's: what it
+tells a session goes to the world's learners, and their uploads come from them. So nothing between two events is
+atomic: a persist is slow, fails and is repeated, or ends between two of its objects; a restart reads what is there.
+
+A syncer crashes, is told to stop, or is succeeded by one that starts beside it while its threads stand still between a
+check of the epoch and what follows it. The job is suspended and resumed. The store loses what is newest. Sessions
+(shell_sessions.py) end at either end first.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.documents import Report, read_document
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
+from diloco_protocol.wire.records import Receipt
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
+from diloco_syncer.core.members.leases import LeaseBook
+from diloco_syncer.core.merging.rounds import RoundRules
+from diloco_syncer.runtime.driver import RESTART, SteadyClock
+from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.startup import complete_tape, replay
+from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
+from diloco_syncer.store.epochs import Epoch
+from diloco_syncer.store.restore import StoreUnusable
+from diloco_syncer.store.tape import Tape
+from diloco_syncer.syncer import Syncer
+from syncer_simulation.core_world import World, settle
+from syncer_simulation.learners import Setup
+from syncer_simulation.memory_store import MemoryStore
+from syncer_simulation.oracle import Oracle
+from syncer_simulation.processes import ProcessLoop
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: shell}
+spec:
+  training: {model: null, data: null, stop: {steps: 1000}, evaluation: null}
+  sync:
+    compression: {up: float32, down: float32}
+    outer: {optimizer: sgd, lr: 1.0}
+  syncer: {checkpoint: {everySeconds: 3, keep: 1}}
+  learners: {command: [python, x.py]}
+  regions: [{name: r, learners: 4}]
+"""
+BEGUN = 1_700_000_000.0  # the wall clock at the beginning
+PARAMETERS = 64  # of each fragment
+COPIES = 8  # of the store, one a second
+CALM = 60.0  # from then on nothing happens to syncers and store by itself, and the job comes to its end
+TOLD = (ev.Admit, ev.Announce, ev.Promote, ev.SetPhase, ev.Pull, ev.Refuse, ev.RequestInitialModel, ev.GrantLease)
+TOLD += (ev.RequestVersion, ev.RequestPeerState, ev.OfferPeerState)
+
+
+@dataclass
+class ShellSetup(Setup):
+    """How often what happens is said as a factor; 1.0 is often."""
+
+    faults: float = 0.0  # share of the store's writes that fail
+    store_seconds: float = 0.02  # the longest that an operation of it takes
+    doubles: float = 0.0  # a second syncer starts beside the first
+    hand_overs: float = 0.0  # the syncer is told to stop, and another follows
+    suspends: float = 0.0  # the job is suspended, and resumed
+    torn: float = 0.0  # share of the losses in which what was written last is gone or torn, here and there
+    norm_gate: float | None = None
+    evaluated: bool = False
+    peer_states: bool = False  # newcomers want an inner optimizer state
+
+
+@dataclass
+class Known:
+    """What a syncer knew when it decided on an action: of each fragment the version and its receipt."""
+
+    versions: list[int] = field(default_factory=list)
+    receipts: list[Receipt] = field(default_factory=list)
+    settled: int = 0
+    tokens: int = 0  # trained in all
+
+
+@dataclass
+class Life:
+    """One process of the syncer. ``syncer`` None: it has not come so far."""
+
+    loop: ProcessLoop
+    syncer: Syncer | None = None
+    epoch: int = 0
+    stopping: bool = False
+
+    @property
+    def serving(self) -> bool:
+        return self.loop.alive and self.syncer is not None and not self.stopping
+
+
+class SyncerProcesses(World):
+    """Several syncers at once, on one store."""
+
+    setup: ShellSetup
+
+    def __init__(self, setup: ShellSetup) -> None:
+        tensors = [Tensor(f"w{p}", (8, PARAMETERS // 8), "float32", False) for p in range(setup.fragments)]
+        self.layout = Layout.build(tensors, fragments=setup.fragments)
+        self.layout_digest = self.layout.digest
+        self.job = parse_job(JOB)
+        self.objects: dict[str, bytes] = {}
+        self.copies: list[dict[str, bytes]] = []
+        self.out = [0.0, 0.0]  # from when to when the store is away
+        self.lives: list[Life] = []
+        self.newest: Life | None = None  # of the lives that have served, the one that began last
+        self.acting: Life | None = None  # whose action is carried out
+        self.known = Known()
+        self.life_of: dict[int, Life] = {}  # by connection
+        self.welcomed: set[int] = set()  # connections, as ``Sessions`` knows it
+        self.suspended = False  # or to be
+        self.ended = False
+        self.min_epoch = 0
+        self.failures: list[BaseException] = []
+        rules = RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0)
+        self.core = Core(CoreConfig(places=(("r", 0),), rules=rules, encoding="float32"), None, 0, 0.0)  # no life's yet
+        super().__init__(setup)
+        self.oracle = Oracle(self.records, PARAMETERS)
+        self.config = replace(
+            self.config,
+            norm_gate=setup.norm_gate,
+            evaluated=setup.evaluated,
+            evaluation_seconds=20.0,
+            evaluator_seconds=20.0,
+            peer_seconds=2.0,
+            checkpoint_seconds=2.0,
+        )
+        self.at(1.0, self.trouble)
+
+    # ------------------------------------------------------------ time
+
+    def run(self, limit: float = 3000.0) -> None:
+        before = random.getstate()
+        random.seed(self.setup.seed)  # the pauses between two tries
+        clocks = dict.fromkeys(("monotonic", "perf_counter"), lambda: self.now)
+        try:
+            with mock.patch.multiple(time, time=lambda: BEGUN + self.now, **clocks):
+                super().run(limit)
+        finally:
+            random.setstate(before)
+            for life in self.lives:
+                life.loop.kill()
+
+    def is_over(self) -> bool:
+        return self.ended
+
+    def at(self, delay: float, call: Callable[[], object]) -> None:
+        def checked() -> None:
+            call()
+            if self.failures:
+                raise self.failures[0]
+
+        super().at(delay, checked)
+
+    # ------------------------------------------------------------ a syncer's life
+
+    def start_syncer(self) -> None:
+        life = Life(ProcessLoop(self.at, lambda: self.now))
+        self.lives.append(life)
+        life.loop.create_task(self.serve(life))
+
+    async def serve(self, life: Life) -> None:
+        """One life, as startup.py and service.py have it."""
+        try:
+            outcome = await self.serve_to_the_end(life)
+        except (OSError, StoreUnusable) as error:
+            assert isinstance(error, OSError) or self.oracle.losses, error
+            if not isinstance(error, OSError):
+                self.lose_content(whole=True)  # as people do: they give it an older copy of its store
+            outcome = SyncerExit.STORE
+        except HigherEpoch:
+            outcome = SyncerExit.SUPERSEDED
+        except Exception as error:
+            self.failures.append(error)
+            return
+        self.seen[f"outcome {outcome}"] += 1
+        if outcome == SyncerExit.OK and self.suspended:
+            self.seen["suspensions"] += 1
+            self.remove_learners()
+        self.ended = outcome == SyncerExit.OK and life.syncer is not None and self.phase_of(life) is JobPhase.COMPLETE
+        self.end_life_of(life, restart=life is self.lives[-1] and not self.ended)
+
+    async def serve_to_the_end(self, life: Life) -> int:
+        checkpoints, restored, tape = await life.loop.run_in_executor(None, self.load)
+        state = None if restored.core is None else restored.core["core"]
+        life.epoch = checkpoints.epoch.number
+        core = Core(self.config, state, life.epoch, self.now, time.time())
+        model = GlobalModel(self.job, threads=1)
+        if restored.layout is not None:
+            model.begin(restored.layout, restored.newest)
+        syncer = Syncer(self.job, core, model, checkpoints, tape, restored, life.loop)
+        syncer.driver.clock = SteadyClock(raw=life.loop.time)
+        for kind in TOLD:
+            syncer.driver.on_with(kind, lambda: self.capture(core), lambda a, known: self.tell(life, a, known))
+        syncer.driver.on(ev.SetPhase, lambda action: self.set_phase(life, action))
+        self.epoch, self.core, self.newest, life.syncer = life.epoch, core, life, syncer
+        replay(syncer, restored)
+        syncer.start(restored.behind)
+        self.check()
+        outcome = await syncer.driver.outcome
+        fine = (RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE)
+        assert outcome in fine, syncer.driver.stop_reason
+        life.stopping = True
+        self.end_sessions(life)
+        if outcome == RESTART:
+            self.min_epoch = syncer.min_epoch
+        await syncer.close(checkpoint=outcome == SyncerExit.OK)
+        await life.loop.finish_threads()
+        return outcome
+
+    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+        setup = self.setup
+        faults = setup.faults * setup.chaos
+        store = MemoryStore(self.objects, self.random, setup.store_seconds, faults, self.out, self.oracle.read_object)
+        checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
+        restored = checkpoints.load()
+        tape = Tape(store)
+        complete_tape(tape, checkpoints, restored)
+        assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
+        return checkpoints, restored, tape
+
+    def phase_of(self, life: Life) -> JobPhase:
+        assert life.syncer is not None
+        return life.syncer.core.phase
+
+    def end_sessions(self, life: Life) -> None:
+        for connection, learner in list(self.connections.items()):
+            if self.life_of[connection] is life:
+                del self.connections[connection]
+                self.at(self.random.uniform(0.1, 1.0), lambda c=connection, one=learner: self.reconnect(one, c))
+
+    def end_life_of(self, life: Life, restart: bool) -> None:
+        """This process is gone, and so are its sessions."""
+        life.loop.kill()
+        self.end_sessions(life)
+        if restart:
+            self.at(self.random.uniform(0.1, 3.0), self.start_syncer)
+
+    def up(self) -> bool:
+        return self.newest is not None and self.newest.serving
+
+    # ------------------------------------------------------------ what happens to syncers and stores
+
+    def trouble(self) -> None:
+        self.at(1.0, self.trouble)
+        setup, newest = self.setup, self.lives[-1]
+        if setup.losses:
+            self.copies = [*self.copies, dict(self.objects)][-COPIES:]
+        if self.suspended and newest.serving:
+            self.handle(ev.EndRequested(JobPhase.SUSPENDED, "suspended"))  # until it is
+        if self.core.phase in ENDED_PHASES or self.now > CALM:
+            return
+        if setup.faults and self.chance(0.1):
+            self.seen["outages"] += 1
+            self.out[:] = self.now, self.now + self.random.uniform(0.2, 3.0)
+        if newest.loop.alive and self.chance(0.03 * setup.crashes):
+            self.crash(newest)
+        elif newest.serving and self.chance(0.05 * setup.doubles):
+            self.take_over(self.random.choice([0.0, 3.0, 3.0]) * self.random.random())
+        elif newest.serving and self.chance(0.04 * setup.hand_overs):
+            self.seen["hand-overs"] += 1
+            assert newest.syncer is not None
+            newest.syncer.driver.stop(SyncerExit.OK, "signal SIGTERM")
+        elif self.core.phase is JobPhase.TRAINING and self.chance(0.04 * setup.suspends):
+            self.suspended = True
+
+    def crash(self, life: Life) -> None:
+        if life.loop.alive:
+            self.seen["crashes"] += 1
+            self.end_life_of(life, restart=life is self.lives[-1])
+            alone = not any(one.loop.alive for one in self.lives)
+            if alone and self.copies and self.random.random() < self.setup.losses:
+                self.lose_content(whole=self.random.random() >= self.setup.torn)
+
+    def take_over(self, stall: float) -> None:
+        """A second syncer starts beside the newest, which goes on; its threads do nothing for ``stall`` seconds. The
+        learners come over one by one."""
+        before = self.lives[-1]
+        self.seen["doubles"] += 1
+        before.loop.stalled_until = self.now + stall
+        self.start_syncer()
+        for connection, learner in [(c, one) for c, one in self.connections.items() if self.life_of[c] is before]:
+            after = self.random.uniform(stall, stall + 4.0)
+            self.at(after, lambda one=learner, c=connection: self.reconnect(one, c))
+
+    def remove_learners(self) -> None:
+        """The job is suspended: its pods go, and when it is resumed there are others."""
+        self.suspended = False
+        for learner in list(self.learners):
+            self.kill(learner)
+        for place in self.config.places:
+            self.at(self.random.uniform(0.5, 4.0), lambda place=place: self.respawn(place))
+
+    def lose_content(self, whole: bool) -> None:
+        """The store goes back to an earlier copy, as a whole; or what was written since is gone or torn here and there,
+        and what was removed is there again."""
+        kept = self.random.randrange(len(self.copies))
+        now = dict(self.copies[kept])
+        if not whole and "initial.json" in now:
+            for name in sorted(self.objects.keys() | now.keys()):
+                data, fate = self.objects.get(name), self.random.random()
+                if name.startswith("epochs/") or fate < 0.6 or data == now.get(name):
+                    now.pop(name, None)
+                    now |= {} if data is None else {name: data}
+                elif fate < 0.7 and data:
+                    now[name] = data[: self.random.randrange(len(data))]
+        if self.random.random() < self.setup.wipes:
+            self.seen["wipes"] += 1
+            now, kept = {}, -1
+        self.seen["losses"] += now != self.objects
+        del self.copies[kept + 1 :]
+        self.oracle.go_back(self.objects, now)
+        self.objects.clear()
+        self.objects.update(now)
+        self.respawn_left()
+
+    # ------------------------------------------------------------ what a syncer hears and says
+
+    def handle(self, event: ev.Event) -> None:
+        connection = getattr(event, "connection", None)
+        if connection is not None and connection not in self.connections and not isinstance(event, ev.ConnectionLost):
+            return  # said into a session that is over
+        life = self.life_of[connection] if connection is not None else self.newest
+        if life is not None and life.serving:
+            assert life.syncer is not None
+            try:
+                life.syncer.driver.handle(event)
+            except ev.BadMessage as error:
+                # Everybody here is honest: only of what the store has lost somebody may have known more. And an
+                # evaluator knows of tokens that learners have not told a new syncer yet.
+                assert connection is not None and (self.oracle.losses or isinstance(event, ev.Evaluated)), error
+                self.seen["not believed"] += 1
+                learner = self.connections[connection]
+                self.hear_break(connection)
+                self.at(0.1, lambda: self.reconnect(learner, connection))
+
+    def capture(self, core: Core) -> Known:
+        receipts = [core.receipt(p) for p in range(len(core.versions))]
+        return Known(list(core.versions), receipts, core.newest_settled_epoch, core.trained_tokens)
+
+    def set_phase(self, life: Life, action: ev.SetPhase) -> None:
+        assert life.syncer is not None
+        self.tell(life, action, Known())
+        life.syncer._set_phase(action)
+
+    def hear_break(self, connection: int) -> None:
+        """The syncer's end of a session is closed."""
+        if self.connections.pop(connection, None) is not None:
+            self.handle(ev.ConnectionLost(connection))
+
+    def tell(self, life: Life, action: ev.Action, known: Known) -> None:
+        connection = getattr(action, "connection", None)
+        if connection is not None:
+            learner = self.connections.get(connection)
+            if learner is None or learner.connection != connection:
+                return  # the session is over, at one end at least
+        assert life.syncer is not None
+        before = self.core, self.acting, self.known, self.epoch
+        self.core, self.acting, self.known, self.epoch = life.syncer.core, life, known, life.epoch
+        try:
+            self.check()
+            if isinstance(action, ev.Admit):
+                self.welcomed.add(action.connection)
+            self.do(action)
+        except Exception as error:
+            self.failures.append(error)
+            raise
+        finally:
+            self.core, self.acting, self.known, self.epoch = before
+        if self.core.phase not in ENDED_PHASES and self.now < CALM and self.chance(0.0004 * self.setup.crashes):
+            self.at(0.0, lambda: self.crash(life))
+
+
+def settle_shell(world: SyncerProcesses) -> dict[str, int]:
+    """As ``settle``; every offer that was acknowledged has been merged; tape and report tell of the end. Or an emptied
+    store lacks what only dead learners held: the job says so, and does not go on without it."""
+    told = world.core.phase_message
+    lacks = "no learner here holds" in told or not any(learner.holdings for learner in world.learners)
+    if world.setup.wipes and lacks and world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
+        assert "the store has lost data" in told or "no learner here holds" in told, told
+        world.check()
+        return {}
+    totals = settle(world)
+    state = world.core.state(world.now)["job"]["leases"]
+    world.oracle.check_end(LeaseBook.from_json(world.config.seed, state))
+    tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, world.out, world.oracle.read_object))
+    assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
+    report = read_document(Report, world.objects[REPORT])
+    tokens = report.tokens
+    assert report.outcome == "complete" and tokens.merged == totals["merged"], (tokens, totals)
+    assert tokens.trained <= totals["trained"], (
+        tokens,
+        totals,
+    )  # who was given up may come back and say that it had more
+    assert (report.final_loss is not None) == world.setup.evaluated
+    return totals

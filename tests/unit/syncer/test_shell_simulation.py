@@ -1,0 +1,205 @@
+"""syncer_simulation/shell_world.py: nothing acknowledged is lost, whatever the store does, with several syncers too."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_syncer.runtime.durability import Durability, Snapshot
+from diloco_syncer.store import checkpoint
+from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store
+from diloco_syncer.store.checkpoint import Checkpoints
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.epochs import Epoch
+from syncer_simulation.memory_store import MemoryStore
+from syncer_simulation.shell_sessions import ShellWorld
+from syncer_simulation.shell_world import ShellSetup, settle_shell
+
+# Writes that fail or whose answer is lost, outages, crashes, second syncers beside one that goes on, orderly ends,
+# suspensions; an evaluator, newcomers that want an optimizer state, pushes that have come apart.
+TROUBLE = ShellSetup(
+    0,
+    steps=80,
+    max_versions=1000,
+    crashes=3.0,
+    deaths=2.0,
+    faults=0.05,
+    doubles=1.0,
+    hand_overs=1.0,
+    suspends=1.0,
+    sequences=300,
+    store_seconds=0.05,
+    norm_gate=3.0,
+    evaluated=True,
+    peer_states=True,
+)
+# And the store goes back, as a whole or here and there, or is emptied.
+LOSING = replace(TROUBLE, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
+
+
+def simulate(setup: ShellSetup) -> ShellWorld:
+    world = ShellWorld(setup)
+    world.run(limit=300.0)
+    settle_shell(world)
+    return world
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_world() -> None:
+    assert simulate(replace(LOSING, seed=3)).seen == simulate(replace(LOSING, seed=3)).seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("kind", [TROUBLE, LOSING], ids=["trouble", "losing"])
+def test_what_was_told_and_acknowledged_survives_the_stores_trouble(kind: ShellSetup, first: int) -> None:
+    """What a store that lost something cannot know of is not promised. The job comes to its end in any case."""
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + 20):
+        try:
+            seen += simulate(replace(kind, seed=seed)).seen
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    happened = ["outages", "crashes", "doubles", "half-open", "hand-overs", "suspensions", "states given"]
+    happened += ["losses", "wipes", "taken"] * (kind is LOSING)
+    assert min(seen[what] for what in happened) > 0, seen
+
+
+# ------------------------------------------------------------------ what it finds
+
+
+async def write_the_state_of_the_first_try(self: Durability, write: Callable[[Snapshot], object]) -> None:
+    now = self.snapshot()
+
+    def work() -> int:
+        write(now)
+        return now.generation
+
+    self._persisted = max(self._persisted, await self._retry(lambda: work))
+
+
+def test_the_simulation_notices_an_old_state_that_is_written_over_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was mended: a state waited for the store while newer ones were written, and then followed them."""
+    monkeypatch.setattr(Durability, "_write_state", write_the_state_of_the_first_try)
+    with pytest.raises(AssertionError, match="was given before"):
+        for seed in range(4, 24):
+            simulate(replace(TROUBLE, seed=seed))
+
+
+QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
+
+
+class TakenOverInTheDrain(ShellWorld):
+    """While its learners offer what they have, the first syncer is succeeded, and goes on."""
+
+    def mark_end(self) -> None:
+        super().mark_end()
+        if len(self.lives) == 1:
+            self.at(0.1, lambda: self.take_over(1.0))
+
+
+def unfenced(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, without a check of the epoch."""
+
+    def run(self: Checkpoints, *arguments: Any) -> Any:
+        epoch, self.epoch = self.epoch, Unfenced(self.epoch.store, self.epoch.number)
+        try:
+            return method(self, *arguments)
+        finally:
+            self.epoch = epoch
+
+    return run
+
+
+class Unfenced(Epoch):
+    def check(self) -> None:
+        pass
+
+
+def drain_taken_over() -> None:
+    world = TakenOverInTheDrain(QUIET)
+    world.run(limit=200.0)
+    settle_shell(world)
+    assert world.seen["doubles"] and world.oracle.acknowledged
+
+
+def test_the_simulation_notices_a_succeeded_syncer_that_acknowledges_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was mended: it spooled and acknowledged them after its successor had read the store."""
+    drain_taken_over()
+    monkeypatch.setattr(Checkpoints, "spool_offer", unfenced(Checkpoints.spool_offer))
+    with pytest.raises(AssertionError, match="was acknowledged, and is lost"):
+        drain_taken_over()
+
+
+def collect_taken_over(monkeypatch: pytest.MonkeyPatch, collect: Callable[..., Any]) -> None:
+    """A syncer is succeeded while it begins to remove what it needs no more; a while later its successor dies."""
+    world = ShellWorld(replace(QUIET, steps=80))
+
+    def collect_late(self: Checkpoints, optimizer: str) -> Any:
+        if len(world.lives) == 1:
+            world.at(0.0, lambda: world.take_over(2.0))
+            world.at(4.0, lambda: world.crash(world.lives[-1]))
+        try:
+            return collect(self, optimizer)
+        finally:
+            newest = world.newest.syncer if world.newest is not None else None
+            if newest is not None:  # a restart goes on from one of these
+                states = [name for name, _ in newest.durability.checkpoints._states[-2:]]
+                missing = [name for name in states if name not in world.objects]
+                assert not missing, f"removed, and needed: {missing}"
+
+    monkeypatch.setattr(Checkpoints, "collect", collect_late)
+    world.run(limit=200.0)
+    settle_shell(world)
+    assert world.seen["doubles"] == 1 and world.seen["crashes"] == 1
+
+
+@pytest.mark.slow
+def test_the_simulation_notices_a_succeeded_syncer_that_removes_its_successors_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was mended: whatever state was not its own was removed."""
+    collect = Checkpoints.collect
+    collect_taken_over(monkeypatch, collect)
+    monkeypatch.setattr(checkpoint, "epoch_of", lambda name: 0)
+    with pytest.raises(AssertionError, match="removed, and needed"):
+        collect_taken_over(monkeypatch, unfenced(collect))
+
+
+# ------------------------------------------------------------------ its store
+
+
+def test_the_store_in_memory_does_what_a_directory_does(tmp_path: Path) -> None:
+    """Called outside of a job it takes no time and never fails; its promises are those of every store."""
+    rng = random.Random(0)
+    created: list[str] = []
+    memory = MemoryStore({}, rng, 0.0, 0.0, [0.0, 0.0], lambda objects, name: created.append(name))
+    directory = DirectoryStore(tmp_path)
+    names = ["epochs/1", "epochs/2", "state/a.json", "records/f.rec"]
+    calls: list[Callable[[Store, str, bytes], object]] = [
+        lambda store, name, data: store.create(name, data, b"-end"),
+        lambda store, name, data: store.replace(name, data),
+        lambda store, name, data: store.delete(name),
+        lambda store, name, data: store.read(name, 1 << 10),
+        lambda store, name, data: store.read_start(name, 2),
+        lambda store, name, data: store.exists(name),
+        lambda store, name, data: store.list(name.split("/")[0]),
+        lambda store, name, data: store.list("nothing"),
+    ]
+    for number in range(200):
+        call, name, data = rng.choice(calls), rng.choice(names), b"%d" % number
+        assert outcome(call, memory, name, data) == outcome(call, directory, name, data)
+    assert set(created) == set(names)
+
+
+def outcome(call: Callable[[Store, str, bytes], object], store: Store, name: str, data: bytes) -> object:
+    try:
+        return call(store, name, data)
+    except (ObjectExists, ObjectNotFound) as error:
+        return type(error)
