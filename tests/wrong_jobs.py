@@ -301,6 +301,19 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
         "belongs to types NodePort",
     ),
     ("tls off and named", {"syncer.tls": {"mode": "off", "secretName": "a"}}, "syncer.tls.mode", "contradicts"),
+    *(
+        (
+            f"plaintext by {kind}",
+            {"syncer.tls": {"mode": "off"}, "syncer.endpoint": endpoint},
+            "syncer.tls.mode",
+            "use auto",
+        )
+        for kind, endpoint in (
+            ("NodePort", {"type": "NodePort"}),
+            ("LoadBalancer", {"type": "LoadBalancer"}),
+            ("an address", {"type": "External", "address": "syncer.example.org:4001"}),
+        )
+    ),
     ("two stores", {"syncer.storage": {"claimName": "a", "uri": "s3://a"}}, "syncer.storage.uri", "contradicts"),
     (
         "output in the store",

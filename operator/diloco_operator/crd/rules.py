@@ -230,13 +230,14 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         )
         for field in ("syncer.tls.secretName", "learners.credentials.secretName")
     ),
-    Rule(
-        SPEC,
-        f"self.syncer.tls.mode != 'off' || !({_SPANS})",
-        f"off sends weights in the clear, and {_SPANNING}: use auto",
-        ".syncer.tls.mode",
-    ),
     # syncer
+    Rule(
+        SYNCER,
+        "self.tls.mode != 'off' || self.endpoint.type == 'ClusterIP'",
+        "off lets in whoever reaches the port, and endpoint.type opens it to others than this cluster: "
+        "use auto, or endpoint.type ClusterIP",
+        ".tls.mode",
+    ),
     Rule(
         ENDPOINT,
         "!has(self.nodePort) || self.type == 'NodePort'",

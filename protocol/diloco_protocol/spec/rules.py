@@ -235,7 +235,7 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
 
 def _clusters(spec: JobSpec) -> Iterator[Violation]:
     """A cluster is named everywhere or nowhere. A job that spans clusters has an endpoint that is not ClusterIP, its
-    address, syncer.tls.secretName and learners.credentials.secretName, and TLS. Type External has an address."""
+    address, syncer.tls.secretName and learners.credentials.secretName. Type External has an address."""
     places = [("syncer.cluster", spec.syncer.cluster)]
     places += [(f"regions.{i}.cluster", region.cluster) for i, region in enumerate(spec.regions)]
     paths = [path for path, _ in places]
@@ -282,13 +282,12 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
                 f"is required: {said}, and a made secret does not leave its cluster: create one and name it",
                 *paths,
             )
-    if spec.syncer.tls.mode == "off":
-        yield broken("syncer.tls.mode", f"sends weights in the clear, and {said}: use auto", *paths)
 
 
 def _syncer(spec: JobSpec) -> Iterator[Violation]:
-    """endpoint.nodePort belongs to type NodePort. tls.mode off has no secretName. storage.claimName and storage.uri
-    exclude each other and what is about a volume that is made (storageClassName, onDelete Delete)."""
+    """endpoint.nodePort belongs to type NodePort. tls.mode off has endpoint.type ClusterIP and no secretName.
+    storage.claimName and storage.uri exclude each other and what is about a volume that is made (storageClassName,
+    onDelete Delete)."""
     syncer, storage, endpoint = spec.syncer, spec.syncer.storage, spec.syncer.endpoint
     if endpoint.node_port is not None and endpoint.type != "NodePort":
         yield broken(
@@ -308,6 +307,13 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
         yield broken(
             "syncer.endpoint.service.externalTrafficPolicy",
             f"belongs to types NodePort and LoadBalancer, and type is {endpoint.type}: leave it out",
+            "syncer.endpoint.type",
+        )
+    if syncer.tls.mode == "off" and endpoint.type != "ClusterIP":
+        yield broken(
+            "syncer.tls.mode",
+            f"lets in whoever reaches the port, and type {endpoint.type} opens it to others than this cluster: "
+            "use auto, or endpoint.type ClusterIP",
             "syncer.endpoint.type",
         )
     if syncer.tls.mode == "off" and syncer.tls.secret_name is not None:
