@@ -37,7 +37,10 @@ async def _fetch(address: str, path: str) -> bytes:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 20)
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        # By its number: a server does not know which names lead to it, and answers to its own ones alone.
+        found = str(writer.get_extra_info("peername")[0])
+        named = f"[{found}]" if ":" in found else found
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {named}:{port}\r\nConnection: close\r\n\r\n".encode())
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         words = head[0].split(" ", 2)

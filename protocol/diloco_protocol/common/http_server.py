@@ -8,6 +8,10 @@ pauses for ``PAUSE_SECONDS``. A page is a function without arguments
 that gives status, content type and body; a body that is too large for one piece is a ``Stream``, whose chunks are made
 as the reader takes them. A reader that takes nothing for ``STALL_SECONDS`` is hung up on.
 
+A page in somebody's browser may not read these pages under a name of its own that leads to this machine (DNS
+rebinding). So the request's Host must be an address, or a name that no stranger can have (``is_local_name``). Metrics
+and probes, which tell nothing that would matter, are for any Host.
+
 The syncer serves pages in its own event loop. ``ThreadedPages`` serves them in a thread of its own, for a program whose
 main thread trains; the page functions then run in that thread, and what they read must bear it.
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import socket
 import threading
@@ -38,6 +43,9 @@ MAX_CONNECTIONS = 64
 PAUSE_SECONDS = 0.2  # of accepting, when descriptors or memory ran out
 _KEPT_TIMES, _KEPT_SECONDS = 20, 0.5  # how long a page is kept: so many times what it took to make, and at most
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+FOR_ANY_HOST = frozenset({"/metrics", "/healthz", "/livez", "/readyz"})
+_LOCAL_NAMES = (".localhost", ".svc", ".svc.cluster.local")  # a Service's
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 
@@ -104,6 +112,18 @@ def split_address(address: str, name: str) -> tuple[str, int]:
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise AddressError(f"{name} {address!r}: expected HOST:PORT, e.g. 127.0.0.1:4001 (port 0: any)")
     return host.strip("[]"), int(port)
+
+
+def is_local_name(host: str) -> bool:
+    """Whether a request's Host (a name or an address, perhaps with a port) is none that a stranger could have made to
+    lead here: an address, a name without a dot, a Service's, or this machine's own name."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    name = name.rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." not in name or name.endswith(_LOCAL_NAMES) or name == socket.gethostname().lower()
+    return True
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -220,6 +240,7 @@ class HttpServer:
             f"Content-Type: {content_type}",
             f"Content-Length: {length}",
             "Cache-Control: no-store",
+            "X-Content-Type-Options: nosniff",
             "Connection: close",
             *(f"{name}: {value}" for name, value in headers.items()),
         )
@@ -239,7 +260,8 @@ class HttpServer:
         """The page that is asked for, or the answer that there is none."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            method, target, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
+            first, *fields = head.decode("ascii", "replace").split("\r\n")
+            method, target, _ = first.split(" ")
         except asyncio.LimitOverrunError:
             await reader.read(4 * MAX_REQUEST)  # bytes left unread would reset the connection under the answer
             return 400, "text/plain", b"the request is too long\n"
@@ -247,7 +269,15 @@ class HttpServer:
             return 400, "text/plain", b"not an HTTP request\n"
         if method != "GET":
             return 405, "text/plain", b"only GET\n"
-        page = self._pages.get(target.partition("?")[0])
+        path = target.partition("?")[0]
+        hosts = [
+            value.strip()
+            for name, _, value in (field.partition(":") for field in fields)
+            if name.strip().lower() == "host"
+        ]
+        if path not in FOR_ANY_HOST and not all(map(is_local_name, hosts)):
+            return 421, "text/plain", b"ask by this machine's address, by localhost, or by the Service's name\n"
+        page = self._pages.get(path)
         if page is None:
             return 404, "text/plain", ("pages: " + ", ".join(sorted(self._pages)) + "\n").encode()
         return page

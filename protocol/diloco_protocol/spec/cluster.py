@@ -76,8 +76,7 @@ class TlsSpec(Spec):
         None, description="Secret with tls.crt, tls.key, ca.crt; null: made for the job (one cluster only)."
     )
     mode: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto: TLS, with the named or a made certificate; off: plaintext, with endpoint.type ClusterIP only.",
+        "auto", description="auto: TLS, with the named or a made certificate; off: plaintext, by ClusterIP only."
     )
 
 

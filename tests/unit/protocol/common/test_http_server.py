@@ -80,6 +80,48 @@ def test_requests(request_text: bytes, status: int) -> None:
     served(test)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("attacker.example", 421),
+        ("attacker.example:7703", 421),
+        ("127.0.0.1.attacker.example", 421),
+        ("job-syncer.team.svc.attacker.example", 421),
+        ("localhost.attacker.example.", 421),
+        ("127.0.0.1\r\nhOst : attacker.example", 421),
+        ("", 200),
+        ("127.0.0.1:7702", 200),
+        ("[::1]:7702", 200),
+        ("[fe80::1%eth0]", 200),
+        ("LOCALHOST:7702", 200),
+        ("job-syncer", 200),
+        ("job-syncer.team.svc:7702", 200),
+        ("job-syncer.team.svc.cluster.local.", 200),
+        (socket.gethostname(), 200),
+    ],
+)
+def test_a_page_in_a_browser_reads_nothing_under_a_name_of_its_own(host: str, status: int) -> None:
+    """DNS rebinding. Metrics and probes are for any name."""
+
+    async def test(port: int) -> None:
+        found, body = await ask(port, f"GET /status HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert (found, json.loads(body) if found == 200 else None) == (status, {"a": 1} if status == 200 else None)
+        found, _ = await ask(port, f"GET /healthz HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert found == 503
+
+    served(test)
+
+
+def test_a_browser_takes_a_page_for_nothing_else_than_it_says() -> None:
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /status HTTP/1.1\r\n\r\n")
+        assert b"\r\nX-Content-Type-Options: nosniff\r\n" in await reader.read()
+        writer.close()
+
+    served(test)
+
+
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.2)
 
