@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
@@ -29,10 +29,12 @@ STATES_PER_PARAMETER = 4  # float32 values an inner optimizer may keep per param
 
 @dataclass(slots=True)
 class Relayed:
-    """One learner's optimizer state in a temporary file, and the versions it held at the snapshot."""
+    """One learner's optimizer state in a temporary file, and the versions it held at the snapshot. ``readers``: the
+    processes that it was offered to."""
 
     data: Array
     versions: tuple[Held, ...]
+    readers: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -106,8 +108,15 @@ class OptimizerRelay:
             under_way.tell_at = now + 1.0
             self._emit(ev.PeerStateAdvanced(under_way.transfer))
 
-    def find_arrived(self, transfer: int) -> Relayed | None:
-        return self._arrived.get(transfer)
+    def offer(self, transfer: int, process: str) -> None:
+        """Let a process download a state that has arrived."""
+        if (relayed := self._arrived.get(transfer)) is not None:
+            relayed.readers.add(process)
+
+    def find_offered(self, transfer: int, process: str) -> Relayed | None:
+        """A state that was offered to this process; None: there is none."""
+        relayed = self._arrived.get(transfer)
+        return relayed if relayed is not None and process in relayed.readers else None
 
     def close(self) -> None:
         self._arrived.clear()

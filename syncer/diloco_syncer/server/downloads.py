@@ -132,7 +132,7 @@ class Downloads:
         if request.what == kinds.FROZEN_DIGEST and self.model.frozen_digest:
             return np.frombuffer(self.model.frozen_digest.encode(), np.uint8), (), ""
         if request.what == kinds.PEER_STATE:
-            relayed = self.relay.find_arrived(request.transfer)
+            relayed = self.relay.find_offered(request.transfer, request.process)
             return (None, (), "unknown-transfer") if relayed is None else (relayed.data, relayed.versions, "")
         blobs = {kinds.FROZEN: self.model.frozen, kinds.OPTIMIZER: self.durability.optimizer}
         name = blobs.get(request.what, "")

@@ -392,6 +392,7 @@ class Sessions:
     def send_action(self, action: Addressed) -> None:
         """Send an action that is one message for one learner."""
         told: dict[str, Any]
+        connection = self.find_connection(action.connection)
         match action:
             case ev.Promote():
                 told = {"promotion": sync_pb2.Promotion(seat=convert.to_wire(action.seat))}
@@ -403,11 +404,13 @@ class Sessions:
                 version = {"fragment": action.fragment, "epoch": action.epoch, "version": action.version}
                 told = {"base_request": version}
             case ev.OfferPeerState():
+                if connection is not None:
+                    self.relay.offer(action.transfer, connection.process)
                 told = {"peer_state_ready": {"transfer": action.transfer}}
             case ev.RequestPeerState():
                 self.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
                 told = {"peer_state_request": {"transfer": action.transfer}}
-        if (connection := self.find_connection(action.connection)) is not None:
+        if connection is not None:
             connection.send(sync_pb2.SyncerMessage(**told))
 
     def send_phase(self, phase: JobPhase, message: str) -> None:

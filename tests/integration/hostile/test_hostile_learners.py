@@ -164,6 +164,34 @@ async def test_there_are_no_more_evaluators_than_one_and_a_broken_one(
     assert syncer.status()["evaluators"] == 2
 
 
+async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    donor, newcomer, thief = (
+        learners(folders["eu"]),
+        learners(folders["us"], "us-2"),
+        learners(folders["asia"], "asia-3"),
+    )
+    for each in (donor, newcomer, thief):
+        await each.take_part()
+    await donor.train(1)
+    await newcomer.say(peer_state_wanted=sync_pb2.PeerStateWanted())
+    await until(lambda: donor.of_kind("peer_state_request"))
+    transfer, state = donor.of_kind("peer_state_request")[0].transfer, random.Random(3).randbytes(1000)
+    what = sync_pb2.PeerState(transfer=transfer, versions=[sync_pb2.Held(epoch=1)] * 2)
+    assert (await donor.upload(donor.header(peer_state=what), state)).accepted
+    await until(lambda: newcomer.of_kind("peer_state_ready"))
+
+    def asking(learner: Learner) -> sync_pb2.DownloadRequest:
+        kind = sync_pb2.DownloadRequest.PEER_STATE
+        return sync_pb2.DownloadRequest(job="raw", process=learner.process, what=kind, transfer=transfer)
+
+    header, _ = await bulk.download(thief.channel, asking(thief), metadata=thief.metadata)
+    assert (header.found, header.reason) == (False, "unknown-transfer")
+    header, data = await bulk.download(newcomer.channel, asking(newcomer), metadata=newcomer.metadata)
+    assert header.found and bytes(data) == state
+
+
 # ------------------------------------------------------------------ impossible numbers
 
 MOST = limits.MAX_COUNT

@@ -268,15 +268,27 @@ class TlsListener:
                     self._shed_load(error)
                     return
                 continue  # the peer has left already
-            now = time.monotonic()
-            if len(self._handshakes) >= MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                self._end_handshake(oldest, ConnectionRefusal.HANDSHAKE_FLOOD, f"{MAX_HANDSHAKES} others at once")
-            self.reloader.reload_if_changed(now)
-            front.setblocking(False)
-            front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            address = f"{where[0]}:{where[1]}"
-            self._handshakes[TlsConnection(self, front, self.reloader.context, address)] = now + HANDSHAKE_SECONDS
+            begun = False
+            try:
+                self._begin_handshake(front, f"{where[0]}:{where[1]}")
+                begun = True
+            except Exception:  # the next one that waits is another's
+                if self.refusals.count_refusal(ConnectionRefusal.NO_ROOM, time.monotonic()) is not None:
+                    log.exception("a fault of this program, at a connection that has just come")
+            finally:
+                if not begun:
+                    front.close()
+
+    def _begin_handshake(self, front: socket.socket, address: str) -> None:
+        """Make a connection of an accepted socket, which is its own then; on an error it is still the caller's."""
+        now = time.monotonic()
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            oldest = next(iter(self._handshakes))
+            self._end_handshake(oldest, ConnectionRefusal.HANDSHAKE_FLOOD, f"{MAX_HANDSHAKES} others at once")
+        self.reloader.reload_if_changed(now)
+        front.setblocking(False)
+        front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._handshakes[TlsConnection(self, front, self.reloader.context, address)] = now + HANDSHAKE_SECONDS
 
     def _shed_load(self, error: OSError) -> None:
         """File descriptors or memory ran out: end the oldest handshakes, and pause accepting for 0.2 s."""

@@ -72,6 +72,20 @@ def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
     asyncio.run(run())
 
 
+def test_a_payload_in_many_small_parts_is_refused() -> None:
+    """Each part is compared with all before it: of one byte each they would cost the square of the payload."""
+
+    async def run() -> None:
+        made, data = MultipartUploads(), bytes(2000)
+        for offset in range(multipart.SPARE_PARTS):
+            assert await part(made, "k", data, offset, 1) is None
+        with pytest.raises(WireError, match="send fewer, larger ones"):
+            await part(made, "k", data, multipart.SPARE_PARTS, 1)
+        assert await part(made, "other", data, 0, 2000) == data
+
+    asyncio.run(run())
+
+
 def test_starting_over_replaces_what_is_there() -> None:
     async def run() -> None:
         made, old, new = MultipartUploads(), bytes(100), bytes(range(100))

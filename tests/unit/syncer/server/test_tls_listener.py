@@ -470,6 +470,30 @@ async def test_a_flood_of_silent_connections_keeps_nobody_out(
         await until(lambda: there.listener.handshakes == 0, "those who left to be forgotten")
 
 
+async def test_a_fault_at_a_connection_that_comes_costs_that_one_and_one_line(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever fails before the handshake begins: its socket is closed, and the log is not filled."""
+    learner = parties.learner()
+
+    def fail(now: float) -> None:
+        raise RuntimeError("of any kind")
+
+    async with place(parties) as there:
+        with monkeypatch.context() as patched:
+            patched.setattr(there.listener.reloader, "reload_if_changed", fail)
+            before = len(os.listdir("/proc/self/fd"))
+            made = [there.tcp() for _ in range(20)]
+            for each in made:
+                assert await asyncio.to_thread(each.recv, 1) == b""
+            assert len(os.listdir("/proc/self/fd")) - before == len(made)
+            for each in made:
+                each.close()
+        assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
+        assert there.refused == {"no-room": 20}
+        assert (await there.call(learner)).startswith("the learner")
+
+
 async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "HANDSHAKE_SECONDS", 1.0)
     learner = parties.learner()
