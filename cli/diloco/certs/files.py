@@ -98,7 +98,7 @@ def init(out: Path, title: str, days: int) -> Path:
     authority = new_authority(title, utc_now(), days)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     create_whole(out / "ca.key", authority.key, mode=0o600)
-    create_whole(out / "ca.crt", authority.certificate)
+    create_whole(out / "ca.crt", authority.certificate, mode=0o644)
     return out / "ca.crt"
 
 
@@ -162,7 +162,7 @@ def renew(pki: Path, folder: Path, days: int) -> Described:
     made = issue(authority, sorted(old.names), old.hosts, utc_now(), days)
     # One after the other: a reader that sees the new key with the old certificate keeps what it has.
     write_whole(folder / "tls.key", made.key, mode=0o600)
-    write_whole(folder / "tls.crt", made.certificate)
+    write_whole(folder / "tls.crt", made.certificate, mode=0o644)
     manifest = folder / SECRET_FILE
     if manifest.exists():
         meta = yaml.safe_load(_read(manifest, "the Secret"))["metadata"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.console import CommandError
-from diloco_protocol.common.files import FileError, read_bounded, write_whole
+from diloco_protocol.common.files import FileError, make_directory, read_bounded, write_whole
 from diloco_protocol.documents import RunReport, read_document
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def locked(path: Path) -> Iterator[Workdir]:
     workdir = Workdir(path.absolute())
     try:
         for directory in (workdir.path, workdir.logs, workdir.metrics, workdir.store):
-            directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(workdir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_directory(directory)
+        descriptor = os.open(workdir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _unusable(path, error) from error
     try:

@@ -6,6 +6,10 @@ reader therefore sees the old file, the new file or no file, never half of one, 
 directory is flushed as well. A failed write removes its temporary file; what a killed process left behind has the
 suffix ``.tmp`` and is removed by ``remove_leftovers``.
 
+What is written is its owner's alone (0600, folders 0700), whatever the umask: it is somebody's model. In a folder with
+the set-group-ID bit it is the group's too (0660, 2770). Kubernetes sets that bit on a volume where a pod has an
+fsGroup, and the next pod may run as another user of that group.
+
 Errors name the path, what was to be written and what to do: a full disk is ``DiskFull`` (with bytes needed and free), a
 file system that cannot do what is needed or may not be written is ``NotWritable``.
 """
@@ -17,6 +21,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -46,8 +51,8 @@ def free_bytes(path: Path) -> int:
     """Bytes that this user may still write on the file system of ``path`` (or its nearest parent)."""
     while not path.exists() and path != path.parent:
         path = path.parent
-    stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
 
 
 def _explained(error: OSError, path: Path, size: int) -> OSError:
@@ -79,15 +84,39 @@ def flush_to_device(path: Path) -> None:
         os.close(descriptor)
 
 
+def _is_groups(folder: Path) -> bool:
+    return bool(folder.stat().st_mode & stat.S_ISGID)
+
+
+def make_directory(path: Path) -> None:
+    """Make a private directory and those above it that are missing; one that is there stays as it is.
+
+    Raises FileExistsError if there is something else.
+    """
+    for each in reversed([path, *path.parents]):
+        if each.exists():
+            continue
+        each.mkdir(0o700, exist_ok=True)
+        if _is_groups(each.parent):
+            with contextlib.suppress(OSError):  # a file system without modes
+                each.chmod(0o2770)
+    path.mkdir(exist_ok=True)
+
+
 @contextlib.contextmanager
-def _temporary(path: Path, parts: Iterable[Buffer], mode: int) -> Iterator[Path]:
-    """A flushed temporary file beside ``path`` that holds ``parts``; removed on leaving."""
+def _temporary(path: Path, parts: Iterable[Buffer], mode: int | None) -> Iterator[Path]:
+    """A flushed temporary file beside ``path`` that holds ``parts``; removed on leaving. ``mode`` None: private."""
     views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
     size = sum(view.nbytes for view in views)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            if mode is None and _is_groups(path.parent):
+                mode = 0o660
+            if mode is not None:
+                with contextlib.suppress(OSError):  # a file system without modes
+                    os.fchmod(descriptor, mode)
             for view in views:
                 while view.nbytes:
                     view = view[os.write(descriptor, view[: 1 << 26]) :]
@@ -105,8 +134,8 @@ def _temporary(path: Path, parts: Iterable[Buffer], mode: int) -> Iterator[Path]
             os.unlink(temporary)
 
 
-def write_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644) -> None:
-    """Make ``path`` hold the concatenated ``parts``, replacing what was there, durably.
+def write_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int | None = None) -> None:
+    """Make ``path`` hold the concatenated ``parts``, replacing what was there, durably. ``mode`` None: private.
 
     Raises ``DiskFull`` or ``NotWritable``; then the old file is untouched.
     """
@@ -116,8 +145,8 @@ def write_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644)
         flush_to_device(path.parent)
 
 
-def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int = 0o644) -> None:
-    """Make ``path`` hold ``parts``, durably, unless it exists: then ``FileExistsError``.
+def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int | None = None) -> None:
+    """Make ``path`` hold ``parts``, durably, unless it exists: then ``FileExistsError``. ``mode`` None: private.
 
     Of several processes that try at once exactly one succeeds, and nobody ever
     sees the name with other than its whole content. Needs hard links.

@@ -11,6 +11,7 @@ from diloco_protocol.common.files import (
     NotWritable,
     create_whole,
     flush_to_device,
+    make_directory,
     read_bounded,
     remove_leftovers,
     write_whole,
@@ -24,7 +25,7 @@ class DirectoryStore(Store):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_directory(self.root)
             probe = self.root / f".probe-{os.getpid()}"
             write_whole(probe, b"")
             probe.unlink()
@@ -38,7 +39,7 @@ class DirectoryStore(Store):
 
     def _folder(self, path: Path) -> None:
         if not path.parent.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             flush_to_device(path.parent.parent)
 
     def create(self, name: str, *parts: Buffer) -> None:

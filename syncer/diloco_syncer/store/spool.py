@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco_protocol.common.files import TEMPORARY
+from diloco_protocol.common.files import TEMPORARY, make_directory
 from diloco_syncer.store.records import Array
 
 
@@ -31,7 +31,7 @@ class Spool:
         if size == 0:
             return np.empty(0, np.uint8)
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_directory(self._folder)
         descriptor, name = tempfile.mkstemp(TEMPORARY, ".", self._folder)
         try:
             os.posix_fallocate(descriptor, 0, size)

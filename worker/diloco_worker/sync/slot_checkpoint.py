@@ -69,7 +69,7 @@ class SlotCheckpoint:
     def folder(self) -> Path | None:
         """Where the file lies, made if it is not there; None: nowhere. Raises OSError."""
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_directory(self._path.parent)
         return None if self._path is None else self._path.parent
 
     def start_write(self, encode: Callable[[], Bytes], copy_seconds: float) -> None:
@@ -119,7 +119,7 @@ class SlotCheckpoint:
             busy = copy_seconds + time.monotonic() - started
             if len(data) > self._limit:
                 raise files.TooLarge(f"{len(data)} bytes of state; at most {self._limit} would be read")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_directory(path.parent)
             for left in path.parent.glob(f".{glob.escape(path.name)}.*{files.TEMPORARY}"):
                 with contextlib.suppress(FileNotFoundError):
                     left.unlink()  # of a predecessor that was killed while it wrote

@@ -22,6 +22,38 @@ def test_written_whole_and_replaced(tmp_path: Path) -> None:
     assert path.read_bytes() == b"" and os.listdir(tmp_path) == ["a"]
 
 
+def modes(folder: Path) -> dict[str, int]:
+    return {str(each.relative_to(folder)): stat.S_IMODE(each.stat().st_mode) for each in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_what_is_written_is_its_owners_and_of_a_volume_its_groups(tmp_path: Path, umask: int) -> None:
+    """A pod's fsGroup gives its volumes the group's rights and the set-group-ID bit."""
+    before = os.umask(umask)
+    try:
+        for folder, mode in (("own", 0o700), ("volume", 0o2770)):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder).chmod(mode)
+            files.make_directory(tmp_path / folder / "store" / "states")
+            files.write_whole(tmp_path / folder / "store" / "a", b"a")
+            files.create_whole(tmp_path / folder / "store" / "states" / "b", b"b")
+            files.create_whole(tmp_path / folder / "control.key", b"c", mode=0o600)
+    finally:
+        os.umask(before)
+    names = ("control.key", "store", "store/a", "store/states", "store/states/b")
+    assert modes(tmp_path / "own") == dict(zip(names, (0o600, 0o700, 0o600, 0o700, 0o600), strict=True))
+    assert modes(tmp_path / "volume") == dict(zip(names, (0o600, 0o2770, 0o660, 0o2770, 0o660), strict=True))
+
+
+def test_a_directory_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    files.make_directory(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        files.make_directory(tmp_path / "file")
+
+
 def test_created_once(tmp_path: Path) -> None:
     files.create_whole(tmp_path / "a", b"one")
     with pytest.raises(FileExistsError):

@@ -123,6 +123,15 @@ def test_a_killed_writer_leaves_a_temporary_file_that_is_no_object(tmp_path: Pat
     assert store.remove_leftovers() == 1 and not leftover.exists()
 
 
+def test_a_store_on_a_disk_is_its_owners_alone(tmp_path: Path) -> None:
+    made = DirectoryStore(tmp_path / "run" / "store")
+    made.create("states/1", b"a")
+    made.replace("tape/1", b"b")
+    for each in (tmp_path / "run").rglob("*"):
+        assert each.stat().st_mode & 0o077 == 0, each
+    assert (tmp_path / "run").stat().st_mode & 0o077 == 0
+
+
 def test_a_store_that_cannot_be_had_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(files.NotWritable, match="not a directory"):
