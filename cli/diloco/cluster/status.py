@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
@@ -20,6 +20,7 @@ from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
 from diloco.cluster.logs import SILENCE_SECONDS, lines
 from diloco.cluster.render import concerns, event_count, event_line, event_time, job_picture, jobs_table, region_names
+from diloco.text_console import TextConsole
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import ResourcePhase
 
@@ -36,7 +37,7 @@ def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, a
         _watch(clusters, name)
         return
     documents = []
-    console = Console(soft_wrap=True, highlight=False)
+    console = TextConsole(soft_wrap=True, highlight=False)
     with contextlib.ExitStack() as stack:
         for cluster in clusters:
             job = cluster.job(name)
@@ -76,7 +77,7 @@ def status_document(job: Object, page: StatusDocument | None, events: Sequence[O
 
 
 def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = TextConsole(soft_wrap=True, highlight=False)
     while True:
         jobs: list[Object] = []
         contexts: list[str] = []
@@ -101,7 +102,7 @@ def _watch(clusters: Sequence[Cluster], name: str) -> None:
     """The picture, drawn again and again until the job ends; elsewhere than on a terminal, lines."""
     for cluster in clusters:
         cluster.job(name)  # that it is not there is said at once
-    console = Console(highlight=False)
+    console = TextConsole(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         follow(clusters, name, ended, None, lambda line: print(line, flush=True))
         return
@@ -147,7 +148,7 @@ class _Watched:
 
 def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
     """``diloco events NAME``: of the job and its objects, oldest first. Raises ClusterError."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = TextConsole(soft_wrap=True, highlight=False)
     cursors = [EventCursor(cluster) for cluster in where.open()]
     jobs = {one.cluster.context: one.cluster.job(name) for one in cursors}
     told: dict[str, int] = {}

@@ -86,11 +86,10 @@ def as_json(document: StatusDocument | RunReport) -> dict[str, Any]:
 
 
 def show(document: StatusDocument | RunReport) -> None:
-    from rich.console import Console
-
     from diloco.local.screen import RunView, picture, summary
+    from diloco.text_console import TextConsole
 
-    console = Console(soft_wrap=True)
+    console = TextConsole(soft_wrap=True)
     if isinstance(document, RunReport):
         console.print("not running; its last report:")
         console.print(summary(document))
@@ -98,4 +97,4 @@ def show(document: StatusDocument | RunReport) -> None:
     names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}
     console.print(picture(RunView(document.job, None, document, names, serving=True), []))
     if document.message:
-        console.print(document.message, highlight=False)
+        console.print(document.message, highlight=False, markup=False)

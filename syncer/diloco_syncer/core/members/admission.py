@@ -31,7 +31,7 @@ from diloco_syncer.core.recovery.lost_versions import EPOCHS_ABOVE, VersionRecov
 from diloco_syncer.core.state import JobState
 
 MAX_EVALUATORS = 2
-FURTHEST = 1 << 32  # incarnations that a lost state may have given
+FURTHEST = 1 << 20  # incarnations that a lost state may have given: a Join each, two a second at most for a week
 
 Objection = tuple[str, str, tuple[str, ...]]  # reason, words, and the fields in which the jobs differ
 

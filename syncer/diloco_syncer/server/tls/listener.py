@@ -13,7 +13,7 @@ certificate of the connection.
   learner shows the token that it connected with.
 - **Bounds.** ``MAX_HANDSHAKES`` connections that have proven nothing yet, each for ``HANDSHAKE_SECONDS``; one more
   pushes out the oldest. So while the port is flooded a handshake has the time of that many arrivals, enough for an
-  honest peer. A certificate has its share of connections (connection_limits.py), all together ``MAX_CONNECTIONS``.
+  honest peer. A certificate has its share of connections (connection_limits.py), all together ``MAX_CONNECTIONS``, or fewer where descriptors are few.
 - **Bytes** are summed up by place (traffic.py): each connection counts its own, and they are added up when they are
   asked for or a connection closes.
 - **Refusals** are counted by reason, and logged at most once a reason and ten seconds. The peer gets TLS's alert where
@@ -28,6 +28,7 @@ import errno
 import hashlib
 import logging
 import math
+import resource
 import secrets
 import socket
 import ssl
@@ -53,6 +54,7 @@ HANDSHAKE_SECONDS = 10.0
 MAX_CONNECTIONS = 8192
 TOKEN_SECONDS = 600.0
 _RELOAD_SECONDS = 1.0
+RESERVED_FILES = 640  # descriptors for handshakes, pages, control calls and the store
 _BACKLOG = 1024
 _AT_ONCE = 64  # accepted before others have their turn
 
@@ -131,12 +133,19 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
     return context
 
 
+def connections_for(files: int) -> int:
+    """How many connections a process may hold that may have so many open files: each has two, the peer's and that to
+    the gRPC server, which has its other end (a third)."""
+    return MAX_CONNECTIONS if files < 0 else max(16, min(MAX_CONNECTIONS, (files - RESERVED_FILES) // 3))
+
+
 class TlsListener:
     """Accepts TLS connections in a thread of its own and passes their bytes to the gRPC server."""
 
     def __init__(self, credentials: Credentials, job: str, regions: Mapping[str, int]) -> None:
         """``regions``: learners and spares of each. Raises ``CredentialsError``."""
         self.reloader = CredentialReloader(credentials, job)
+        self.most_connections = connections_for(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self.buffers = ReadBuffers()
         self.refusals = RefusalCounter()
         self._job = job
@@ -324,7 +333,12 @@ class TlsListener:
         if objection is not None:
             raise HandshakeRefused(objection.reason, objection.message)
         allowed = allowance_of(self._regions, names).connections
-        if self._by_certificate[peer.fingerprint] >= allowed or len(self._open) >= MAX_CONNECTIONS:
+        if len(self._open) >= self.most_connections:
+            raise HandshakeRefused(
+                ConnectionRefusal.NO_ROOM,
+                f"{self.most_connections} connections are open: raise the limit of open files",
+            )
+        if self._by_certificate[peer.fingerprint] >= allowed:
             raise HandshakeRefused(
                 ConnectionRefusal.TOO_MANY_CONNECTIONS, f"{peer}: more than {allowed} connections of one certificate"
             )

@@ -655,6 +655,16 @@ def test_an_incarnation_is_not_given_to_its_process_again() -> None:
     assert admit.seat is not None and admit.seat.incarnation == newest + 1
 
 
+def test_an_incarnation_that_no_lost_state_can_have_given_is_not_reserved() -> None:
+    """Else what one learner says moves the numbers of all, durably."""
+    state, _ = trained()
+    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core.start(0.0, (1, 1))
+    newest = core._state.members.next_incarnation
+    (admit,) = of(core.handle(a_join(11, 0, tenure=1 << 31, previous_incarnation=1 << 31), 0.0), ev.Admit)
+    assert admit.seat is not None and admit.seat.incarnation == newest
+
+
 def test_a_tenure_from_before_version_0_goes_on() -> None:
     """It began under its first incarnation, though it was seated again before there were books."""
     life = Life(None, 1)

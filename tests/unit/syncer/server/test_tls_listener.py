@@ -555,6 +555,24 @@ async def test_one_certificate_has_its_share_of_connections(parties: Parties, mo
         assert (await there.call(america)).startswith("the learner of region us-2")
 
 
+async def test_there_are_no_more_connections_than_descriptors_for_them(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three a connection, and some are kept for the store, pages and control calls."""
+    for files, most in ((1024, 128), (65_536, listeners.MAX_CONNECTIONS), (-1, listeners.MAX_CONNECTIONS), (64, 16)):
+        assert listeners.connections_for(files) == most
+    monkeypatch.setattr(listeners, "connections_for", lambda files: 1)
+    learner = parties.learner()
+    async with place(parties) as there:
+        made = Credentials.from_directory(learner)
+        async with made.aio_channel(there.address, channels.channel_options()) as channel:
+            assert (await channel.unary_unary("/T/Who")(b"", timeout=5)).startswith(b"the learner")
+            assert await there.call(learner) == "UNAVAILABLE" and there.refused["no-room"] >= 1
+            assert there.listener.connections == 1
+        await until(lambda: there.listener.connections == 0)
+        assert (await there.call(learner)).startswith("the learner")
+
+
 async def test_after_tls_a_silent_peer_is_left_too(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate and then nothing: gRPC wants HTTP/2 to begin in time."""
     monkeypatch.setattr(limits, "JOIN_SECONDS", 1.0)

@@ -1,0 +1,20 @@
+"""A console for texts that others wrote: job messages, conditions, Events, status documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segment
+
+from diloco.console import printable
+
+
+class TextConsole(Console):
+    """A console that writes no control character but its own: what a text holds of them is replaced."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """The segments of anything that can be shown; those of the console itself (cursor moves) stay as they are."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
