@@ -13,7 +13,8 @@ certificate of the connection.
   learner shows the token that it connected with.
 - **Bounds.** ``MAX_HANDSHAKES`` connections that have proven nothing yet, each for ``HANDSHAKE_SECONDS``; one more
   pushes out the oldest. So while the port is flooded a handshake has the time of that many arrivals, enough for an
-  honest peer. A certificate has its share of connections (connection_limits.py), all together ``MAX_CONNECTIONS``, or fewer where descriptors are few.
+  honest peer. A certificate has its share of connections (connection_limits.py), all together ``MAX_CONNECTIONS``, or
+  fewer where descriptors are few.
 - **Bytes** are summed up by place (traffic.py): each connection counts its own, and they are added up when they are
   asked for or a connection closes.
 - **Refusals** are counted by reason, and logged at most once a reason and ten seconds. The peer gets TLS's alert where
