@@ -39,7 +39,7 @@ def read_status(where: str | None) -> StatusDocument | RunReport:
         name = json.loads(workdir.job.read_text(encoding="utf-8"))["metadata"]["name"]
         if document.job == name:  # else the port is another's by now
             return document
-    except (FileNotFoundError, WorkdirError, SyncerError, ValueError, KeyError) as error:
+    except (OSError, WorkdirError, SyncerError, ValueError, KeyError) as error:
         # It is not running, or the port is another's: what it left is shown.
         unread = f" ({error})" if isinstance(error.__cause__, DocumentError) else ""
     try:
@@ -97,4 +97,4 @@ def show(document: StatusDocument | RunReport) -> None:
     names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}
     console.print(picture(RunView(document.job, None, document, names, serving=True), []))
     if document.message:
-        console.print(document.message, highlight=False, markup=False)
+        console.print(document.message, highlight=False)

@@ -190,6 +190,8 @@ def find(argument: str | None) -> Workdir:
     """
     if argument is not None:
         path = Path(argument)
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+            raise WorkdirError(f"{argument} is another user's: a run's directory is for who runs it alone")
         if not os.path.isfile(path / "job.json"):
             raise WorkdirError(f"{argument} is no run's directory (it has no job.json)")
         return Workdir(path.absolute())

@@ -8,7 +8,8 @@ suffix ``.tmp`` and is removed by ``remove_leftovers``.
 
 What is written is its owner's alone (0600, folders 0700), whatever the umask: it is somebody's model. In a folder with
 the set-group-ID bit it is the group's too (0660, 2770). Kubernetes sets that bit on a volume where a pod has an
-fsGroup, and the next pod may run as another user of that group.
+fsGroup, and the next pod may run as another user of that group. What a user asks for by name, to be used elsewhere, is
+written with ``PUBLIC`` instead: there the umask decides.
 
 Errors name the path, what was to be written and what to do: a full disk is ``DiskFull`` (with bytes needed and free), a
 file system that cannot do what is needed or may not be written is ``NotWritable``.
@@ -27,6 +28,7 @@ from pathlib import Path
 
 Buffer = bytes | bytearray | memoryview
 TEMPORARY = ".tmp"
+PUBLIC = 0o666  # less the umask
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
 
@@ -105,18 +107,18 @@ def make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path, parts: Iterable[Buffer], mode: int | None) -> Iterator[Path]:
-    """A flushed temporary file beside ``path`` that holds ``parts``; removed on leaving. ``mode`` None: private."""
+    """A flushed temporary file beside ``path`` that holds ``parts``; removed on leaving. ``mode`` is less the umask;
+    None: private."""
     views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
     size = sum(view.nbytes for view in views)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o600 if mode is None else mode)
         try:
             if mode is None and _is_groups(path.parent):
-                mode = 0o660
-            if mode is not None:
                 with contextlib.suppress(OSError):  # a file system without modes
-                    os.fchmod(descriptor, mode)
+                    os.fchmod(descriptor, 0o660)
             for view in views:
                 while view.nbytes:
                     view = view[os.write(descriptor, view[: 1 << 26]) :]

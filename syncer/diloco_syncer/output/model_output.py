@@ -82,7 +82,7 @@ class ModelOutput:
         log.info("the merged model was written to %s: %d bytes", self.row.uri, size)
 
     async def _write_all(self, layout: Layout, file: ModelFile, versions: Sequence[int], report: bytes) -> int:
-        place = await self._try(open_store, self.row.uri)
+        place = await self._try(open_store, self.row.uri, True)
         old = await self._try(_claim, place, self.job.metadata.name)
         sizes = file.sizes
         shards = split_names(sizes, SHARD_BYTES)

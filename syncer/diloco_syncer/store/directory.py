@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from diloco_protocol.common.files import (
+    PUBLIC,
     Buffer,
     NotWritable,
     create_whole,
@@ -22,10 +23,12 @@ from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store, checke
 class DirectoryStore(Store):
     """Objects are files below a directory, which this syncer and its successors alone write."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], public: bool = False) -> None:
+        """``public``: who may read the objects is decided by the umask, and not by us (common/files.py)."""
         self.root = Path(root)
+        self._mode = PUBLIC if public else None
         try:
-            make_directory(self.root)
+            self._make_directory(self.root)
             probe = self.root / f".probe-{os.getpid()}"
             write_whole(probe, b"")
             probe.unlink()
@@ -37,23 +40,29 @@ class DirectoryStore(Store):
     def _path(self, name: str) -> Path:
         return self.root / checked(name)
 
+    def _make_directory(self, path: Path) -> None:
+        if self._mode is None:
+            make_directory(path)
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+
     def _folder(self, path: Path) -> None:
         if not path.parent.is_dir():
-            make_directory(path.parent)
+            self._make_directory(path.parent)
             flush_to_device(path.parent.parent)
 
     def create(self, name: str, *parts: Buffer) -> None:
         path = self._path(name)
         self._folder(path)
         try:
-            create_whole(path, *parts)
+            create_whole(path, *parts, mode=self._mode)
         except FileExistsError as error:
             raise ObjectExists(name) from error
 
     def replace(self, name: str, *parts: Buffer) -> None:
         path = self._path(name)
         self._folder(path)
-        write_whole(path, *parts)
+        write_whole(path, *parts, mode=self._mode)
 
     def read(self, name: str, limit: int) -> bytes:
         try:

@@ -10,16 +10,17 @@ from diloco_syncer.store.bucket import SCHEMES, BucketStore
 from diloco_syncer.store.directory import DirectoryStore
 
 
-def open_store(where: str) -> Store:
-    """The store in a directory (a path or ``file://``) or a bucket such as ``s3://bucket/folder``.
+def open_store(where: str, public: bool = False) -> Store:
+    """The store in a directory (a path or ``file://``) or a bucket such as ``s3://bucket/folder``. ``public``: of a
+    directory's files the umask decides who may read them.
 
     Raises ``OSError`` with the cure.
     """
     scheme, separator, path = where.partition("://")
     if not separator:
-        return DirectoryStore(where)
+        return DirectoryStore(where, public)
     if scheme == "file":
-        return DirectoryStore(path)
+        return DirectoryStore(path, public)
     if scheme in SCHEMES:
         return BucketStore(where)
     schemes = ", ".join(f"{known}://" for known in ("file", *SCHEMES))

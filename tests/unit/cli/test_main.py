@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -216,6 +218,38 @@ def test_status_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert code == 2 and "no run's directory" in output
     code, output = diloco("status", "127.0.0.1:99999")
     assert code == 2 and "there is no port 99999" in output
+
+
+def test_the_run_of_another_user_is_said_to_be_so(tmp_path: Path) -> None:
+    """Whether its directory is that user's alone, or only what is in it (a directory that was there before)."""
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, parse_job(JOB), tmp_path)
+    workdir.address.write_text("{}")
+    workdir.report.write_text("{}")
+    expected = {workdir.path: "another user's", workdir.report: "report.json cannot be read"}
+    for private, words in expected.items():
+        mode = private.stat().st_mode
+        private.chmod(0)
+        try:
+            code, said = without_roots_rights("status", workdir.path)
+        finally:
+            private.chmod(mode)
+        assert code == 2 and words in said, said
+
+
+def without_roots_rights(*arguments: str | Path) -> tuple[int, str]:
+    """The command as a user for whom modes hold, which they do not for root: in a thread without capabilities."""
+    results: list[tuple[int, str]] = []
+
+    def run() -> None:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+        assert ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) == 0
+        results.append(diloco(*arguments))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    return results[0]
 
 
 def test_status_of_a_run_that_is_over(tmp_path: Path) -> None:

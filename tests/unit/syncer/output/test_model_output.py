@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,17 @@ def test_it_is_read_back_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert set(index["weight_map"]) == set(tensors) and set(index["weight_map"].values()) <= names
         for name, file in index["weight_map"].items():
             np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "out" / file)[name], tensors[name])
+
+
+def test_who_may_read_the_output_is_said_by_the_umask(tmp_path: Path) -> None:
+    """It is made to be used, by other users and pods too; the store is not."""
+    before = os.umask(0o022)
+    try:
+        written(made(tmp_path / "a" / "out"))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a" / "out").iterdir()} == {0o644}
+    assert (tmp_path / "a" / "out").stat().st_mode & 0o777 == 0o755
 
 
 def test_an_earlier_output_of_the_job_gives_way_and_leaves_nothing(
