@@ -7,14 +7,15 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
+
+from diloco_protocol.common.logs import printable
 
 COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -37,7 +38,7 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             code = run(*args, **kwargs)
         except CommandError as error:
             said = str(error)
-            print(said if said.startswith("error") else f"error: {said}", file=sys.stderr)
+            print_text(said if said.startswith("error") else f"error: {said}", file=sys.stderr)
             code = error.code
         except KeyboardInterrupt:
             code = INTERRUPTED
@@ -46,9 +47,9 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
     return wrapped
 
 
-def printable(text: str) -> str:
-    """A text that others wrote, without what a terminal would obey: control characters but for tabs and line ends."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+def print_text(text: str, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print a text that may be others' in part, without what a terminal would obey."""
+    print(printable(text), file=file, flush=flush)
 
 
 def duration(text: str) -> float:

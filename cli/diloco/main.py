@@ -14,7 +14,7 @@ import typer
 from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
-from diloco.console import CommandError, command, means_job
+from diloco.console import CommandError, command, means_job, print_text
 from diloco.machines import commands as machine_commands
 
 app = typer.Typer(
@@ -110,7 +110,7 @@ def validate(job: JobFile, overrides: Overrides = []) -> int:  # noqa: B006
     from diloco.validate import validate_file
 
     text, code = validate_file(job, overrides)
-    print(text, file=sys.stderr if code else sys.stdout)
+    print_text(text, file=sys.stderr if code else sys.stdout)
     return code
 
 
@@ -166,7 +166,7 @@ def plan(
 
     known = None if layout is None else read_layout(layout)
     found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation), known)
-    print(json.dumps(found, indent=1) if as_json else text(found))
+    print_text(json.dumps(found, indent=1) if as_json else text(found))
 
 
 @app.command()
@@ -218,7 +218,7 @@ def status(
         raise CommandError("--watch is for jobs in clusters: a run on this machine shows itself")
     document = read_status(what)
     if as_json:
-        print(json.dumps(json_of(document), indent=1))
+        print_text(json.dumps(json_of(document), indent=1))
     else:
         show(document)
 
@@ -317,7 +317,7 @@ def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed
 
-    print(installed("decoupled-diloco"))
+    print_text(installed("decoupled-diloco"))
 
 
 cluster_commands.add_to(app)

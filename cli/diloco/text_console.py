@@ -1,4 +1,4 @@
-"""A console for texts that others wrote: job messages, conditions, Events, status documents."""
+"""A console for texts that others wrote: job messages, conditions, Events, status documents, reports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-from diloco.console import printable
+from diloco_protocol.common.logs import printable
 
 
 class TextConsole(Console):
-    """A console that writes no control character but its own: what a text holds of them is replaced."""
+    """A console that writes no control character but its own: what a text holds of them is replaced. Markup and names
+    of emoji in a text are text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """The segments of anything that can be shown; those of the console itself (cursor moves) stay as they are."""

@@ -12,7 +12,7 @@ import sys
 from typing import TextIO
 
 from diloco_operator.model import Key
-from diloco_protocol.common.logs import JsonLines, bounded_message
+from diloco_protocol.common.logs import JsonLines, bounded_message, printable
 
 
 class Text(logging.Formatter):
@@ -22,7 +22,7 @@ class Text(logging.Formatter):
         job = getattr(record, "job", None)
         about = f" {getattr(record, 'namespace', '')}/{job}:" if job is not None else ""
         line = f"{self.formatTime(record)} {record.levelname:<7}{about} {bounded_message(record)}"
-        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+        return printable(line + ("\n" + self.formatException(record.exc_info) if record.exc_info else ""))
 
 
 def about(key: Key) -> dict[str, str]:

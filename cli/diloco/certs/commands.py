@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.console import FAILED, CommandError, command, job_name
+from diloco.console import FAILED, CommandError, command, job_name, print_text
 
 if TYPE_CHECKING:
     from diloco.certs.files import Target
@@ -69,7 +69,7 @@ def init(
     """
     from diloco.certs.files import init as make
 
-    print(f"{make(out, title, days)}: the authority. Keep {out / 'ca.key'} to yourself.")
+    print_text(f"{make(out, title, days)}: the authority. Keep {out / 'ca.key'} to yourself.")
 
 
 @certs.command()
@@ -138,9 +138,9 @@ def issue(
     for folder in issue_all(pki, targets, out, dns, days, server_name):
         found = describe_folder(folder)
         who = ", ".join(map(str, sorted(found.names)))
-        print(f"{folder}: {who}, good for {found.days_left(utc_now())} days")
+        print_text(f"{folder}: {who}, good for {found.days_left(utc_now())} days")
         if (folder / "secret.yaml").exists():
-            print(f"    kubectl apply --server-side -f {folder / 'secret.yaml'}")
+            print_text(f"    kubectl apply --server-side -f {folder / 'secret.yaml'}")
 
 
 @certs.command()
@@ -165,7 +165,7 @@ def renew(
 
     for folder in folders:
         if folder.is_dir():  # the shell's * brings join-token too
-            print(f"{folder}: good for {make(pki, folder, days).days_left(utc_now())} days")
+            print_text(f"{folder}: good for {make(pki, folder, days).days_left(utc_now())} days")
         elif folder.name != "join-token":
             raise CommandError(f"{folder} is no folder of credentials")
 
@@ -187,16 +187,16 @@ def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")]) 
             continue
         found = describe_folder(folder)
         now = utc_now()
-        print(f"{folder}")
+        print_text(f"{folder}")
         for each in sorted(found.names):
-            print(f"    {each.uri}")
+            print_text(f"    {each.uri}")
         if not found.names:
-            print("    names no job: only a party whose own certificate names none believes it")
+            print_text("    names no job: only a party whose own certificate names none believes it")
         if found.hosts:
-            print(f"    hosts {', '.join(found.hosts)}")
+            print_text(f"    hosts {', '.join(found.hosts)}")
         until = f"{found.not_after:%Y-%m-%d %H:%M} UTC"
         left = f"good until {until}, {found.days_left(now)} days"
-        print(f"    {f'expired {until}' if found.not_after <= now else left}")
+        print_text(f"    {f'expired {until}' if found.not_after <= now else left}")
 
 
 def _targets(job: str, syncer: bool, regions: list[str], namespace: str | None, secret: str | None) -> list[Target]:

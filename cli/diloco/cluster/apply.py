@@ -16,7 +16,7 @@ from typing import Any
 from diloco.cluster.change import on_every_copy, parse_object
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where
 from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen, wait_for
-from diloco.console import FAILED, INTERRUPTED, WRONG
+from diloco.console import FAILED, INTERRUPTED, WRONG, print_text
 from diloco.validate import local_names, problems_text, warnings_text
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_manifest
@@ -42,12 +42,12 @@ def apply(options: ApplyOptions) -> int:
     try:
         job, document = load_manifest(options.file, options.overrides)
     except JobError as error:
-        print(problems_text(error), file=sys.stderr)
+        print_text(problems_text(error), file=sys.stderr)
         return WRONG
     where = _with_namespace(options.where, job)
     clusters = where.open()
     for text in warnings_text([*job_warnings(job), *foreign_paths(job, options.file.parent), *copies(job, clusters)]):
-        print(text, file=sys.stderr)
+        print_text(text, file=sys.stderr)
     dry = " (dry run)" if options.dry_run else ""
     code, applied = on_every_copy(
         clusters, lambda cluster: f"dilocojob {job.metadata.name} {apply_to(cluster, job, document, options)}{dry}"
@@ -81,12 +81,12 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int
     try:
         for cluster, outcome, job in follow(clusters, name, seen, HEARD_SECONDS, _tell, quiet=True):
             if outcome is None:
-                print(f"warning: {no_operator(cluster, name)}", file=sys.stderr)
+                print_text(f"warning: {no_operator(cluster, name)}", file=sys.stderr)
             elif job is not None and (refused := invalid(job)) is not None and not options.wait:
-                print(f"error: {name} {refused[1]}", file=sys.stderr)
+                print_text(f"error: {name} {refused[1]}", file=sys.stderr)
                 code = FAILED
             elif job is not None and (why := hindered(job)) and not options.wait:
-                print(f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr)
+                print_text(f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr)
             elif job is not None and job["spec"].get("suspend") and not options.wait:
                 _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
         if not options.wait:
@@ -94,12 +94,12 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int
         return max(code, wait_for(clusters, name, ended, options.timeout, unfinished))
     except KeyboardInterrupt:
         flags = clusters[0].flags
-        print(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")
+        print_text(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")
         return INTERRUPTED
 
 
 def _tell(line: str) -> None:
-    print(line, flush=True)
+    print_text(line, flush=True)
 
 
 # ------------------------------------------------------------------ one cluster
@@ -125,7 +125,7 @@ def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options
                 raise
             # Set by `diloco scale`, suspend or resume since: the file is what is wanted now.
             after = patch(True)
-            print(f"as in the file again: {_fields(error)} (changed since by diloco scale, suspend or resume)")
+            print_text(f"as in the file again: {_fields(error)} (changed since by diloco scale, suspend or resume)")
     except ClusterError as error:
         raise _explained(error, cluster, job, before) from error
     if before is None:

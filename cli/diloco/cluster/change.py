@@ -28,7 +28,7 @@ from diloco.cluster.follow import (
     wait_for,
 )
 from diloco.cluster.render import heard, holds, region_names
-from diloco.console import INTERRUPTED, WRONG
+from diloco.console import INTERRUPTED, WRONG, print_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, Problem, parse_job
 from diloco_protocol.vocabulary import FINALIZER
@@ -45,11 +45,11 @@ def on_every_copy(clusters: Sequence[Cluster], act: Callable[[Cluster], str]) ->
         try:
             said = act(cluster)
         except ClusterError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_text(f"error: {error}", file=sys.stderr)
             code = max(code, error.code)
             continue
         done.append(cluster)
-        print(said + context_suffix(cluster, clusters), flush=True)
+        print_text(said + context_suffix(cluster, clusters), flush=True)
     return code, done
 
 
@@ -230,7 +230,7 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
     try:
         return max(code, wait_for(clusters, name, suspended if value else resumed, timeout, unfinished))
     except KeyboardInterrupt:
-        print(f"\nno longer waiting; it goes on: diloco status {name} {clusters[0].flags}")
+        print_text(f"\nno longer waiting; it goes on: diloco status {name} {clusters[0].flags}")
         return INTERRUPTED
 
 
@@ -245,7 +245,7 @@ def _suspend_failed(clusters: Sequence[Cluster], name: str) -> None:
             if holds(cluster.job(name), "Failed"):
                 patched(cluster, name, lambda _: [{"op": "add", "path": "/spec/suspend", "value": True}])
                 failed.append(cluster)
-    found = follow(failed, name, taken_down, SEEN_SECONDS, lambda line: print(line, flush=True), quiet=True)
+    found = follow(failed, name, taken_down, SEEN_SECONDS, lambda line: print_text(line, flush=True), quiet=True)
     for cluster, outcome, _ in found:
         if outcome is None:
             raise ClusterError(
@@ -328,11 +328,11 @@ def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
         try:
             code = max(code, wait_for(clusters, name, gone_within(uids), timeout, unfinished))
         except KeyboardInterrupt:
-            print("\nno longer waiting; the deletion goes on")
+            print_text("\nno longer waiting; the deletion goes on")
             code = INTERRUPTED
     for cluster in clusters:
         if text := left[cluster.context]:
-            print(text)
+            print_text(text)
     return code
 
 

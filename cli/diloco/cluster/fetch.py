@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
-from diloco.console import FAILED, WRONG
+from diloco.console import FAILED, WRONG, print_text
 from diloco.local.screen import summary
 from diloco.syncer_client import SyncerError, fetch_document
-from diloco_protocol.common.files import write_whole
+from diloco.text_console import TextConsole
+from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import EXPORT_PORT, HTTP_PORT
 
@@ -118,7 +118,7 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
         short = (job.get("status") or {}).get("report")
         if out is not None or not short:
             raise
-        print(f"warning: only the status's part of the report: {error}", file=sys.stderr)
+        print_text(f"warning: only the status's part of the report: {error}", file=sys.stderr)
         try:
             document = read_document(Report, short)
         except DocumentError as wrong:
@@ -132,14 +132,14 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
     Raises ClusterError."""
     if out is not None:
         try:
-            write_whole(out, document.model_dump_json(indent=1).encode() + b"\n")
+            write_whole(out, document.model_dump_json(indent=1).encode() + b"\n", mode=PUBLIC)
         except OSError as error:
             raise ClusterError(f"{out} cannot be written: {error.strerror or error}", code=WRONG) from error
-        print(f"{out}: the report of {name}")
+        print_text(f"{out}: the report of {name}")
     elif as_json:
-        print(document.model_dump_json(indent=1))
+        print_text(json.dumps(json.loads(document.model_dump_json()), indent=1))
     else:
-        Console(soft_wrap=True).print(summary(document, "the job goes on" if going else ""))
+        TextConsole(soft_wrap=True).print(summary(document, "the job goes on" if going else ""))
 
 
 # ------------------------------------------------------------------ export
@@ -173,4 +173,5 @@ class _Progress:
             return
         self._shown = percent
         end = "\n" if done >= total else ""
-        print(f"\rreceived {done >> 20} of {total >> 20} MiB ({percent} %)", end=end, file=sys.stderr, flush=True)
+        sys.stderr.write(f"\rreceived {done >> 20} of {total >> 20} MiB ({percent} %){end}")
+        sys.stderr.flush()

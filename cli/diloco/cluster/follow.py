@@ -18,7 +18,7 @@ from typing import Any
 from diloco.cluster.client import Cluster, ClusterError, Object
 from diloco.cluster.fetch import Pages
 from diloco.cluster.render import condition, condition_style, event_count, event_time, heard, holds, job_line
-from diloco.console import COMPLETE, FAILED
+from diloco.console import COMPLETE, FAILED, print_text
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import JOB_REFUSED_REASONS, ResourcePhase
 
@@ -202,15 +202,15 @@ def wait_for(
     """``follow``, with what became of each copy printed; the exit code. ``unfinished``: what to say of one whose
     time is over (its object as it was last): how it is, and what else may help. Raises ClusterError."""
     code = COMPLETE
-    for cluster, outcome, job in follow(clusters, name, judge, timeout, lambda line: print(line, flush=True)):
+    for cluster, outcome, job in follow(clusters, name, judge, timeout, lambda line: print_text(line, flush=True)):
         whose = name + context_suffix(cluster, clusters)
         if outcome is None:
             how, *more = unfinished(cluster, job)
             for text in (f"{whose} {how}", *more):
-                print(f"error: {text}", file=sys.stderr)
+                print_text(f"error: {text}", file=sys.stderr)
             code = max(code, FAILED)
         else:
-            print(f"{whose} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
+            print_text(f"{whose} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
             code = max(code, outcome[0])
     return code
 

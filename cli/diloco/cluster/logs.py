@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-
 from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
-from diloco.console import FAILED, WRONG, printable
+from diloco.console import FAILED, WRONG, print_text
+from diloco.text_console import TextConsole
 from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 MAX_STREAMS = 64
@@ -200,7 +199,7 @@ def _read(cluster: Cluster, one: Source, options: LogOptions, missing: list[str]
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_text(text, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------ following
@@ -329,7 +328,7 @@ class _Printer:
         self._raw = options.raw
         self._prefixed = options.target is None or len(sources) > 1
         self._width = 0
-        self._console = Console(soft_wrap=True, highlight=False, markup=False)
+        self._console = TextConsole(soft_wrap=True, highlight=False)
         self.widen(sources)
 
     def widen(self, sources: Sequence[Source]) -> None:
@@ -345,9 +344,10 @@ class _Printer:
             self._write(f"{prefix}{line}", style)
 
     def _write(self, line: str, style: str) -> None:
-        if sys.stdout.isatty() or not self._raw:
-            line = printable(line)
-        if style and sys.stdout.isatty():
+        if self._raw and not sys.stdout.isatty():  # as it is, for a program
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+        elif style and sys.stdout.isatty():
             self._console.print(line, style=style)
         else:
-            print(line, flush=True)
+            print_text(line, flush=True)

@@ -20,6 +20,7 @@ from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
 from diloco.cluster.logs import SILENCE_SECONDS, lines
 from diloco.cluster.render import concerns, event_count, event_line, event_time, job_picture, jobs_table, region_names
+from diloco.console import print_text
 from diloco.text_console import TextConsole
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import ResourcePhase
@@ -54,7 +55,7 @@ def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, a
             if page is None and (job.get("status") or {}).get("phase") == ResourcePhase.RUNNING:
                 console.print(f"(learner by learner: not to be had: {pages.problem})", style="dim")
     if as_json:
-        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
+        print_text(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
 
 
 def status_document(job: Object, page: StatusDocument | None, events: Sequence[Object], context: str) -> Object:
@@ -86,7 +87,7 @@ def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: b
             jobs += found
             contexts += [cluster.context] * len(found)
         if as_json:
-            print(json.dumps({"items": jobs}, indent=1))
+            print_text(json.dumps({"items": jobs}, indent=1))
         elif not jobs:
             names = [f"{c.context}{'' if everywhere else f' (namespace {c.namespace})'}" for c in clusters]
             console.print(f"there is no job in {', '.join(names)}")
@@ -104,7 +105,7 @@ def _watch(clusters: Sequence[Cluster], name: str) -> None:
         cluster.job(name)  # that it is not there is said at once
     console = TextConsole(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
-        follow(clusters, name, ended, None, lambda line: print(line, flush=True))
+        follow(clusters, name, ended, None, lambda line: print_text(line, flush=True))
         return
     views = [_Watched(cluster, Pages(cluster, name)) for cluster in clusters]
     try:
@@ -161,7 +162,7 @@ def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
             except ClusterError as error:
                 if not watch or not error.passing:
                     raise
-                print(f"{error} (asking again)", file=sys.stderr)
+                print_text(f"{error} (asking again)", file=sys.stderr)
                 continue
             found += [(event_time(e), cluster.context, e) for e in events if concerns(e, name, regions)]
         new: list[Any] = []
@@ -172,7 +173,7 @@ def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
                 new.append((context, event))
         if as_json:
             for _, event in new:
-                print(json.dumps(event))
+                print_text(json.dumps(event))
         else:
             for context, event in new:
                 place = Text(f"{context}  ", "dim") if len(cursors) > 1 else Text("")

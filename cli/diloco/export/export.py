@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.console import CommandError
+from diloco.console import CommandError, print_text
 from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
 from diloco.export.tensors import write_tensors
 from diloco.processes.workdir import Workdir
@@ -91,7 +91,7 @@ def _write_model(
             raise ExportFailed(f"{error.filename} {error.strerror}") from error
         except OSError as error:
             raise ExportFailed(f"{out} cannot be written: {error.strerror or error}") from error
-        print(f"{out}: the merged parameters (the job has no training.model), {at}")
+        print_text(f"{out}: the merged parameters (the job has no training.model), {at}")
         return
     from diloco_worker.training.export import ExportError, export
 
@@ -99,7 +99,7 @@ def _write_model(
         export(job, tensors, out, directory=directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-    print(f"{out}: the merged model, {at}")
+    print_text(f"{out}: the merged model, {at}")
 
 
 def read_layout(path: Path) -> Layout:

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
-from diloco.console import CommandError
+from diloco.console import CommandError, print_text
 from diloco.local.chaos import schedule as chaos
 from diloco.local.outcome import RunResult, complete_report
 from diloco.local.runner import Runner
@@ -19,8 +17,9 @@ from diloco.local.screen import make_screen, summary
 from diloco.processes.launch import check_free
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco.processes.worker_specs import ServeOptions, without_meaning
+from diloco.text_console import TextConsole
 from diloco.validate import read_job_file
-from diloco_protocol.common.files import FileError, write_whole
+from diloco_protocol.common.files import PUBLIC, FileError, write_whole
 from diloco_protocol.documents import RunReport
 from diloco_protocol.security.credentials import CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
@@ -54,9 +53,9 @@ def run(options: RunOptions) -> int:
     with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
         again = claim(workdir, job, options.job.absolute().parent)
         for warning in job_warnings(job):
-            print(f"warning: {warning}", file=sys.stderr)
+            print_text(f"warning: {warning}", file=sys.stderr)
         if ignored := without_meaning(job):
-            print(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
+            print_text(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
         result = _run_job(job, workdir, options, schedule, again)
         # What is complete stays as it was reported: its time, its faults.
         earlier = workdir.earlier_report() if result.complete_already else None
@@ -64,12 +63,12 @@ def run(options: RunOptions) -> int:
             earlier = earlier.model_copy(update={"output": result.status.output})
         report = earlier or complete_report(result, job)
         data = report.model_dump_json(indent=1).encode() + b"\n"
-        for path in [workdir.report, *([options.report] if options.report else [])]:
+        for path, mode in [(workdir.report, None), *([(options.report, PUBLIC)] if options.report else [])]:
             try:
                 path.absolute().parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, data)
+                write_whole(path, data, mode=mode)
             except (FileError, OSError) as error:
-                print(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
+                print_text(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
                 return result.ended.exit_code or 1
         _tell(result, report, workdir)
         return result.ended.exit_code
@@ -119,7 +118,7 @@ def _run_job(
     except (CredentialsError, OSError) as error:
         raise CommandError(f"workdir {workdir.path}: {error}") from error
     # A person who pipes the output still wants whole lines, whatever the pipe's width.
-    console = Console(soft_wrap=True)
+    console = TextConsole(soft_wrap=True)
     screen = make_screen(console)
     try:
         learners = job.spec.slots
@@ -142,23 +141,23 @@ def _run_job(
 
 def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
     ended = result.ended
-    console = Console(soft_wrap=True)
+    console = TextConsole(soft_wrap=True)
     if not console.is_terminal:
         console.width = 200  # nobody's window: lines stay whole
     console.print()
     console.print(summary(report))
     console.print(f"report: {workdir.report}", highlight=False)
     if ended.outcome == "complete" and ended.exit_code:
-        print(f"error: {ended.message}", file=sys.stderr)
+        print_text(f"error: {ended.message}", file=sys.stderr)
     if ended.outcome == "interrupted":
         console.print(f"the same command goes on from {workdir.store}", highlight=False)
     if ended.outcome == "failed":
-        print(f"error: {ended.message or 'the job failed'}", file=sys.stderr)
+        print_text(f"error: {ended.message or 'the job failed'}", file=sys.stderr)
         if ended.log_of:
             log = workdir.log(ended.log_of)
-            print(f"the end of {log}:", file=sys.stderr)
+            print_text(f"the end of {log}:", file=sys.stderr)
             for line in tail(log, LOG_LINES):
-                print(f"  {line}", file=sys.stderr)
+                print_text(f"  {line}", file=sys.stderr)
 
 
 def tail(path: Path, lines: int) -> list[str]:

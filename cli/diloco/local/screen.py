@@ -18,6 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from diloco.console import print_text
 from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
 from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, SlotState
@@ -281,7 +282,7 @@ class Lines:
 
     def _print(self, text: str) -> None:
         try:
-            print(text, file=self._out, flush=True)
+            print_text(text, file=self._out, flush=True)
         except (BrokenPipeError, ValueError):
             self._out = open("/dev/null", "w")  # noqa: SIM115 - the reader left (`| head`); the run goes on
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError
+from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError, print_text
 from diloco.processes.launch import guard_command, resolve_program
 from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.workdir import Workdir, locked
@@ -84,7 +84,7 @@ def join(options: JoinOptions) -> int:
         with locked(options.workdir or Path("learners") / f"{job.metadata.name}-{region}") as workdir:
             write_whole(workdir.job, job_to_json(job).encode())
             place = _ordinal(workdir)
-            print(
+            print_text(
                 f"joining {job.metadata.name} at {options.address} as {region}-{place}, in {workdir.path}", flush=True
             )
             return _LearnerProcess(job, workdir, options, region, place).run()
@@ -213,15 +213,15 @@ class _LearnerProcess:
             if code == WorkerExit.CONFIGURATION:
                 return WRONG
             if code == WorkerExit.REFUSED:
-                print("error: the syncer has refused this machine for good: see above", file=sys.stderr)
+                print_text("error: the syncer has refused this machine for good: see above", file=sys.stderr)
                 return FAILED
             vain = 0 if time.monotonic() - began >= LIVED_SECONDS else vain + 1
             if vain >= IN_VAIN:
-                print(f"error: the learner ended {vain} times in a row: see above", file=sys.stderr)
+                print_text(f"error: the learner ended {vain} times in a row: see above", file=sys.stderr)
                 return FAILED
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** max(0, vain - 1)) * random.uniform(0.5, 1.0)
             end = describe_end(Kind.LEARNER, Exit(signal=-code) if code < 0 else Exit(code=code))
-            print(f"the learner ended ({end}): again in {pause:.1f} s", file=sys.stderr, flush=True)
+            print_text(f"the learner ended ({end}): again in {pause:.1f} s", file=sys.stderr, flush=True)
             self._sleep(pause)
             if self._leaving():
                 return COMPLETE

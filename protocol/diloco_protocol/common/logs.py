@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -21,7 +22,23 @@ Format = Literal["json", "text"]
 FORMATS: tuple[Format, ...] = ("json", "text")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MAX_MESSAGE = 1500  # characters of one message; a cluster keeps the last 2048 bytes of a log
+
+
+def printable(text: str) -> str:
+    """A text that others wrote, without what a terminal would obey: control characters but for tabs and line ends."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+class TextLines(logging.Formatter):
+    """Lines for people, in a terminal perhaps."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class JsonLines(logging.Formatter):
@@ -56,7 +73,7 @@ def configure(
 ) -> None:
     """Log to ``stream`` (stderr), ``packages`` from ``level`` on and everybody else from warnings on."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines(fields) if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonLines(fields) if form == "json" else TextLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(form == "json")  # else Python writes them beside the log, as they are
     for package in packages:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import logging
+from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.table import Table
 from rich.text import Text
 
+import diloco
+from diloco.cluster.fetch import show_report
+from diloco.console import CommandError, command
+from diloco.local.screen import Lines, RunView
+from diloco.local.status import show
 from diloco.text_console import TextConsole
+from diloco_protocol.common import logs
+from diloco_protocol.documents import OutputRow
+from status_documents import job_report, slot_row, status_document
 
-HOSTILE = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b31m \r hidden \x00"
+HOSTILE = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b31m \r [/of] hidden \x00"
+PACKAGE = Path(diloco.__file__).parent
+
+
+def is_harmless(text: str) -> bool:
+    return "hid" in text and not set(text) & set("\x1b\x07\x9b\r\x00")
 
 
 def test_a_terminal_does_not_obey_what_others_wrote() -> None:
@@ -19,8 +37,57 @@ def test_a_terminal_does_not_obey_what_others_wrote() -> None:
     for shown in (Text(HOSTILE, "red"), table):
         out = io.StringIO()
         TextConsole(file=out, force_terminal=False, color_system=None, width=200).print(shown)
-        text = out.getvalue()
-        assert "hid" in text and not set(text) & set("\x1b\x07\x9b\r\x00"), text
+        assert is_harmless(out.getvalue()), out.getvalue()
     out = io.StringIO()
     TextConsole(file=out, force_terminal=True, color_system="standard").print(Text("\x1b[2Jred", "red"))
     assert "\x1b[31m\N{REPLACEMENT CHARACTER}[2Jred" in out.getvalue()  # the console's own colour, not the text's
+
+
+def test_what_run_status_and_report_show_of_others_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    output = OutputRow(uri="/out", state="failed", message=HOSTILE)
+    status = status_document(job=HOSTILE, message=HOSTILE, phase="training", slots=[slot_row(region=HOSTILE)])
+    for print_it in (
+        lambda: show(status),
+        lambda: show_report(job_report(output=output), "tiny", None, False),
+        lambda: show_report(job_report(output=output), "tiny", None, True),
+        lambda: Lines().event(HOSTILE),
+        lambda: Lines().update(RunView(HOSTILE, None, status)),
+    ):
+        print_it()
+        said = capsys.readouterr().out
+        assert said.strip() and not set(said) & set("\x1b\x07\x9b\r\x00"), said
+
+
+def test_neither_are_errors_nor_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A refusal's message in the log of a learner in the foreground, and in the error that ends a command."""
+
+    @command
+    def fail() -> None:
+        raise CommandError(HOSTILE)
+
+    with pytest.raises(BaseException, match="2"):
+        fail()
+    assert is_harmless(capsys.readouterr().err)
+    record = logging.LogRecord("a", logging.INFO, "", 0, "refused: %s", (HOSTILE,), None)
+    assert is_harmless(logs.TextLines().format(record))
+
+
+def named(call: ast.Call) -> str:
+    function = call.func
+    return (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    )
+
+
+def test_nothing_is_printed_but_by_what_replaces_control_characters() -> None:
+    """``print_text`` and ``TextConsole`` are for all; the guard of a child says only which program it could not run."""
+    allowed = {("console.py", "print"), ("child_guard.py", "print")}
+    found: list[Any] = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and named(node) in ("print", "Console", "echo", "secho"):
+                consoles = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value).endswith("onsole")
+                if not consoles and not ast.unparse(node.func).startswith("TextConsole"):
+                    found.append((path.name, named(node), node.lineno))
+    assert {each[:2] for each in found} <= allowed, found
+    assert ("console.py", "print") in {each[:2] for each in found}  # the search finds what there is
