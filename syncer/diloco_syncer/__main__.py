@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--address-file", metavar="FILE", help="written whole when it serves: its addresses")
     parser.add_argument("--control-key-file", required=True, metavar="FILE", help="the key of signed calls")
-    parser.add_argument("--credentials", metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token; none: plaintext")
+    who = parser.add_mutually_exclusive_group()
+    who.add_argument("--credentials", metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token; none: plaintext")
+    who.add_argument("--join-token-file", metavar="FILE", help="plaintext, for callers that show this token alone")
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="of merges (default: this process's cores, at most 16)"
     )
@@ -92,6 +94,8 @@ def _serve(given: argparse.Namespace) -> int:
         _log(job.metadata.name, given.log_level)
         key = read_key(given.control_key_file)
         credentials = Credentials.from_directory(given.credentials)
+        if given.join_token_file is not None:
+            credentials = Credentials.from_token_file(given.join_token_file)
     except JobError as error:
         for problem in error.problems:
             log.error("%s: %s", given.job, problem)

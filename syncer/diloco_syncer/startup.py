@@ -97,7 +97,8 @@ def restore(
         if model.outer_state_reset:
             optimizer = job.spec.sync.outer.optimizer
             core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
-    return Syncer(job, core, model, checkpoints, tape, restored, loop, listener, options.stay), restored
+    stay, plaintext = options.stay, options.credentials
+    return Syncer(job, core, model, checkpoints, tape, restored, loop, listener, stay, plaintext), restored
 
 
 def _tell_of_a_clock_ahead(saved: dict[str, Any] | None) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 from diloco_protocol.documents import MergeSeconds, Report
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_syncer.core import events as ev
@@ -38,7 +39,7 @@ from diloco_syncer.runtime.version_recovery import VersionUploads
 from diloco_syncer.server.downloads import Downloads
 from diloco_syncer.server.pages.status_page import StatusPage
 from diloco_syncer.server.sessions import Addressed, Sessions
-from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.server.tls.access import PLAINTEXT, CallAuthorizer
 from diloco_syncer.server.tls.listener import TlsListener
 from diloco_syncer.server.uploads import Uploads
 from diloco_syncer.store.checkpoint import Checkpoints, Restored
@@ -62,7 +63,8 @@ async def _repeat(seconds: float, work: Callable[[float], object]) -> None:
 
 
 class Syncer:
-    """One job's running syncer, without its servers. ``stay``: serve on after the job's end, until told to stop."""
+    """One job's running syncer, without its servers. ``stay``: serve on after the job's end, until told to stop.
+    ``plaintext``: the token that callers show where there is no ``listener``."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class Syncer:
         loop: asyncio.AbstractEventLoop,
         listener: TlsListener | None = None,
         stay: bool = False,
+        plaintext: Credentials = PLAINTEXT,
     ) -> None:
         name, runtime = job.metadata.name, restored.core["runtime"] if restored.core is not None else {}
         self.job = job
@@ -89,7 +92,7 @@ class Syncer:
         self._imbalances = 0  # rows of the ledger that were not exact at the last checkpoint
         self.driver = Driver(core, loop)
         emit = self.driver.handle
-        self.authorizer = CallAuthorizer(listener, learners_by_region(job))
+        self.authorizer = CallAuthorizer(listener, learners_by_region(job), plaintext)
         self.traffic = Traffic(
             (region.name for region in job.spec.regions), listener.bytes_by_place if listener is not None else None
         )

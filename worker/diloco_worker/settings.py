@@ -77,6 +77,7 @@ class WorkerSettings:
     syncer: str | None
     syncer_file: Path | None
     status: str | None = None  # host:port of the status port
+    join_token_file: Path | None = None  # in plaintext
     drain_seconds: float | None = None  # the longest drain after SIGTERM; None: while it comes on
     pod: str = ""  # UID of the pod, 32 hexadecimal digits; empty: not in one
 
@@ -113,6 +114,7 @@ class WorkerSettings:
         credentials = env.get("DILOCO_CREDENTIALS")
         if credentials and not Path(credentials).is_dir():
             raise ConfigurationError(f"DILOCO_CREDENTIALS is {credentials!r}: that is not a directory")
+        token = env.get("DILOCO_JOIN_TOKEN_FILE")
         workdir = env.get("DILOCO_WORKDIR")
         return cls(
             job=job,
@@ -122,6 +124,7 @@ class WorkerSettings:
             process=_checked("DILOCO_PROCESS", process, "[0-9a-f]{1,64}", "1 to 64 hexadecimal digits"),
             workdir=Path(workdir) if workdir else None,
             credentials=Path(credentials) if credentials else None,
+            join_token_file=Path(token) if token and not credentials else None,
             idle_at_end=_checked("DILOCO_IDLE_AT_END", env.get("DILOCO_IDLE_AT_END", "0"), "[01]", "0 or 1") == "1",
             syncer=syncer or None,
             syncer_file=Path(syncer_file) if syncer_file and not syncer else None,

@@ -114,7 +114,8 @@ def _run_job(
     job: DiLoCoJob, workdir: Workdir, options: RunOptions, schedule: Sequence[chaos.Fault], again: bool
 ) -> RunResult:
     try:
-        make_key(workdir.control_key)
+        for key in (workdir.control_key, workdir.join_token):
+            make_key(key)
     except (CredentialsError, OSError) as error:
         raise CommandError(f"workdir {workdir.path}: {error}") from error
     # A person who pipes the output still wants whole lines, whatever the pipe's width.

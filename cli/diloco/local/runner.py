@@ -354,7 +354,9 @@ class Runner:
         env = worker_environment(
             worker, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
         )
-        if self._serving is not None and self._serving.evaluator_credentials is not None:
+        if self._serving is None:
+            env["DILOCO_JOIN_TOKEN_FILE"] = str(self.workdir.join_token)
+        elif self._serving.evaluator_credentials is not None:
             env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
         log = self.workdir.log(worker.name)
         spec = self.job.spec

@@ -42,6 +42,7 @@ class Workdir:
         self.store = path / "store"
         self.address = path / "address.json"
         self.control_key = path / "control.key"
+        self.join_token = path / "join-token"
         self.logs = path / "logs"
         self.metrics = path / "metrics"
         self.metrics_file = path / "metrics.jsonl"

@@ -101,7 +101,9 @@ def syncer_command(workdir: Workdir, sync: str, control: str, http: str, serving
         "--address-file": workdir.address,
         "--control-key-file": workdir.control_key,
     }
-    if serving is not None and serving.credentials is not None:
+    if serving is None:
+        options["--join-token-file"] = workdir.join_token
+    elif serving.credentials is not None:
         options["--credentials"] = serving.credentials
     return [sys.executable, "-m", "diloco_syncer", *(str(word) for option in options.items() for word in option)]
 

@@ -10,8 +10,8 @@ A party is given a directory (in a cluster: a mounted secret) with
   is checked against this name and not against the address, because the address of a syncer behind a load balancer or a
   node port is not known when the certificate is made.
 
-Without a directory everything is plaintext: that is for one machine. A directory
-in which a TLS file is missing is an error, never a silent fall back to plaintext.
+Without a directory everything is plaintext: that is for one machine. There a file with the join token alone keeps other
+users of the machine out. A directory in which a TLS file is missing is an error, never a silent fall back to plaintext.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class Credentials:
         token = _optional_text(directory / "join-token", "")
         name = _optional_text(directory / "server-name", SERVER_NAME)
         return cls(certificate, key, authority, token, name, directory)
+
+    @classmethod
+    def from_token_file(cls, path: str | os.PathLike[str]) -> Credentials:
+        """Plaintext with the join token in a file. Raises ``CredentialsError``."""
+        return cls(token=_text(Path(path)))
 
     @property
     def secure(self) -> bool:
@@ -175,8 +180,10 @@ class Credentials:
 
 
 def _optional_text(path: Path, absent: str) -> str:
-    if not path.exists():
-        return absent
+    return _text(path) if path.exists() else absent
+
+
+def _text(path: Path) -> str:
     try:
         text = read_secret(path).decode("ascii").strip()
     except UnicodeDecodeError as error:

@@ -37,7 +37,8 @@ class CallRefused(Exception):
 
 
 def make_key(path: str | os.PathLike[str]) -> bytes:
-    """Create a control key file (0600, 64 hex digits), or read the one that is there."""
+    """Create the file of a control key or of a machine's join token (0600, 64 hex digits), or read the one that is
+    there."""
     with contextlib.suppress(FileExistsError):  # an earlier run of the same job made it
         create_whole(path, secrets.token_hex(32).encode() + b"\n", mode=0o600)
     return read_key(path)

@@ -1,4 +1,5 @@
-"""What anybody can do to the control port of a syncer, without a key: nothing that costs memory or disk."""
+"""What anybody can do to the ports of a syncer, without a key or a token: nothing that costs memory or disk, and
+nothing at all in its job."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc import aio
+from hostile_client import Learner
 from syncer_client import SyncerProcess, raw_job, send_call
 
-from diloco_protocol.wire import limits, sync_pb2
-from diloco_protocol.wire.control_auth import sign_call
+from diloco_protocol.security.credentials import TOKEN_KEY
+from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.wire.control_auth import make_key, sign_call
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,3 +59,26 @@ async def test_unsigned_calls_of_any_size_cost_little_memory_and_few_lines(synce
         await channel.close()
     async with aio.insecure_channel(syncer.addresses["control"]) as channel:
         assert (await send_call(channel, sign_call(syncer.key, "status", b"{}"))).ok
+
+
+async def test_on_one_machine_only_who_has_the_token_takes_part(tmp_path: Path) -> None:
+    """The ports of 127.0.0.1 are every user's; the file with the token is one user's."""
+    token = make_key(tmp_path / "token").decode()
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job()).start("--join-token-file", str(tmp_path / "token"))
+    try:
+        for shown in ((), ((TOKEN_KEY, ""),), ((TOKEN_KEY, token[:-1]),)):
+            stranger = Learner(syncer, None, "local")
+            stranger.metadata = shown
+            with pytest.raises(aio.AioRpcError) as refused:
+                await stranger.join()
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(bulk.TransferError, match="join token"):
+                await stranger.download(sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB), 1 << 20)
+            await stranger.close()
+        assert syncer.status()["sessions"] == 0 and syncer.status()["tls"]["refused"] == {"wrong-token": 6}
+        owner = Learner(syncer, None, "local")
+        owner.metadata = ((TOKEN_KEY, token),)
+        assert (await owner.take_part()).seat.incarnation
+        await owner.close()
+    finally:
+        syncer.stop()

@@ -20,6 +20,7 @@ from runs import Run, check_ledger
 
 import tape_reader
 from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_syncer.store import records
 from diloco_syncer.store.directory import DirectoryStore
@@ -83,8 +84,9 @@ class Listener:
                 region="local",
                 layout_digest=digest,
             )
+            token = Credentials.from_token_file(self._run.workdir / "join-token")
             with grpc.insecure_channel(address, options=channels.channel_options()) as channel:
-                answers = channel.stream_stream(services.SESSION)(self._say(join))
+                answers = channel.stream_stream(services.SESSION)(self._say(join), metadata=token.metadata())
                 try:
                     for answer in answers:
                         message = sync_pb2.SyncerMessage.FromString(answer)

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from runs import Run, check_ledger
+
+from diloco_protocol.wire import channels, limits, services, sync_pb2
 
 pytestmark = pytest.mark.timeout(300)  # each waits with its own limits, which name what did not come
 
@@ -86,8 +89,25 @@ def names_are_kept(report: dict[str, Any]) -> None:
     assert all(len(row) == 2 for row in report["eval_loss"])
 
 
+def answer_to_a_stranger(run: Run) -> grpc.StatusCode:
+    """Of the syncer, to another user of this machine, who has everything but the run's files."""
+    run.until((run.workdir / "address.json").exists)
+    address = json.loads((run.workdir / "address.json").read_text())["sync"]
+    join = sync_pb2.Join(format=limits.FORMAT, job="tiny", process="ab" * 8, region="local", layout_digest="a" * 64)
+    with grpc.insecure_channel(address, options=channels.channel_options()) as channel:
+        call = channel.stream_stream(services.SESSION)(
+            iter([sync_pb2.LearnerMessage(join=join).SerializeToString()]), timeout=30
+        )
+        try:
+            list(call)
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[attr-defined, no-any-return]
+    return grpc.StatusCode.OK
+
+
 def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start("--report", str(tmp_path / "copy.json"), steps=120)
+    assert answer_to_a_stranger(run) is grpc.StatusCode.UNAUTHENTICATED
     assert run.ends() == 0, run.everything()
     report = run.report()
     assert report == json.loads((tmp_path / "copy.json").read_text())
@@ -109,7 +129,9 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     rows = [json.loads(line) for line in (run.workdir / "metrics.jsonl").read_text().splitlines()]
     assert {"status", "learner-local-0", "learner-local-1"} <= {row["source"] for row in rows}
     assert list((run.workdir / "tensorboard").glob("events*"))
-    assert (run.workdir / "control.key").stat().st_mode & 0o077 == 0
+    assert run.workdir.stat().st_mode & 0o077 == 0
+    for key in ("control.key", "join-token"):
+        assert (run.workdir / key).stat().st_mode & 0o077 == 0
     assert run.status()["report"]["outcome"] == "complete"
 
     out = tmp_path / "model"

@@ -1,8 +1,8 @@
 """Who may call: for each call on the sync port, the peer at its other end.
 
-With credentials the TLS listener knows the certificate of each connection, and every call shows the join token. Without
-credentials (one machine) every call is authorized. What is refused here is counted and logged together with what the
-listener refused.
+With credentials the TLS listener knows the certificate of each connection, and every call shows the join token. In
+plaintext (one machine) a call shows the join token, or where there is none every call is authorized. What is refused
+here is counted and logged together with what the listener refused.
 """
 
 from __future__ import annotations
@@ -18,20 +18,28 @@ from typing import Any
 import grpc
 
 from diloco_protocol.documents import TlsStatus
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_protocol.wire import limits
 from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter
 from diloco_syncer.server.tls.listener import TlsListener
 
 log = logging.getLogger(__name__)
+PLAINTEXT = Credentials()
 
 
 class CallAuthorizer:
     """Authorizes calls on the sync port. Only the syncer's event loop may call the methods."""
 
-    def __init__(self, listener: TlsListener | None = None, regions: Mapping[str, int] | None = None) -> None:
-        """``listener`` None: plaintext. ``regions``: learners and spares of each."""
+    def __init__(
+        self,
+        listener: TlsListener | None = None,
+        regions: Mapping[str, int] | None = None,
+        plaintext: Credentials = PLAINTEXT,
+    ) -> None:
+        """``listener`` None: plaintext, with the token of ``plaintext``. ``regions``: learners and spares of each."""
         self.listener = listener
+        self._accepts_token = plaintext.admits if listener is None else listener.reloader.accepts_token
         self.limits = ConnectionLimits(regions or {})
         self.secure = listener is not None  # plaintext has no certificate that limits could hang on
         self._refusals = RefusalCounter()
@@ -42,13 +50,11 @@ class CallAuthorizer:
         ``requests``: what the caller streams. Its first message is awaited before the call is aborted:
         a client whose first write meets a call that has ended already sees INTERNAL and not the reason.
         """
-        if self.listener is None:
-            return Peer()
-        peer = self.listener.find_peer(context.peer())
+        peer = Peer() if self.listener is None else self.listener.find_peer(context.peer())
         if peer is None:  # its connection ended while the call was on its way
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection has ended")
         assert peer is not None
-        if not self.listener.reloader.accepts_token(context.invocation_metadata()):
+        if not self._accepts_token(context.invocation_metadata()):
             code, message = grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong"
             await self.refuse(context, peer, ConnectionRefusal.WRONG_TOKEN, code, message, requests)
         return peer
