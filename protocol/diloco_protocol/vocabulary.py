@@ -213,6 +213,7 @@ class ConnectionRefusal(StrEnum):
     REPLAYED = "replayed"
     TOO_MANY_SESSIONS = "too-many-sessions"
     TOO_MANY_JOINS = "too-many-joins"
+    TOO_MANY_CALLS = "too-many-calls"
     TOO_MANY_CONNECTIONS = "too-many-connections"
     NOT_TLS = "not-tls"
     OTHER_TLS = "other-tls"

@@ -36,7 +36,7 @@ from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import NOBODY, Traffic
 from diloco_syncer.server.pages.links import LinkMeasures
 from diloco_syncer.server.tls.access import CallAuthorizer
-from diloco_syncer.server.tls.connection_limits import Peer
+from diloco_syncer.server.tls.connection_limits import MessagePace, Peer, TooManyCalls
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Connection:
         self.welcomed = False  # Welcome comes first, and contains what was announced before it
         self.leases_wanted = 0  # requested by the learner, and not by the core's event yet
         self.link = LinkMeasures()
+        self.messages, self.uploads = MessagePace(), MessagePace()
         self.closing = False  # end the stream when the queue is sent
         self.overflowed = False
 
@@ -147,6 +148,11 @@ class Sessions:
         self.authorizer.record_refusal(peer, ConnectionRefusal.WRONG_PROCESS, message)
         return ConnectionRefusal.WRONG_PROCESS, message
 
+    async def pace_upload(self, process: str) -> None:
+        """Wait until an upload of a process may begin."""
+        if (connection := self.find_process(process)) is not None:
+            await asyncio.sleep(connection.uploads.count_message(time.monotonic()))
+
     # ------------------------------------------------------------- the service
 
     async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
@@ -156,7 +162,11 @@ class Sessions:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
         connection = Connection(next(self._numbers), peer)
         try:
-            join, attempt = await self._read_join(stream, connection)
+            with self.authorizer.limits.silent_call(peer):
+                join, attempt = await self._read_join(stream, connection)
+        except TooManyCalls as error:
+            over, code = ConnectionRefusal.TOO_MANY_CALLS, grpc.StatusCode.RESOURCE_EXHAUSTED
+            await self.authorizer.refuse(context, peer, over, code, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {limits.JOIN_SECONDS:.0f} s")
         except WireError as error:
@@ -264,6 +274,7 @@ class Sessions:
                 if connection.closing:
                     return
                 self._handle_message(connection, convert.parse(sync_pb2.LearnerMessage, raw))
+                await asyncio.sleep(connection.messages.count_message(time.monotonic()))
         except WireError as error:
             log.warning("session %d: %s", connection.number, error)
             connection.refuse(JoinRefusal.BAD_MESSAGE, str(error), False)

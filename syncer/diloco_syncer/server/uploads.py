@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.common.meter import Meter
-from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
+from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
@@ -26,6 +26,7 @@ from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooMa
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.server.tls.connection_limits import TooManyCalls
 from diloco_syncer.store.records import Array
 
 log = logging.getLogger(__name__)
@@ -52,17 +53,22 @@ class Uploads:
         """One part of a payload; the reply is ``partial``, or the verdict."""
         peer = await self.authorizer.authorize(context, stream)
         try:
-            async with asyncio.timeout(limits.STALL_SECONDS):
-                raw = await anext(stream, b"")
+            with self.authorizer.limits.silent_call(peer):
+                async with asyncio.timeout(limits.STALL_SECONDS):
+                    raw = await anext(stream, b"")
             header = convert.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(header.format)
             if objection := self.sessions.check_process(header.process, peer, context):
                 raise UploadRefused(*objection)
+            await self.sessions.pace_upload(header.process)
             reply = await self._route(header, stream)
             return upload_reply(True, TransferRefusal.PARTIAL) if reply is None else reply
         except UploadRefused as error:
             self.refused[error.reason] += 1
             return upload_reply(False, error.reason, str(error))
+        except TooManyCalls as error:
+            self.authorizer.record_refusal(peer, ConnectionRefusal.TOO_MANY_CALLS, str(error))
+            return upload_reply(False, TransferRefusal.BUSY, str(error))
         except TooManyUploads:
             return upload_reply(False, TransferRefusal.BUSY, "too many uploads at once: try again after a pause")
         except TimeoutError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from grpc import aio
 from hostile_client import Learner, Learners
 from syncer_client import SyncerProcess, raw_job, until
 
-from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_syncer.server.tls import connection_limits
 from parties import Parties
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
@@ -190,6 +193,44 @@ async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
     assert (header.found, header.reason) == (False, "unknown-transfer")
     header, data = await bulk.download(newcomer.channel, asking(newcomer), metadata=newcomer.metadata)
     assert header.found and bytes(data) == state
+
+
+async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    names = Credentials.from_directory(folders["us"]).names()
+    most = connection_limits.allowance_of({"us-2": 1}, names).silent
+    silent = learners(folders["us"], "us-2")
+    calls: list[Any] = [silent.channel.stream_stream(services.UPLOAD)(metadata=silent.metadata) for _ in range(most)]
+    calls += [silent.channel.stream_stream(services.SESSION)(metadata=silent.metadata) for _ in range(20)]
+    await until(lambda: sum(call.done() for call in calls) >= 20 or refusals(syncer, "too-many-calls") >= 20)
+    other = learners(folders["eu"])
+    await other.take_part()
+    await other.train(1)
+    assert (await other.send(other.push(0, 0))).accepted
+    for call in calls:
+        call.cancel()
+    again = learners(folders["us"], "us-2")
+    await until(lambda: syncer.status()["sessions"] == 1)
+    await again.take_part()
+
+
+def refusals(syncer: SyncerProcess, reason: str) -> int:
+    return int(syncer.status()["tls"]["refused"].get(reason, 0))
+
+
+async def test_messages_of_one_session_are_taken_at_a_pace(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    """What comes faster waits in the connection: a lower bound of a time, which a slow machine only lengthens."""
+    flooding = learners(folders["eu"])
+    await flooding.take_part()
+    beyond = 200
+    begun = time.monotonic()
+    for number in range(1, connection_limits.MESSAGES_AT_ONCE + beyond + 1):
+        await flooding.say(report=sync_pb2.Report(echo=number))
+    await until(lambda: any(m.number == number for m in flooding.of_kind("echo")))
+    assert time.monotonic() - begun >= 0.9 * beyond / connection_limits.MESSAGES_PER_SECOND
 
 
 # ------------------------------------------------------------------ impossible numbers

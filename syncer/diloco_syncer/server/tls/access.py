@@ -21,7 +21,7 @@ from diloco_protocol.documents import TlsStatus
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_protocol.wire import limits
-from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter
+from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter, TooManyCalls
 from diloco_syncer.server.tls.listener import TlsListener
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class CallAuthorizer:
         """Record a refusal and abort the call, after its first message (``authorize``); always raises."""
         self.record_refusal(peer, reason, message)
         if requests is not None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, TooManyCalls), self.limits.silent_call(peer):
                 async with asyncio.timeout(limits.JOIN_SECONDS):
                     await anext(requests, None)
         await context.abort(code, message)

@@ -8,7 +8,9 @@ that it names, and every limit is a multiple of that number:
   to be dead;
 - joins: a token bucket that is refilled with two joins a second and learner, and holds half a minute of that. A
   learner in trouble tries about once a second;
-- connections: a learner has one control and four bulk connections, and as many old ones may not have been noticed dead.
+- connections: a learner has one control and four bulk connections, and as many old ones may not have been noticed dead;
+- silent calls: streams whose first message (a Join, an upload's header) has not come. It comes with the call itself, or
+  on a slow link behind the chunks of others.
 
 Example: a certificate for a region of 10 learners may have 38 sessions (the evaluator counts as one more learner).
 Plaintext connections and certificates that name no party count as one certificate for the whole job.
@@ -17,15 +19,19 @@ A Join carries ``attempt``, which rises with each Join of a process. A Join whos
 heard is a replay (the same bytes on another connection), and is refused before it can affect the process that sent the
 original. The highest attempts of the ``MAX_PROCESSES`` processes heard of last are remembered.
 
+What a session says, and what its process uploads, is taken at ``MESSAGES_PER_SECOND`` each; what comes faster waits in
+the connection (``MessagePace``). A learner reports at most 50 times a second.
+
 Refusals are counted by reason, and at most one per reason and ``LOG_SECONDS`` is logged, so that a flood fills no disk.
 No I/O; the time is an argument.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from diloco_protocol.security.identity import NO_NAMES, Names
@@ -34,8 +40,14 @@ from diloco_protocol.vocabulary import ConnectionRefusal
 MAX_CERTIFICATES = 4096
 MAX_PROCESSES = 65_536
 LOG_SECONDS = 10.0
-SPARE_SESSIONS, SPARE_JOINS, SPARE_CONNECTIONS = 16, 60, 64
+SPARE_SESSIONS, SPARE_JOINS, SPARE_CONNECTIONS, SPARE_SILENT = 16, 60, 64, 64
 JOINS_PER_SECOND = 2.0  # and learner
+MESSAGES_PER_SECOND = 200.0
+MESSAGES_AT_ONCE = 512  # a learner that leaves offers all of its fragments
+
+
+class TooManyCalls(Exception):
+    """So many calls of one certificate have said nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +66,14 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The limits of one certificate. ``joins``: size of the token bucket; ``per_second``: its refill rate."""
+    """The limits of one certificate. ``joins``: size of the token bucket; ``per_second``: its refill rate; ``silent``:
+    calls that have said nothing yet."""
 
     sessions: int
     joins: float
     per_second: float
     connections: int
+    silent: int
 
 
 def allowance_of(regions: Mapping[str, int], names: Names) -> Allowance:
@@ -69,7 +83,26 @@ def allowance_of(regions: Mapping[str, int], names: Names) -> Allowance:
     # The evaluator comes with a learner's certificate.
     count = 1 + sum(learners for region, learners in regions.items() if every or region in named)
     rate = JOINS_PER_SECOND * count
-    return Allowance(2 * count + SPARE_SESSIONS, 30 * rate + SPARE_JOINS, rate, 10 * count + SPARE_CONNECTIONS)
+    return Allowance(
+        sessions=2 * count + SPARE_SESSIONS,
+        joins=30 * rate + SPARE_JOINS,
+        per_second=rate,
+        connections=10 * count + SPARE_CONNECTIONS,
+        silent=16 * count + SPARE_SILENT,
+    )
+
+
+@dataclass(slots=True)
+class MessagePace:
+    """How fast one session's messages, or its process's uploads, are taken."""
+
+    _due: float = 0.0  # when the newest was, at the even pace
+
+    def count_message(self, now: float) -> float:
+        """Count a message; returns for how many seconds the next one shall wait. ``now``: monotonic seconds."""
+        earliest = now - MESSAGES_AT_ONCE / MESSAGES_PER_SECOND
+        self._due = max(self._due, earliest) + 1 / MESSAGES_PER_SECOND
+        return max(0.0, self._due - now)
 
 
 class ConnectionLimits:
@@ -78,6 +111,7 @@ class ConnectionLimits:
     def __init__(self, regions: Mapping[str, int]) -> None:
         self._regions = dict(regions)
         self._sessions: Counter[str] = Counter()
+        self._silent: Counter[str] = Counter()
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # joins left, as of when
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
@@ -94,6 +128,20 @@ class ConnectionLimits:
         if refused:
             return ConnectionRefusal.TOO_MANY_JOINS
         return ConnectionRefusal.TOO_MANY_SESSIONS if self._sessions[key] >= allowed.sessions else None
+
+    @contextlib.contextmanager
+    def silent_call(self, peer: Peer) -> Iterator[None]:
+        """Count a call while its first message is awaited. Raises TooManyCalls."""
+        key = peer.fingerprint
+        if self._silent[key] >= allowance_of(self._regions, peer.names).silent:
+            raise TooManyCalls("too many calls that say nothing: try again later")
+        self._silent[key] += 1
+        try:
+            yield
+        finally:
+            self._silent[key] -= 1
+            if not self._silent[key]:
+                del self._silent[key]
 
     def session_opened(self, peer: Peer) -> None:
         """Count a session of this peer; ``session_closed`` must follow."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_protocol.security.identity import name
 from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_syncer.server.tls import connection_limits
-from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter, allowance_of
+from diloco_syncer.server.tls.connection_limits import (
+    ConnectionLimits,
+    MessagePace,
+    Peer,
+    RefusalCounter,
+    TooManyCalls,
+    allowance_of,
+)
 
 REGIONS = {"eu-1": 10, "us-2": 2}
 EU = Peer("e" * 64, frozenset({name("ns", "tiny", "learner", "eu-1")}))
@@ -60,6 +69,38 @@ def test_sessions_are_counted_by_certificate_and_given_back() -> None:
     assert held.admit_join(US, 0.0) == ConnectionRefusal.TOO_MANY_SESSIONS and held.admit_join(EU, 0.0) is None
     held.session_closed(US)
     assert held.admit_join(US, 0.0) is None
+
+
+def test_calls_that_say_nothing_are_counted_by_certificate_and_given_back() -> None:
+    held, most = ConnectionLimits(REGIONS), allowance_of(REGIONS, US.names).silent
+    with contextlib.ExitStack() as open_calls:
+        for _ in range(most):
+            open_calls.enter_context(held.silent_call(US))
+        with pytest.raises(TooManyCalls), held.silent_call(US):
+            pass
+        with held.silent_call(EU):
+            pass
+    with held.silent_call(US):
+        pass
+
+
+def test_messages_are_taken_at_a_pace_and_some_at_once() -> None:
+    pace, rate = MessagePace(), connection_limits.MESSAGES_PER_SECOND
+    waits = [pace.count_message(100.0) for _ in range(connection_limits.MESSAGES_AT_ONCE + 100)]
+    assert not any(waits[: connection_limits.MESSAGES_AT_ONCE]) and waits[-1] == pytest.approx(100 / rate)
+    assert not pace.count_message(100.0 + 101.5 / rate)
+    assert pace.count_message(100.0 + 101.5 / rate) > 0
+    # What was not used is saved up to the same number, and no further.
+    waits = [pace.count_message(1e6) for _ in range(connection_limits.MESSAGES_AT_ONCE + 1)]
+    assert not any(waits[:-1]) and waits[-1] > 0
+
+
+@given(st.lists(st.floats(0, 5), max_size=300))
+def test_a_learner_that_reports_fifty_times_a_second_never_waits(pauses: list[float]) -> None:
+    pace, now = MessagePace(), 1.0
+    for pause in pauses:
+        now += max(pause, 0.02)
+        assert not pace.count_message(now)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5)), max_size=40))
