@@ -63,7 +63,10 @@ def run(options: RunOptions) -> int:
             earlier = earlier.model_copy(update={"output": result.status.output})
         report = earlier or complete_report(result, job)
         data = report.model_dump_json(indent=1).encode() + b"\n"
-        for path, mode in [(workdir.report, None), *([(options.report, PUBLIC)] if options.report else [])]:
+        wanted: list[tuple[Path, int | None]] = [(workdir.report, None)]
+        if options.report is not None:
+            wanted.append((options.report, PUBLIC))
+        for path, mode in wanted:
             try:
                 path.absolute().parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, data, mode=mode)

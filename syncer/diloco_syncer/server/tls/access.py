@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -39,7 +39,9 @@ class CallAuthorizer:
     ) -> None:
         """``listener`` None: plaintext, with the token of ``plaintext``. ``regions``: learners and spares of each."""
         self.listener = listener
-        self._accepts_token = plaintext.admits if listener is None else listener.reloader.accepts_token
+        self._accepts_token: Callable[[Any], bool] = (
+            plaintext.admits if listener is None else listener.reloader.accepts_token
+        )
         self.limits = ConnectionLimits(regions or {})
         self.secure = listener is not None  # plaintext has no certificate that limits could hang on
         self._refusals = RefusalCounter()
