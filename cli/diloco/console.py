@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
     return wrapped
 
 
-def print_text(text: str, file: TextIO | None = None, flush: bool = False) -> None:
+def print_text(text: str, file: IO[str] | None = None, flush: bool = False) -> None:
     """Print a text that may be others' in part, without what a terminal would obey."""
     print(printable(text), file=file, flush=flush)
 

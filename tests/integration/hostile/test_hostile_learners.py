@@ -178,6 +178,8 @@ async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
     for each in (donor, newcomer, thief):
         await each.take_part()
     await donor.train(1)
+    step = donor.welcome.seat.slot_step + donor.steps
+    await until(lambda: any(slot["region"] == "eu-1" and slot["step"] >= step for slot in syncer.status()["slots"]))
     await newcomer.say(peer_state_wanted=sync_pb2.PeerStateWanted())
     await until(lambda: donor.of_kind("peer_state_request"))
     transfer, state = donor.of_kind("peer_state_request")[0].transfer, random.Random(3).randbytes(1000)
