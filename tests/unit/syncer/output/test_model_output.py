@@ -143,7 +143,7 @@ class Failing(DirectoryStore):
 
 
 def through(monkeypatch: pytest.MonkeyPatch, place: Failing) -> None:
-    monkeypatch.setattr(model_output, "open_store", lambda where: place)
+    monkeypatch.setattr(model_output, "open_store", lambda where, public: place)
     monkeypatch.setattr(model_output, "FIRST_PAUSE", 0.01)
 
 
