@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,20 +218,6 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
 
 def refusals(syncer: SyncerProcess, reason: str) -> int:
     return int(syncer.status()["tls"]["refused"].get(reason, 0))
-
-
-async def test_messages_of_one_session_are_taken_at_a_pace(
-    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
-) -> None:
-    """What comes faster waits in the connection: a lower bound of a time, which a slow machine only lengthens."""
-    flooding = learners(folders["eu"])
-    await flooding.take_part()
-    beyond = 200
-    begun = time.monotonic()
-    for number in range(1, connection_limits.MESSAGES_AT_ONCE + beyond + 1):
-        await flooding.say(report=sync_pb2.Report(echo=number))
-    await until(lambda: any(m.number == number for m in flooding.of_kind("echo")))
-    assert time.monotonic() - begun >= 0.9 * beyond / connection_limits.MESSAGES_PER_SECOND
 
 
 # ------------------------------------------------------------------ impossible numbers

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
+from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.store import records
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
@@ -652,6 +654,36 @@ async def test_a_fault_in_answering_one_caller_ends_that_callers_session(tmp_pat
         syncer.driver.on(ev.RecordEvent, refuse)
         syncer.driver.handle(ev.ConnectionLost(1))
         await until(syncer.driver.outcome.done)
+
+
+async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five at once, and then one in a thousand seconds: the rest waits in the connection, and nobody else does."""
+    monkeypatch.setattr(connection_limits, "MESSAGES_AT_ONCE", 5)
+    monkeypatch.setattr(connection_limits, "MESSAGES_PER_SECOND", 0.001)
+    read: Counter[str] = Counter()
+
+    async def reports(process: str, count: int) -> AsyncIterator[bytes]:
+        for number in range(1, count + 1):
+            read[process] += 1
+            yield sync_pb2.LearnerMessage(report=sync_pb2.Report(echo=number)).SerializeToString()
+
+    async with Bench(tmp_path) as bench:
+        sessions, flooding, other = bench.syncer.sessions, bench.connect(1, 0, "a"), bench.connect(2, 1, "b")
+        reading = asyncio.create_task(sessions._read(reports("a", 20), flooding))
+        for _ in range(5):
+            await sessions.pace_upload("a")
+        sixth = asyncio.create_task(sessions.pace_upload("a"))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert read["a"] == 6 and not reading.done() and not sixth.done()
+        await sessions._read(reports("b", 5), other)
+        await sessions.pace_upload("b")
+        assert read["b"] == 5 and not other.closing
+        for task in (reading, sixth):
+            task.cancel()
+        await asyncio.gather(reading, sixth, return_exceptions=True)
 
 
 async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(tmp_path: Path) -> None:
