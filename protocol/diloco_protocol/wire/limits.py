@@ -35,6 +35,7 @@ KEEPALIVE_ANSWER_SECONDS = 20
 CONNECT_SECONDS = 2  # one try to connect, TCP and TLS; after it the name is resolved anew
 JOIN_SECONDS = 10.0  # a session's first message, both ways
 STALL_SECONDS = 30.0  # without a chunk in or out, a transfer is given up
+REJOIN_SECONDS = 90.0  # whose process ended is waited for so long, where only it may have an optimizer's state
 SLOWEST_BYTES_PER_SECOND = 256 << 10  # a transfer slower than this is given up
 
 MAX_SEQUENCES = 1 << 40  # of a data set

@@ -70,7 +70,8 @@ class StepReport:
     ``slot_step``: of the slot, over all processes; ``trained_*``: of the tenure. ``step_seconds``: moving
     median. ``paused``: alone beyond staleness.maxSteps. ``link`` and ``echo`` are of a session's reports only;
     an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite. ``tenure``: the
-    seat's, in which all this was counted; 0: not said, and taken for the open one.
+    seat's, in which all this was counted; 0: not said, and taken for the open one. ``young_optimizer``: the inner
+    optimizer began fresh within the job, and is not beyond its warm-up.
     """
 
     slot_step: Count = 0
@@ -87,6 +88,7 @@ class StepReport:
     echo: int = 0
     diverged: bool = False
     tenure: Count = 0
+    young_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class CoreConfig:
     evaluator_seconds: float = 20.0  # the wait for an evaluator that never scored and is not connected
     peer_seconds: float = 30.0  # the longest wait for another byte of a peer's optimizer state
     checkpoint_seconds: float = 20.0  # and of the one that goes into the checkpoint
+    rejoin_seconds: float = limits.REJOIN_SECONDS  # the longest wait for a learner that may bring such a state
     rebuild_seconds: float = 30.0  # an empty store's wait for learners beyond the quorum
 
     @classmethod

@@ -182,7 +182,7 @@ def test_a_donor_without_memory_declines_and_trains_on(gpu: torch.device, caplog
     checkpoint = SlotCheckpoint(None, "a", "d", 60.0, 1 << 30)
     adoption = Adoption(AdoptionConfig(0, 4, 1))
     adoption.on_step(1, 0.1)
-    handover = OptimizerHandover(inner, adoption, client, checkpoint, lambda step: None)
+    handover = OptimizerHandover(inner, adoption, client, checkpoint, 10, lambda step: None)
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(gpu)
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(gpu) + (16 << 20)) / total, gpu)

@@ -3,14 +3,17 @@
 Theory of operation
 -------------------
 A newcomer tries the sources in this order (algorithm.md section 8). First a healthy peer's state, used as soon
-as this learner's versions are at least the peer's. If no peer has one: the newer of two on disks, the job
+as this learner's versions are at least the peer's. If no peer has one: the better of two on disks, the job
 checkpoint's and the slot's own (``slot_checkpoint``), and if that one does not fit, the other. If there is none, peers
-once more, for where all learners were lost at once another one may have found its own. If none is to be had the
-optimizer starts fresh, with learning-rate warm-up.
+once more, *patiently*, for where all learners were lost at once another one may come back and find its own. If none is
+to be had the optimizer starts fresh, with learning-rate warm-up.
 
-*Newer* is by the versions on which a state was made (``optimizer_state.Origin``). The job checkpoint's was made
-when all learners left together. So right after a suspension it is the newer one, and after a later crash the
-slot's own is. A process that lost a slot and got another keeps the state in its memory rather than one of a disk.
+A state is *young* if it began fresh within the job and is not beyond the warm-up: it holds fewer steps than that, and
+fewer than half of its slot's. Whatever its source, a state with less of the warm-up goes behind one with more. Of those
+that are beyond it the better is the newer, by the versions on which it was made (``optimizer_state.Origin``). The job
+checkpoint's was made when all learners left together. So right after a suspension it is the newer one, and after a
+later crash the slot's own is. A process that lost a slot and got another keeps the state in its memory rather than
+one of a disk.
 
 Waiting is bounded, and until it is over no step is made. A session that breaks takes request and answer with
 it; they are asked for again in the next (``repeat_request``).
@@ -29,7 +32,7 @@ from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import StateDownloaded
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
-from diloco_worker.sync.optimizer_state import ReceivedState, StateRefused
+from diloco_worker.sync.optimizer_state import Origin, ReceivedState, StateRefused
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ Held = Sequence[tuple[int, int]]  # (epoch, version) per fragment
 class OptimizerHandover:
     """The handover of one learner; only the training thread calls it.
 
-    ``on_fresh(step)`` is called when the optimizer starts fresh: the learning rate is warmed up from that slot step.
+    ``warm_up``: steps after which a state that began fresh is as good as any. ``on_fresh(step)`` is called when the
+    optimizer starts fresh: the learning rate is warmed up from that slot step.
     """
 
     def __init__(
@@ -51,14 +55,17 @@ class OptimizerHandover:
         adoption: Adoption,
         client: SyncerClient,
         checkpoint: SlotCheckpoint,
+        warm_up: int,
         on_fresh: Callable[[int], None],
     ) -> None:
         self._inner = inner
         self._adoption = adoption
         self._client = client
         self._checkpoint = checkpoint
+        self._warm_up = warm_up
         self._on_fresh = on_fresh
         self._limit = optimizer_state.max_state_bytes(inner.model)
+        self._trained = 0  # inner steps since the state began fresh, whoever made them
         self._job_has_one = False
         self._source = ""  # what is waited for: PEER, JOB, OWN, or nothing
         self._candidates: list[tuple[str, ReceivedState]] = []  # states that came, best first
@@ -66,6 +73,36 @@ class OptimizerHandover:
         self._ask_again = False  # no peer had one
         self._patient = False  # peers are asked for the second time
         self._deadline = 0.0
+
+    # ------------------------------------------------------------------ what the state holds
+
+    @property
+    def is_young(self) -> bool:
+        """Whether this learner trains, with a state that began fresh within the job and is not beyond the warm-up."""
+        few = min(self._warm_up, self._adoption.now.step / 2)
+        return self._adoption.trained_steps > 0 and self._trained < few
+
+    def count_step(self) -> None:
+        """An inner step was made."""
+        self._trained += 1
+
+    def clear_state(self) -> None:
+        """Forget the state: the optimizer starts fresh."""
+        self._inner.clear_state()
+        self._trained = 0
+        self._on_fresh(self._adoption.now.step)
+
+    def _warmed_up(self, trained: int) -> int:
+        """How many steps of the warm-up a state holds that was trained for so many."""
+        return min(trained, self._warm_up)
+
+    def _trained_of(self, data: Bytes) -> int:
+        """The steps since a state began fresh; of one that does not say, the warm-up's."""
+        try:
+            origin = optimizer_state.origin_of(data)
+        except StateRefused:
+            origin = None  # ``restore`` will say it
+        return self._warm_up if origin is None else origin.trained
 
     # ------------------------------------------------------------------ taking over
 
@@ -86,7 +123,8 @@ class OptimizerHandover:
         """Ask for the state that is waited for, in the present session."""
         if not self._source or self._candidates:
             return
-        self._deadline = time.monotonic() + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
+        patience = limits.REJOIN_SECONDS if self._patient else 0.0
+        self._deadline = time.monotonic() + patience + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
         if self._source == PEER:
             self._client.request_peer_state(self._limit, self._patient)
         elif self._source == JOB:
@@ -99,7 +137,7 @@ class OptimizerHandover:
         if not item.peer:
             self._rank_stored(item.data, "the job's checkpoint has none to be had")
         elif item.data is not None:
-            self._candidates = [(PEER, ReceivedState(item.data, item.versions))]
+            self._rank_peers(ReceivedState(item.data, item.versions))
         else:
             self._ask_again = not self._patient
             self._try_next("no peer has one")
@@ -119,6 +157,7 @@ class OptimizerHandover:
         if state.usable(held):
             try:
                 optimizer_state.restore(state.data, self._inner)
+                self._trained = self._trained_of(state.data)
                 log.info("the inner optimizer goes on from the state of the %s", name)
                 self._candidates = []
                 self._source = ""
@@ -127,6 +166,7 @@ class OptimizerHandover:
                 why = str(error)
             except Exception as error:  # of whatever kind: somebody else made these bytes
                 self._inner.clear_state()  # it may lie there in part
+                self._trained = 0
                 why = repr(error)
         elif name == PEER and not late:
             return  # its versions will come
@@ -151,23 +191,39 @@ class OptimizerHandover:
         else:
             self._rank_stored(None, why)
 
+    def _rank_peers(self, state: ReceivedState) -> None:
+        """Rank a peer's state before this learner's own, in memory or on disk, unless it holds less of the warm-up."""
+        self._candidates = [(PEER, state)]
+        warmed_up = self._warmed_up(self._trained_of(state.data))
+        if self._inner.has_state:
+            if self._warmed_up(self._trained) > warmed_up:
+                self._begin_fresh("the peer's is younger")
+            return
+        own = self._checkpoint.load() if warmed_up < self._warm_up else None
+        if own is not None and self._warmed_up(own[1].trained) > warmed_up:
+            self._candidates.insert(0, (OWN, ReceivedState(own[0], own[1].versions)))
+
     def _rank_stored(self, job: Bytes | None, why: str) -> None:
-        """Rank the job checkpoint's state (``job``, None: there is none) and the slot's own, the newer first. One that
-        does not say on which versions it was made counts as the older."""
-        found: list[tuple[tuple[int, int, int], str, ReceivedState]] = []
+        """Rank the job checkpoint's state (``job``, None: there is none) and the slot's own, the better first. One that
+        does not say where it was made counts as the worse."""
+        found: list[tuple[tuple[int, ...], str, ReceivedState]] = []
         if job is not None:
             try:
                 origin = optimizer_state.origin_of(job)
-                found.append((origin.age if origin else (0, 0, 0), JOB, ReceivedState(job, ())))
+                found.append((self._rank(origin), JOB, ReceivedState(job, ())))
             except StateRefused as error:
                 why = f"the state of the {JOB} is not used: {error}"
         own = self._checkpoint.load()
         if own is not None:
-            found.append((own[1].age, OWN, ReceivedState(own[0], own[1].versions)))
+            found.append((self._rank(own[1]), OWN, ReceivedState(own[0], own[1].versions)))
         found.sort(key=lambda one: one[0], reverse=True)
         self._candidates = [(name, state) for _, name, state in found]
         self._ranked = True
         self._try_next(why)
+
+    def _rank(self, origin: Origin | None) -> tuple[int, ...]:
+        """A key by which stored states are ordered, the best greatest."""
+        return (-1,) if origin is None else (self._warmed_up(origin.trained), *origin.age)
 
     def _begin_fresh(self, why: str) -> None:
         self._candidates = []
@@ -176,7 +232,7 @@ class OptimizerHandover:
             log.info("the inner optimizer goes on with this process's own state: %s", why)
             return
         log.info("the inner optimizer begins fresh, with warm-up: %s", why)
-        self._on_fresh(self._adoption.now.step)
+        self.clear_state()
 
     # ------------------------------------------------------------------ giving
 
@@ -185,7 +241,7 @@ class OptimizerHandover:
         (as no memory for the copy) costs the newcomer this state, and this learner nothing."""
         encode = None
         if self._adoption.trained_steps and self._adoption.complete:
-            origin = self._checkpoint.origin(self._adoption.now.step, held)
+            origin = self._checkpoint.origin(self._adoption.now.step, held, self._trained)
             try:
                 encode = optimizer_state.snapshot(self._inner, origin, self._checkpoint.folder)
             except Exception as error:
@@ -200,7 +256,7 @@ class OptimizerHandover:
         if not self._checkpoint.due or not self._adoption.complete:
             return
         started = time.monotonic()
-        origin = self._checkpoint.origin(self._adoption.now.step, held())
+        origin = self._checkpoint.origin(self._adoption.now.step, held(), self._trained)
         try:
             encode = optimizer_state.snapshot(self._inner, origin, self._checkpoint.folder)
         except Exception as error:  # of whatever kind, as no memory for the copy: training is worth more

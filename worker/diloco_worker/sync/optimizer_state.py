@@ -63,13 +63,14 @@ def max_state_bytes(model: torch.nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and when a state was made: the job and its layout's digest, the slot's step, and
-    (epoch, version) per fragment. It travels in the state's metadata."""
+    """Where and when a state was made: the job and its layout's digest, the slot's step,
+    (epoch, version) per fragment, and the inner steps since it began fresh. It travels in the state's metadata."""
 
     job: str
     layout: str
     step: int
     versions: tuple[tuple[int, int], ...]
+    trained: int = 0
 
     @property
     def age(self) -> tuple[int, int, int]:
@@ -103,7 +104,7 @@ def snapshot(
         return None
     metadata = {"format": _FORMAT, "optimizer": inner.name, "numbers": json.dumps(numbers)}
     if origin is not None:
-        metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions])
+        metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions, origin.trained])
     gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if gpu is None:
         made = write_tensors(tensors, metadata, folder)
@@ -243,9 +244,9 @@ def origin_of(data: Any) -> Origin | None:
         return None
     try:
         match json.loads(text):
-            case [str(job), str(layout), int(step), list(rows)] if len(rows) <= limits.MAX_FRAGMENTS:
+            case [str(job), str(layout), int(step), list(rows), int(trained)] if len(rows) <= limits.MAX_FRAGMENTS:
                 versions = tuple((int(epoch), int(version)) for epoch, version in rows)
-                return Origin(job, layout, step, versions)
+                return Origin(job, layout, step, versions, trained)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StateRefused("its origin cannot be read") from error
     raise StateRefused("its origin cannot be read")

@@ -54,9 +54,10 @@ class SlotCheckpoint:
         self._writer: threading.Thread | None = None
         self._logged = -LOG_AGAIN_SECONDS
 
-    def origin(self, step: int, versions: Sequence[tuple[int, int]]) -> Origin:
-        """The origin of a state made at this slot step, on these (epoch, version) per fragment."""
-        return Origin(self._job, self._layout, step, tuple(versions))
+    def origin(self, step: int, versions: Sequence[tuple[int, int]], trained: int) -> Origin:
+        """The origin of a state made at this slot step, on these (epoch, version) per fragment, ``trained`` steps after
+        it began fresh."""
+        return Origin(self._job, self._layout, step, tuple(versions), trained)
 
     @property
     def due(self) -> bool:

@@ -87,7 +87,8 @@ class Synchronizer:
         """``stopping()``: whether the process was told to end."""
         self.spec = spec  # with the syncer's settings, once they are known
         self.adoption = Adoption(AdoptionConfig.of(spec, len(layout)))
-        self.rewarm = Rewarm(spec.training.optimizer.warmup_steps or spec.sync.every)
+        warm_up = spec.training.optimizer.warmup_steps or spec.sync.every
+        self.rewarm = Rewarm(warm_up)
         self.slot = -1
         self.slot_tokens = 0  # of the slot, when the tenure began
         self.phase: str = JobPhase.WAITING
@@ -105,7 +106,7 @@ class Synchronizer:
         self._stopping = stopping
         self._deterministic = DeterministicMode(self.adoption) if spec.sync.deterministic else None
         self._frozen = FrozenParameters(model, client)
-        self._handover = OptimizerHandover(inner, self.adoption, client, checkpoint, self.rewarm.begin)
+        self._handover = OptimizerHandover(inner, self.adoption, client, checkpoint, warm_up, self.rewarm.begin)
         self._draining = False
         self._offered: dict[int, Push] = {}  # per fragment, the offer that was sent and not refused
         self._bases: list[Vector | None] = [None] * len(layout)
@@ -186,6 +187,7 @@ class Synchronizer:
     def complete_step(self, tokens: int, compute_seconds: float) -> None:
         """Count one inner step, and run the boundary after it."""
         self.adoption.on_step(tokens, compute_seconds)
+        self._handover.count_step()
         self.run_boundary()
         if self.seated:
             self._handover.write_checkpoint(self.base_versions)
@@ -228,6 +230,7 @@ class Synchronizer:
             stalled_seconds=self._metrics.stalled_seconds,
             loss=self._metrics.read_loss(),
             diverged=self._metrics.diverged,
+            young_optimizer=self._handover.is_young,
             step_seconds=self._metrics.step_seconds,
             cursors=self._prefetcher.cursors() if self._prefetcher is not None else (),
         )
@@ -396,8 +399,7 @@ class Synchronizer:
         if self._deterministic is not None:
             self._deterministic.on_adopted(fragment)
         if decision.reset_optimizer:
-            self._inner.clear_state()
-            self.rewarm.begin(self.adoption.now.step)
+            self._handover.clear_state()
         return True
 
     def _resolve_pushes(self, fragment: int, merged: int, forget: tuple[int, ...]) -> None:

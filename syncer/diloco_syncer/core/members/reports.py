@@ -53,6 +53,7 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     slot.step_seconds = report.step_seconds
     slot.paused = report.paused
     slot.diverged = report.diverged
+    slot.young_optimizer = report.young_optimizer
     if report.diverged:
         slot.loss = None
     elif report.loss == report.loss:  # NaN: the process has none yet

@@ -66,6 +66,7 @@ class Slot:
     tenure: int = 0  # the incarnation under which its process's tenure began; 0: unknown
     loss: float | None = None  # of the last step; None: none yet, or it is not finite
     diverged: bool = False  # it is not finite
+    young_optimizer: bool = False  # it began fresh within the job, and is not beyond its warm-up
     step_seconds: float = 0.0
     paused: bool = False
     merged_pushes: int = 0
@@ -84,7 +85,7 @@ class Slot:
         return self.state in HELD_STATES
 
     def clear_tenure(self) -> None:
-        self.ready = self.advanced = self.paused = self.starved = self.diverged = False
+        self.ready = self.advanced = self.paused = self.starved = self.diverged = self.young_optimizer = False
         self.late_rounds = 0
         self.accepted_sequence.clear()
         self.merged.clear()

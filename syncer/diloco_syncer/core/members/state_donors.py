@@ -2,9 +2,14 @@
 
 A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload its state,
 for all who wait; if that fails or nothing of it comes for too long, the next one is asked; if there is none left, the
-newcomer is told so. Where all learners were lost at once, some find their own state on a disk, and are healthy after
-their first step. A newcomer that found none requests again, *patient*, and these are waited for. When all leave, the
-state of one learner goes into the job's checkpoint in the same way.
+newcomer is told so. One whose optimizer began fresh within the job is not asked before it is beyond its warm-up.
+
+Where all learners ended at once, some find their own state on a disk, and are healthy after their first step. A
+newcomer that found none requests again, *patient*. It waits for ``rejoin_seconds`` at most: for learners that were
+heard within that time and are not back yet, and for those that are back and have not trained. When no better one can
+come any more it gets a young state rather than none.
+
+When all leave, the state of one learner goes into the job's checkpoint in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ class DonorRequest:
     """A newcomer's request, or the checkpoint's; ``transfer`` 0: no donor is asked at the moment."""
 
     connection: int
-    patience: float = 0.0  # until when those that are about to train are waited for
+    patient: bool = False  # no disk had one
+    until: float = 0.0  # when those that may bring one are waited for no more
     transfer: int = 0
     donor: int = -1  # a connection
     deadline: float = 0.0
@@ -46,8 +52,8 @@ class StateDonors:
         return CHECKPOINT in self._requests
 
     def request(self, event: ev.PeerStateRequested, now: float) -> None:
-        patience = now + self.state.config.peer_seconds if event.patient else now
-        self._requests.setdefault(event.connection, DonorRequest(event.connection, patience))
+        until = now + self.state.config.rejoin_seconds
+        self._requests.setdefault(event.connection, DonorRequest(event.connection, event.patient, until))
 
     def forget_connection(self, connection: int) -> None:
         """The connection is closed: it needs no state, and will not upload one."""
@@ -79,31 +85,34 @@ class StateDonors:
 
     def request_for_checkpoint(self, now: float) -> None:
         """Ask one healthy learner for the state that the job's checkpoint keeps: one, once."""
-        donor = self._healthiest(set())
+        donor = self._find_donor(set(), young=True)
         if donor is not None:
             self._requests[CHECKPOINT] = DonorRequest(CHECKPOINT)
             self._ask(self._requests[CHECKPOINT], donor, now + self.state.config.checkpoint_seconds)
 
     def advance(self, now: float) -> None:
         """Ask the next donor wherever none is asked or the one that was has let its time pass."""
-        somebody_begins = self._somebody_begins()
+        another_may_come = self._another_may_come(now)
         for request in list(self._requests.values()):
             if request.transfer and now < request.deadline:
                 continue
             if not self.state.is_ending and self._share_transfer(request, now):
                 continue
-            donor = None if self.state.is_ending else self._healthiest(request.tried | set(self._requests))
-            if donor is None and now < request.patience and somebody_begins:
-                request.transfer = 0
-            elif donor is None:
-                self._answer(request.connection, 0)
-            else:
+            waits = request.patient and now < request.until and another_may_come
+            excluded = request.tried | set(self._requests)
+            donor = None if self.state.is_ending else self._find_donor(excluded, young=request.patient and not waits)
+            if donor is not None:
                 self._ask(request, donor, now + self.state.config.peer_seconds)
+            elif waits and not self.state.is_ending:
+                request.transfer = 0
+            else:
+                self._answer(request.connection, 0)
 
     def _share_transfer(self, request: DonorRequest, now: float) -> bool:
         """Have the newcomer wait for the state that another one waits for; False: there is none for it."""
         for other in self._requests.values():
             asked = other.transfer and now < other.deadline and other.donor not in request.tried
+            asked = asked and (request.patient or not self._is_young(other.donor))
             if asked and other.donor not in self._requests and CHECKPOINT not in (other.connection, request.connection):
                 request.tried.add(other.donor)
                 request.transfer, request.donor, request.deadline = other.transfer, other.donor, other.deadline
@@ -123,22 +132,36 @@ class StateDonors:
         if connection != CHECKPOINT:
             self.actions.add(ev.OfferPeerState(connection, transfer))
 
-    def _somebody_begins(self) -> bool:
-        """Whether a learner that asks for no state is about to make its first step."""
-        return any(
-            slot.occupied and slot.connection not in (None, *self._requests) and not slot.advanced
-            for slot in self.state.members.slots
-        )
+    def _is_young(self, connection: int) -> bool:
+        slot = self.state.members.by_connection(connection)
+        return slot is not None and slot.young_optimizer
 
-    def _healthiest(self, excluded: set[int]) -> int | None:
-        """The connection of the active learner with the most steps in its tenure."""
+    def _another_may_come(self, now: float) -> bool:
+        """Whether a learner has yet to make its first step that may find its own state, or one that trained and did
+        not leave has yet to come back."""
+        away = (SlotState.SUSPECT, SlotState.LOST)
+        without = {connection for connection, request in self._requests.items() if request.patient}
+        for slot in self.state.members.current:
+            if slot.connection is not None:
+                may_come = slot.occupied and slot.connection not in without and not slot.advanced
+            else:
+                recent = now - slot.heard_at < self.state.config.rejoin_seconds
+                may_come = slot.state in away and recent and slot.step > 0 and not slot.young_optimizer
+            if may_come:
+                return True
+        return False
+
+    def _find_donor(self, excluded: set[int], *, young: bool) -> int | None:
+        """The connection of the active learner with the most steps in its tenure; if ``young``, rather than none one
+        whose optimizer began fresh a while ago."""
         healthy = [
-            (slot.step - slot.step_at_seat, -slot.index, slot.connection)
+            (not slot.young_optimizer, slot.step - slot.step_at_seat, -slot.index, slot.connection)
             for slot in self.state.members.slots
             if slot.state in (SlotState.ACTIVE, SlotState.DRAINING)
             and slot.ready
             and slot.advanced
             and slot.connection is not None
             and slot.connection not in excluded
+            and (young or not slot.young_optimizer)
         ]
-        return max(healthy)[2] if healthy else None
+        return max(healthy)[3] if healthy else None

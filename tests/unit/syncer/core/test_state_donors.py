@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from core_desk import Desk, config, of
+from core_desk import Desk, config, of, report
 from diloco_protocol.vocabulary import JobPhase
 from diloco_syncer.core import events as ev
 
 
-def trained(learners: int = 2) -> Desk:
+def trained(learners: int = 2, slots: int = 3) -> Desk:
     """Learners on connections 1.., of which the last has the most steps; nobody is given up."""
-    desk = Desk(config(slots=3, heartbeat_timeout=1e6))
+    desk = Desk(config(slots=slots, heartbeat_timeout=1e6))
     desk.begin(learners)
     for i in range(learners):
         desk.report(i + 1, 4 * (i + 1))
@@ -138,3 +140,61 @@ def test_when_the_shared_donor_fails_the_next_is_asked_once_for_all() -> None:
     assert second.connection != first[0].connection
     told = of(desk.do(ev.PeerStateReceived(second.transfer)), ev.OfferPeerState)
     assert [offer.connection for offer in told] == [4, 5]
+
+
+def young(desk: Desk, connection: int, step: int) -> list[ev.Action]:
+    return desk.do(ev.Reported(connection, replace(report(step), young_optimizer=True)))
+
+
+def test_who_began_fresh_a_while_ago_is_asked_only_by_who_has_found_nothing_on_a_disk() -> None:
+    desk = trained(slots=4)
+    young(desk, 2, 9)
+    desk.join(3, 2)
+    (ask,) = of(desk.do(ev.PeerStateRequested(3)), ev.RequestPeerState)
+    assert ask.connection == 1, "though it has fewer steps"
+    assert of(desk.do(ev.PeerStateFailed(1, ask.transfer)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
+    (ask,) = of(desk.do(ev.PeerStateRequested(3, patient=True)), ev.RequestPeerState)
+    assert ask.connection == 1, "it may have one by now"
+    (ask,) = of(desk.do(ev.PeerStateFailed(1, ask.transfer)), ev.RequestPeerState)
+    assert ask.connection == 2, "rather than none"
+    young(desk, 1, 5)
+    desk.join(4, 3)  # it may have a file, and does not share what the other one waits for
+    assert of(desk.do(ev.PeerStateRequested(4)), ev.OfferPeerState) == [ev.OfferPeerState(4, 0)]
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_who_has_not_come_back_after_a_common_end_is_waited_for_until_a_known_time(how: str) -> None:
+    desk = trained()
+    desk.later(5.0)
+    for connection in (1, 2):
+        desk.do(ev.ConnectionLost(connection))
+        if how == "killed":
+            desk.do(ev.ProcessEnded("r", connection - 1, f"p{connection}", "killed"))
+    desk.join(3, 0)
+    assert of(desk.do(ev.PeerStateRequested(3)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
+    assert not of(desk.do(ev.PeerStateRequested(3, patient=True)), ev.OfferPeerState)
+    # Slot 1's learner was heard last at 0.
+    assert not of(desk.later(desk.core.config.rejoin_seconds - 5.1), ev.OfferPeerState)
+    assert of(desk.later(0.2), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
+
+
+def test_who_left_or_began_fresh_itself_is_not_waited_for() -> None:
+    for leaves in (True, False):
+        desk = trained()
+        if leaves:
+            desk.do(ev.DrainRequested(2))
+            desk.do(ev.Drained(2))
+        else:
+            young(desk, 2, 9)
+            desk.do(ev.ProcessEnded("r", 1, "p2", "killed"))
+        desk.do(ev.ProcessEnded("r", 0, "p1", "killed"))
+        desk.join(3, 0)
+        desk.do(ev.PeerStateRequested(3))
+        assert of(desk.do(ev.PeerStateRequested(3, patient=True)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
+
+
+def test_the_jobs_checkpoint_gets_the_state_of_one_that_is_not_young() -> None:
+    desk = trained()
+    young(desk, 2, 9)
+    (ask,) = of(desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted")), ev.RequestPeerState)
+    assert ask.connection == 1

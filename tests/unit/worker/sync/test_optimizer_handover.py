@@ -22,6 +22,7 @@ from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 Versions = tuple[tuple[int, int], ...]
 HELD: Versions = ((1, 6), (1, 6))
+WARM_UP = 10
 
 
 class Asked:
@@ -57,7 +58,7 @@ def state(rate: float, origin: Origin | None) -> bytes:
 
 
 class Newcomer:
-    def __init__(self, folder: Path, own: Versions | None = None) -> None:
+    def __init__(self, folder: Path, own: Versions | None = None, trained: int = WARM_UP) -> None:
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.adoption = Adoption(AdoptionConfig(2, 4, 1))
@@ -67,17 +68,18 @@ class Newcomer:
         path = folder / "local-0.safetensors"
         self.checkpoint = checkpoint = SlotCheckpoint(path, "a", "d", 60.0, self.limit)
         if own is not None:
-            path.write_bytes(state(0.25, checkpoint.origin(9, own)))
+            path.write_bytes(state(0.25, checkpoint.origin(9, own, trained)))
         self.asked, self.fresh = Asked(), list[int]()
         client: Any = self.asked
         self.handover = OptimizerHandover(
-            InnerOptimizers(self.model, self.optimizer), self.adoption, client, checkpoint, self.fresh.append
+            InnerOptimizers(self.model, self.optimizer), self.adoption, client, checkpoint, WARM_UP, self.fresh.append
         )
 
     def train_a_step(self) -> None:
         self.model(torch.ones(1, 3)).sum().backward()
         self.optimizer.step()
         self.adoption.on_step(4, 0.1)
+        self.handover.count_step()
 
     @property
     def moment(self) -> float:
@@ -87,7 +89,7 @@ class Newcomer:
 @pytest.fixture
 def newcomer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., Newcomer]:
     caplog.set_level(logging.INFO)
-    return lambda own=None: Newcomer(tmp_path, own)
+    return lambda own=None, trained=WARM_UP: Newcomer(tmp_path, own, trained)
 
 
 def test_a_peers_state_comes_first(newcomer: Callable[..., Newcomer]) -> None:
@@ -106,11 +108,11 @@ def test_a_peers_state_comes_first(newcomer: Callable[..., Newcomer]) -> None:
     ("own", "job", "taken"),
     [
         (((1, 5), (1, 5)), None, OWN),
-        (((1, 5), (1, 5)), Origin("a", "d", 8, ((1, 5), (1, 4))), OWN),
-        (((1, 5), (1, 5)), Origin("a", "d", 9, ((1, 5), (1, 5))), JOB),
-        (((1, 6), (1, 6)), Origin("a", "d", 2, ((2, 0), (1, 1))), JOB),
-        (((9, 6), (9, 6)), Origin("a", "d", 8, ((1, 5), (1, 4))), JOB),
-        (None, Origin("a", "d", 8, ((1, 5), (1, 4))), JOB),
+        (((1, 5), (1, 5)), Origin("a", "d", 8, ((1, 5), (1, 4)), 99), OWN),
+        (((1, 5), (1, 5)), Origin("a", "d", 9, ((1, 5), (1, 5)), 99), JOB),
+        (((1, 6), (1, 6)), Origin("a", "d", 2, ((2, 0), (1, 1)), 99), JOB),
+        (((9, 6), (9, 6)), Origin("a", "d", 8, ((1, 5), (1, 4)), 99), JOB),
+        (None, Origin("a", "d", 8, ((1, 5), (1, 4)), 99), JOB),
     ],
     ids=["no job's", "own newer", "the same", "a later epoch", "own of no known versions", "no own"],
 )
@@ -267,3 +269,95 @@ def test_a_process_that_lost_a_slot_keeps_its_own_state_rather_than_a_disks(
     assert one.asked.calls == [PEER], "the job's checkpoint is not asked for"
     assert one.moment == moment and not one.handover.is_waiting and not one.fresh
     assert "goes on with this process's own state" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "peers", "taken"),
+    [(WARM_UP, 3, OWN), (5, 3, OWN), (3, 5, PEER), (WARM_UP, WARM_UP, PEER), (900, WARM_UP, PEER)],
+    ids=["young peer's", "younger peer's", "younger own", "both warmed up", "both beyond it"],
+)
+def test_a_peers_state_that_holds_less_of_the_warm_up_goes_behind_the_slots_own(
+    newcomer: Callable[..., Newcomer], own: int, peers: int, taken: str
+) -> None:
+    one = newcomer(((1, 5), (1, 5)), own)
+    one.handover.request_state(False)
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, peers)), HELD))
+    one.handover.apply_when_ready(HELD)
+    assert one.moment == {OWN: 0.25, PEER: 0.5}[taken] and not one.handover.is_waiting
+
+
+def test_an_own_state_that_does_not_fit_leaves_a_younger_peers(newcomer: Callable[..., Newcomer]) -> None:
+    one = newcomer(((9, 9), (9, 9)))  # of versions that this job has not
+    one.handover.request_state(False)
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, 3)), HELD))
+    for _ in range(2):
+        one.handover.apply_when_ready(HELD)
+    assert one.moment == 0.5 and not one.fresh
+
+
+def test_of_stored_states_the_one_with_more_of_the_warm_up_goes_before_the_newer(
+    newcomer: Callable[..., Newcomer],
+) -> None:
+    one = newcomer(((1, 6), (1, 6)), 3)
+    one.handover.request_state(True)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    one.handover.receive_state(inbox.StateDownloaded(False, state(0.75, Origin("a", "d", 2, ((1, 1), (1, 1)), 99))))
+    one.handover.apply_when_ready(HELD)
+    assert one.moment == 0.75
+
+
+def test_a_process_keeps_its_state_rather_than_take_a_younger_one(newcomer: Callable[..., Newcomer]) -> None:
+    one = newcomer()
+    for _ in range(6):
+        one.train_a_step()
+    moment = one.moment
+    one.handover.request_state(True)
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, 3)), HELD))
+    assert one.moment == moment and not one.handover.is_waiting and not one.fresh
+
+
+def test_a_learner_is_young_until_it_is_beyond_its_warm_up_and_says_in_its_state_how_much_it_holds(
+    newcomer: Callable[..., Newcomer],
+) -> None:
+    one = newcomer()
+    one.adoption.begin_tenure(100)
+    for fragment in range(2):
+        one.adoption.on_broadcast(Announcement(fragment, 1, 6, Payload("float32", 4, 4)))
+    one.handover.request_state(False)
+    for _ in range(2):
+        one.handover.receive_state(inbox.StateDownloaded(True, None))
+    assert one.fresh == [100] and not one.handover.is_young, "it does not train"
+    for step in range(1, WARM_UP + 1):
+        one.train_a_step()
+        assert one.handover.is_young == (step < WARM_UP)
+    first = newcomer()  # where the job is young, nobody began fresh within it
+    first.train_a_step()
+    assert not first.handover.is_young
+    other = newcomer()
+    other.handover.request_state(False)
+    origin = Origin("a", "d", 120, HELD, WARM_UP)
+    other.handover.receive_state(inbox.StateDownloaded(True, state(0.5, origin), HELD))
+    other.handover.apply_when_ready(HELD)
+    other.train_a_step()
+    assert other.handover._trained == WARM_UP + 1
+    other.checkpoint._next = 0.0
+    other.handover.write_checkpoint(lambda: list(HELD))
+    other.checkpoint.close()
+    found = other.checkpoint.load()
+    assert found is not None and found[1].trained == WARM_UP + 1
+
+
+def test_a_patient_newcomer_waits_longer_than_the_syncer_looks_for_one(
+    newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(optimizer_handover.time, "monotonic", lambda: clock[0])
+    one = newcomer()
+    one.handover.request_state(False)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    clock[0] += optimizer_handover.limits.REJOIN_SECONDS + optimizer_handover.WAIT_SECONDS - 0.01
+    one.handover.apply_when_ready(HELD)
+    assert one.handover.is_waiting
+    clock[0] += optimizer_handover.limits.transfer_seconds(one.limit)
+    one.handover.apply_when_ready(HELD)
+    assert not one.handover.is_waiting and one.fresh

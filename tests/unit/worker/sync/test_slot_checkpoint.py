@@ -36,7 +36,7 @@ def place(folder: Path, job: str = "a", layout: str = "d" * 64, limit: int | Non
 
 def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
     model, optimizer = trained()
-    encode = snapshot(InnerOptimizers(model, optimizer), checkpoint.origin(step, VERSIONS))
+    encode = snapshot(InnerOptimizers(model, optimizer), checkpoint.origin(step, VERSIONS, 5))
     assert encode is not None
     keep(checkpoint, encode)
 
@@ -59,7 +59,7 @@ def test_a_replacement_finds_what_its_predecessor_left(tmp_path: Path) -> None:
     written(checkpoint, step=8)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["local-0.safetensors"]
     found = place(tmp_path).load()
-    assert found is not None and found[1] == Origin("a", "d" * 64, 8, VERSIONS)
+    assert found is not None and found[1] == Origin("a", "d" * 64, 8, VERSIONS, 5)
     model, optimizer = trained()
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
     restore(found[0], InnerOptimizers(model, fresh))
