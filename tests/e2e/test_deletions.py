@@ -147,26 +147,3 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     # Each survivor at each deletion, in the run by hand; the machine of .ci/run may have other work.
     worst = max(slower) if count == 10 else statistics.median(slower)
     assert worst <= 1.15, f"survivors' steps took so many times as long after the deletions: {shown}"
-
-
-@pytest.mark.timeout(400)
-def test_an_operator_upgrade_restarts_no_learner(cluster: Cluster, start: Any) -> None:
-    from .conftest import VERSION, install
-
-    job: Job = start("upgraded", learners=2)
-    job.in_merges(2)
-    before = job.identities() | job.identities("syncer")
-    try:
-        # Another default image for jobs to come: one that does not even exist.
-        install(cluster, "images.worker.tag=9.9.9", "images.syncer.tag=9.9.9")
-        job.merging_on(merges=20)
-        job.patch({"metadata": {"annotations": {"example.com/touched": "yes"}}})  # no new generation
-        job.merging_on(merges=20)
-        assert job.identities() | job.identities("syncer") == before
-        # Also a change that renders the templates anew keeps the images that the job started with.
-        job.patch({"spec": {"failurePolicy": {"maxReplacements": 77}}})
-        until("the new generation is seen", lambda: job.status()["observedGeneration"] >= 2, 60)
-        job.merging_on(merges=20)
-        assert job.identities() | job.identities("syncer") == before
-    finally:
-        install(cluster, f"images.worker.tag={VERSION}", f"images.syncer.tag={VERSION}")

@@ -1,4 +1,4 @@
-"""3. A whole region's cluster is destroyed and built again.
+"""3. A whole region's cluster is destroyed and built again; or all its learners end at once.
 4. The hub is: with its volume kept, with a copy in an object store; and the node of its syncer is lost."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from s3_service import Relay, S3Service, environment
 
 from ..clusters import Cluster, until
 from ..jobs import pod_template
+from ..test_common_ends import PEER, all_began, delete, merged_since
 from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, machine_address, merged_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -47,6 +48,21 @@ def test_a_regions_cluster_is_destroyed_and_built_again(world: World, run_job: R
         world.give(world.document("rebuilt", regions, tokens=enough, failurePolicy=policy), cluster)
     for cluster in (HUB, EU, US):
         world.job("rebuilt", cluster).wait_condition("Complete", timeout=180)
+    job.exact()
+
+
+def test_all_learners_of_a_cluster_are_deleted_at_once(world: World, run_job: RunJob) -> None:
+    """Their directories go with them; their optimizers go on from the state of a learner elsewhere."""
+    job = run_job("emptied", {EU: 2, US: 1})
+    job.in_merges(3)
+    emptied, others = world.job("emptied", EU), world.identities("emptied", US)
+    pods, before, began = emptied.identities(), job.training(), time.time()
+    delete(emptied, "-l", "diloco.io/role=learner")
+    until("successors", lambda: all(emptied.identities()[name][0] != pods[name][0] for name in pods), 90)
+    assert set(all_began(emptied).values()) == {PEER}
+    merged_since(job, before, EU)
+    print(f"both in merges {time.time() - began:.1f} s after they were deleted, with a peer's optimizer state")
+    assert world.identities("emptied", US) == others
     job.exact()
 
 
