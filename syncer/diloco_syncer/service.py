@@ -98,7 +98,7 @@ async def _life(options: Options) -> tuple[int, Options]:
     main.add_generic_rpc_handlers(
         [
             services.session_handler(syncer.sessions.serve),
-            services.bulk_handlers(syncer.uploads.upload, syncer.downloads.download),
+            services.bulk_handlers(syncer.uploads.upload, syncer.downloads.serve),
             status_handler(syncer.authorizer, status),
         ]
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -24,13 +25,13 @@ SESSION = f"/{SESSION_SERVICE}/Session"
 
 Context = Any  # grpc.aio.ServicerContext; its stubs are generic and the class is not
 UploadHandler = Callable[[AsyncIterator[bytes], Context], Any]
-DownloadHandler = Callable[[bytes, Context], AsyncIterator[bytes]]
+DownloadHandler = Callable[[bytes, Context], Any]  # a coroutine that uses write_download
 SessionHandler = Callable[[AsyncIterator[bytes], Context], Any]  # a coroutine that uses context.write
 
 
 def bulk_handlers(upload: UploadHandler, download: DownloadHandler) -> Any:
     """The Bulk service. ``upload(stream, context) -> bytes`` (UploadReply) gets the raw messages,
-    header first; ``download(request, context)`` yields DownloadHeader and then chunks.
+    header first; ``download(request, context)`` writes DownloadHeader and then chunks.
 
     An upload may be answered before its bytes were read (a refusal): the reply is sent at once,
     and the call ends when the client has seen it and stops, or after ``STALL_SECONDS``.
@@ -51,6 +52,31 @@ def bulk_handlers(upload: UploadHandler, download: DownloadHandler) -> Any:
             "Download": grpc.unary_stream_rpc_method_handler(download),
         },
     )
+
+
+async def write_download(messages: AsyncGenerator[bytes, None], context: Context) -> None:
+    """Send a download's messages. If the caller takes no byte for ``STALL_SECONDS``, or takes longer than the largest
+    part may, it is given up: ``messages`` is closed, and with it what it would send.
+
+    The call itself stays until its caller reads on or leaves: no status can follow a message that is still being sent.
+    So whoever calls this bounds the calls of one caller. The one message that it holds has ``CHUNK_BYTES`` at most.
+    """
+    until = time.monotonic() + limits.transfer_seconds(limits.MAX_PART_BYTES)
+    async with contextlib.aclosing(messages):
+        async for message in messages:
+            write = asyncio.ensure_future(context.write(message))
+            try:
+                done, _ = await asyncio.wait({write}, timeout=min(limits.STALL_SECONDS, until - time.monotonic()))
+            except asyncio.CancelledError:
+                write.cancel()
+                raise
+            if not done:
+                break
+            await write
+        else:
+            return
+    await write
+    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the download was not read, and is given up")
 
 
 def session_handler(session: SessionHandler) -> Any:

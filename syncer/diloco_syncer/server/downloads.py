@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
-from diloco_protocol.wire import convert, limits, sync_pb2
+from diloco_protocol.wire import convert, limits, services, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Held
 from diloco_syncer.core.core import Core
@@ -23,6 +23,7 @@ from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.server.download_queue import DownloadQueue, TooManyDownloads
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.store.records import Array
@@ -60,45 +61,55 @@ class Downloads:
     sessions: Sessions
     relay: OptimizerRelay
     traffic: Traffic
+    queue: DownloadQueue = field(default_factory=DownloadQueue)
 
-    async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
-        """One part of what is requested, or the word why it cannot be had."""
+    async def serve(self, raw: bytes, context: Any) -> None:
+        """Send one part of what is requested, or the word why it cannot be had."""
         peer = await self.authorizer.authorize(context)
         try:
             request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(request.format)
-            if not _is_for_newcomers(request) and (why := self.sessions.check_process(request.process, peer, context)):
+            if _is_for_newcomers(request):  # the job is small, and nobody knows who they are
+                await services.write_download(self._send(request), context)
+                return
+            if why := self.sessions.check_process(request.process, peer, context):
                 # Who has no session any more joins again, and then asks again.
                 joined = why[0] != TransferRefusal.NOT_JOINED
                 code = grpc.StatusCode.PERMISSION_DENIED if joined else grpc.StatusCode.FAILED_PRECONDITION
                 await context.abort(code, why[1])
-            receipt = self._find_receipt(request)
-            data, versions, word = await self._find(request)
-            if data is None:
-                async for part in wire_bulk.not_found(word):
-                    yield part
-                return
-            parts = wire_bulk.send_part(
-                data, request.offset, request.bytes, versions=map(convert.to_wire, versions), receipt=receipt
-            )
-            sent, whole = 0, wire_bulk.flat(data).nbytes
-            wanted = min(request.bytes or limits.MAX_PART_BYTES, whole - request.offset)
-            # A fragment's version is kept for its reader.
-            downloads = self.model.downloads if request.what in FRAGMENTS else None
-            key = request.fragment, request.version, (request.process[: limits.MAX_NAME_CHARS], request.what)
-            if downloads is not None:
-                downloads.begin_part(*key, whole, time.monotonic())
-            try:
-                async for part in parts:
-                    yield part
-                sent = wanted
-            finally:
-                if downloads is not None:
-                    downloads.end_part(*key, sent, time.monotonic())
-            connection = self.sessions.find_process(request.process)
-            self.traffic.count_sent(*self.sessions.find_place(connection), sent)
+            async with self.queue.await_turn(request.process):
+                await services.write_download(self._send(request), context)
+        except TooManyDownloads:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many downloads at once: try again later")
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _send(self, request: sync_pb2.DownloadRequest) -> AsyncGenerator[bytes, None]:
+        receipt = self._find_receipt(request)
+        data, versions, word = await self._find(request)
+        if data is None:
+            async for part in wire_bulk.not_found(word):
+                yield part
+            return
+        parts = wire_bulk.send_part(
+            data, request.offset, request.bytes, versions=map(convert.to_wire, versions), receipt=receipt
+        )
+        sent, whole = 0, wire_bulk.flat(data).nbytes
+        wanted = min(request.bytes or limits.MAX_PART_BYTES, whole - request.offset)
+        # A fragment's version is kept for its reader.
+        downloads = self.model.downloads if request.what in FRAGMENTS else None
+        key = request.fragment, request.version, (request.process[: limits.MAX_NAME_CHARS], request.what)
+        if downloads is not None:
+            downloads.begin_part(*key, whole, time.monotonic())
+        try:
+            async for part in parts:
+                yield part
+            sent = wanted
+        finally:
+            if downloads is not None:
+                downloads.end_part(*key, sent, time.monotonic())
+        connection = self.sessions.find_process(request.process)
+        self.traffic.count_sent(*self.sessions.find_place(connection), sent)
 
     def _find_receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
         """The receipt that goes with a version's bytes; empty where it would be too large, or is not known."""

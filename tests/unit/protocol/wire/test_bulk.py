@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -31,6 +32,7 @@ class Receiver:
         self.lie = 0
         self.change = ""
         self.abort: grpc.StatusCode | None = None
+        self.downloads = 0  # that are being sent
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
         header = convert.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
@@ -49,7 +51,10 @@ class Receiver:
         done = self.got == header.total_bytes
         return sync_pb2.UploadReply(accepted=True, reason="" if done else TransferRefusal.PARTIAL).SerializeToString()
 
-    async def download(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def serve(self, raw: bytes, context: Any) -> None:
+        await services.write_download(self.download(raw, context), context)
+
+    async def download(self, raw: bytes, context: Any) -> AsyncGenerator[bytes, None]:
         request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
         if request.what == sync_pb2.DownloadRequest.FROZEN:
             async for message in bulk.not_found("superseded"):
@@ -61,20 +66,24 @@ class Receiver:
             self.stored = random_bytes(1501)
         count = request.bytes - 1 if self.change == "part" and request.offset else request.bytes
         first = True
-        async for message in bulk.send_part(self.stored, request.offset, count):
-            if first and self.lie:
-                header = sync_pb2.DownloadHeader.FromString(message)
-                header.checksum ^= self.lie
-                message = header.SerializeToString()
-            first = False
-            yield message
+        self.downloads += 1
+        try:
+            async for message in bulk.send_part(self.stored, request.offset, count):
+                if first and self.lie:
+                    header = sync_pb2.DownloadHeader.FromString(message)
+                    header.checksum ^= self.lie
+                    message = header.SerializeToString()
+                first = False
+                yield message
+        finally:
+            self.downloads -= 1
 
 
 def served(test: Callable[[Receiver, list[aio.Channel]], Awaitable[None]], channels: int = 3) -> None:
     async def run() -> None:
         receiver = Receiver()
         server = aio.server(options=wire_channels.server_options())
-        server.add_generic_rpc_handlers([services.bulk_handlers(receiver.upload, receiver.download)])
+        server.add_generic_rpc_handlers([services.bulk_handlers(receiver.upload, receiver.serve)])
         credentials = Credentials()
         port = credentials.bind(server, "127.0.0.1:0")
         await server.start()
@@ -342,3 +351,35 @@ def test_the_largest_report_fits_a_header() -> None:
         push=push,
     )
     assert header.ByteSize() <= limits.MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize("limit", ["STALL_SECONDS", "SLOWEST_BYTES_PER_SECOND"])
+def test_a_download_that_nobody_reads_is_given_up(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with it what it would send. One that is read meanwhile comes whole."""
+    if limit == "STALL_SECONDS":
+        monkeypatch.setattr(limits, limit, 0.3)
+    else:
+        monkeypatch.setattr(limits, "transfer_seconds", lambda size: 0.3)
+
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.stored = random_bytes(48 << 20)
+        request = sync_pb2.DownloadRequest(job="j").SerializeToString()
+        stalled = []
+        for _ in range(4):
+            method: Any = channels[0].unary_stream(services.DOWNLOAD)
+            call = method(request)
+            assert sync_pb2.DownloadHeader.FromString(await call.read()).found
+            stalled.append(call)
+        assert receiver.downloads == 4
+        if limit == "STALL_SECONDS":
+            _, data = await bulk.download(channels[1:], sync_pb2.DownloadRequest(job="j"), timeout=20)
+            assert np.array_equal(data, receiver.stored)
+        while receiver.downloads:
+            await asyncio.sleep(0.01)
+        for call in stalled:
+            with contextlib.suppress(aio.AioRpcError):
+                while await call.read() is not aio.EOF:
+                    pass  # what had come before
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    served(test)

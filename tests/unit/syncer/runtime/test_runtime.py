@@ -64,7 +64,13 @@ spec:
 
 
 class Context:
-    """What a handler asks of a call."""
+    """What a handler asks of a call. ``sent``: what it wrote."""
+
+    def __init__(self, sent: list[bytes] | None = None) -> None:
+        self.sent = [] if sent is None else sent
+
+    async def write(self, message: bytes) -> None:
+        self.sent.append(message)
 
     def invocation_metadata(self) -> tuple[Any, ...]:
         return ()
@@ -531,7 +537,8 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
                 offset=offset,
                 bytes=size // 4,
             )
-            sent = [piece async for piece in bench.syncer.downloads.download(request.SerializeToString(), Context())]
+            sent: list[bytes] = []
+            await bench.syncer.downloads.serve(request.SerializeToString(), Context(sent))
             found = sync_pb2.DownloadHeader.FromString(sent[0]).found
             return b"".join(sent[1:]) if found else None
 
