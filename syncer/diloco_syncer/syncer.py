@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
@@ -115,7 +115,7 @@ class Syncer:
         )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()
-        self._multipart = MultipartUploads(self.relay.note_chunk)
+        self._multipart = MultipartUploads(self._note_chunk)
         self.pushes = ReceivedPushes(
             core, model, self.durability, self._buffers, self._decode_thread, emit, self.driver.run_task, self._refused
         )
@@ -246,6 +246,10 @@ class Syncer:
         self.sessions.send_phase(self.core.phase, problem or self.core.phase_message)
 
     # ------------------------------------------------------------- the job's end
+
+    def _note_chunk(self, key: Hashable) -> None:
+        self.relay.note_chunk(key)
+        self.pushes.note_chunk(key)
 
     def _set_phase(self, action: ev.SetPhase) -> None:
         self.sessions.send_phase(action.phase, self.durability.problem or action.message)

@@ -174,12 +174,14 @@ async def upload(
     metadata: Sequence[tuple[str, str]] = (),
     timeout: float | None = None,
     meter: Meter | None = None,
+    note_chunk: Callable[[], None] = lambda: None,
 ) -> sync_pb2.UploadReply:
     """Send ``payload`` (any contiguous buffer) in parts over the channels; returns the verdict.
 
     ``header``'s format, total_bytes, offset, bytes and checksum are filled in here. ``timeout`` (seconds, of each part;
-    None: by its size) bounds the wait. ``meter`` hears of each part that was taken, until its answer. Raises
-    ``TransferError`` if a part did not come through. A refusal is a reply, not an error.
+    None: by its size) bounds the wait. ``meter`` hears of each part that was taken, until its answer. ``note_chunk``
+    is called after each chunk that was sent. Raises ``TransferError`` if a part did not come through. A refusal is a
+    reply, not an error.
     """
     view = flat(payload)
     made = _many(channels)
@@ -216,6 +218,7 @@ async def upload(
                     if reading.done():
                         break
                     await call.write(chunk)
+                    note_chunk()
                 else:
                     await call.done_writing()
             answer = await reading

@@ -34,7 +34,8 @@ class CoreConfig:
     evaluated: bool = False
     seed: int = 0
     digests: dict[str, str] = field(default_factory=dict)
-    drain_seconds: float = 120.0  # at the end: the longest wait for another offer
+    drain_seconds: float = 120.0  # at the end: the longest wait for another offer, or another byte of one
+    most_drain_seconds: float = 900.0  # and after which bytes prolong it no more
     evaluation_seconds: float = 120.0  # the longest wait for progress of the final evaluation
     most_evaluation_seconds: float = 4 * 3600.0  # and for the score in all, however it comes on
     evaluator_seconds: float = 20.0  # the wait for an evaluator that never scored and is not connected

@@ -254,6 +254,8 @@ class Core:
             case ev.PushReceived():
                 self._aggregator.receive_push(event, now)
                 self._phases.record_progress(now)
+            case ev.PushAdvanced():
+                self._phases.record_bytes(now)
             case ev.InitialModelStored():
                 self._initial_model_stored(event)
             case ev.InitialModelFailed():

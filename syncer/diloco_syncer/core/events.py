@@ -143,6 +143,11 @@ class PeerStateAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class PushAdvanced:
+    """Bytes of a push or an offer have come."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerStateFailed:
     """That process cannot give the state, or what it gave did not come through."""
 
@@ -189,6 +194,7 @@ Event = (
     | PeerStateReceived
     | PeerStateAdvanced
     | PeerStateFailed
+    | PushAdvanced
     | LostVersionStored
     | LostVersionFailed
     | Tick

@@ -60,6 +60,11 @@ class Phases:
         """An offer came or a learner left: the drain's patience begins anew."""
         self._progress_at = now
 
+    def record_bytes(self, now: float) -> None:
+        """Bytes of a push or an offer came. They count for so long only: whoever sends them may never be done."""
+        if self.state.phase is JobPhase.DRAINING and now - self._entered_at < self.state.config.most_drain_seconds:
+            self._progress_at = now
+
     def record_score_progress(self, connection: int, share: float, now: float) -> None:
         """An evaluator came on with the final score: the wait for it begins anew, and the phase says how far it is."""
         if self.state.phase is not JobPhase.EVALUATING:

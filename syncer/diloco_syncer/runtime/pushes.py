@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,8 @@ from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.store.checkpoint import SpooledOffer
 from diloco_syncer.store.records import Array, Floats
+
+PUSH = "push"  # in an upload's key
 
 
 @dataclass(slots=True)
@@ -70,10 +73,18 @@ class ReceivedPushes:
     refused: Counter[str]
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _held: dict[int, Payload] = field(default_factory=dict)
+    _tell_at: float = 0.0  # of the next bytes; time.monotonic()
     _unspooled: dict[int, Payload] = field(default_factory=dict)  # by handle: offers neither refused nor durable yet
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def note_chunk(self, key: Hashable) -> None:
+        """Some bytes of an upload came. Of pushes the core hears so once a second."""
+        now = time.monotonic()
+        if isinstance(key, tuple) and key[0] == PUSH and now >= self._tell_at:
+            self._tell_at = now + 1.0
+            self.emit(ev.PushAdvanced())
 
     async def receive(self, upload: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a push or offer; the core judges it by its header, and again when all of it is here."""
@@ -91,7 +102,7 @@ class ReceivedPushes:
         if upload.total_bytes != size:
             words = f"{upload.total_bytes} bytes: {elements} elements as {push.encoding} are {size}"
             raise UploadRefused(PushRefusal.WRONG_SIZE, words)
-        whole = await read(("push", push.id, upload.process), lambda: self.buffers.allocate(size))
+        whole = await read((PUSH, push.id, upload.process), lambda: self.buffers.allocate(size))
         return None if whole is None else await self._judge_push(push, whole)
 
     async def _judge_push(self, header: PushHeader, encoded: Array) -> bytes:

@@ -29,10 +29,14 @@ _DAMAGED = frozenset({PushRefusal.BAD_CHECKSUM.value, TransferRefusal.BAD_TRANSF
 
 @dataclass(slots=True)
 class ByteCounts:
-    """Bulk bytes of a process, over all its sessions."""
+    """Bulk bytes of a process, over all its sessions. ``chunks_up``: of uploads, whole or not."""
 
     up: int = 0
     down: int = 0
+    chunks_up: int = 0
+
+    def count_chunk(self) -> None:
+        self.chunks_up += 1
 
 
 class BulkChannels:
@@ -75,7 +79,14 @@ class BulkChannels:
         broken = 0
         for attempt in range(_BUSY_TRIES):
             try:
-                reply = await bulk.upload(self._channels, header, payload, metadata=self._metadata, meter=self._up)
+                reply = await bulk.upload(
+                    self._channels,
+                    header,
+                    payload,
+                    metadata=self._metadata,
+                    meter=self._up,
+                    note_chunk=self._counts.count_chunk,
+                )
             except bulk.TransferError as error:
                 broken += 1
                 if not error.retry or broken >= _TRIES:

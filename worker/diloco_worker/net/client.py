@@ -93,6 +93,11 @@ class SyncerClient:
         """Whether the newest report is old enough to be replaced."""
         return self._connection.report_wanted
 
+    @property
+    def chunks_up(self) -> int:
+        """How many chunks of uploads were sent so far, of finished ones or not."""
+        return self._connection.counts.chunks_up
+
     # ------------------------------------------------------- called by the training thread
 
     def start(self, sequences: int = 0) -> None:

@@ -9,7 +9,9 @@ An offer takes the place of this learner's push that was accepted and is not bei
 under way already the syncer refuses the offer (``already-merged``). Then the broadcast of that merge is adopted,
 and what is above the new base (nothing, or the overlapped steps) is offered.
 
-What is neither acknowledged nor confirmed when patience ends is given up; the syncer counts it as dropped (``drain``).
+Patience begins anew with every answer, and with every chunk that is sent: one fragment may take minutes over a slow
+link. What is neither acknowledged nor confirmed when patience ends is given up; the syncer counts it as dropped
+(``drain``).
 """
 
 from __future__ import annotations
@@ -73,11 +75,13 @@ def offer_everything(
     offers = [_Offer() for _ in synchronizer.adoption.fragments]
     now = time.monotonic()
     end, patience = now + LONGEST_SECONDS, now + PATIENCE_SECONDS
+    chunks = synchronizer.chunks_up
     while True:
         synchronizer.run_boundary()
         now = time.monotonic()
-        if _advance_offers(synchronizer, offers, now):
+        if _advance_offers(synchronizer, offers, now) or synchronizer.chunks_up != chunks:
             patience = now + PATIENCE_SECONDS
+        chunks = synchronizer.chunks_up
         left = [p for p, offer in enumerate(offers) if not offer.done and not offer.given_up]
         if not left or synchronizer.phase in ENDED_PHASES or not synchronizer.seated:
             break

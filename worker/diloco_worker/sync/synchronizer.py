@@ -177,6 +177,11 @@ class Synchronizer:
         """Whether there is a session with the syncer."""
         return self._client.connected
 
+    @property
+    def chunks_up(self) -> int:
+        """How many chunks of uploads were sent so far, of finished ones or not."""
+        return self._client.chunks_up
+
     def base_versions(self) -> list[tuple[int, int]]:
         """(epoch, version) of every fragment's base; of those that have one."""
         bases = [state.base for state in self.adoption.fragments]

@@ -196,3 +196,18 @@ def test_no_version_is_taken_back_once_the_last_merges_begin() -> None:
     assert not of(actions + core.handle(ev.Tick(), 2.0), ev.RequestVersion)
     core.handle(ev.MergeDurable(0, merge.version, 0.1, (1.0,)), 3.0)
     assert core.phase is JobPhase.COMPLETE
+
+
+def test_bytes_of_an_offer_that_comes_on_prolong_a_drain_though_not_for_ever() -> None:
+    """A large fragment over a slow link takes longer than the patience between two offers."""
+    desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0, heartbeat_timeout=1e6))
+    desk.begin(1)
+    desk.report(1, 4)
+    assert desk.core.phase is JobPhase.DRAINING
+    waited = 0.0
+    while desk.core.slots[0].occupied:
+        desk.later(20.0)
+        waited += 20.0
+        assert waited < 2 * desk.core.config.most_drain_seconds
+        desk.do(ev.PushAdvanced())
+    assert waited >= desk.core.config.most_drain_seconds

@@ -706,3 +706,20 @@ async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syn
     async with Bench(tmp_path) as bench:
         assert bench.syncer.durability.tape.previous == predecessor.previous, "it goes on from that line"
         assert not bench.syncer.driver.outcome.done()
+
+
+async def test_bytes_of_a_push_are_told_to_the_core_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path) as bench:
+        told: list[object] = []
+        monkeypatch.setattr(bench.syncer.pushes, "emit", told.append)
+        for _ in range(3):
+            bench.syncer._note_chunk(("push", "id", "a"))
+        bench.syncer._note_chunk(("initial", 0))
+        assert told == [ev.PushAdvanced()]
+        bench.syncer.pushes._tell_at = 0.0
+        bench.syncer._note_chunk(("initial", 0))
+        assert len(told) == 1
+        bench.syncer._note_chunk(("push", "id", "a"))
+        assert len(told) == 2

@@ -33,6 +33,7 @@ class Scripted:
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}
         self.offers: list[tuple[float, int]] = []  # when, and of which fragment
         self.draining = False
+        self.chunks_up = 0
         self.at: dict[float, Callable[[], None]] = {}  # what happens when
         self._answers = answers
         self._due: list[tuple[float, PushAnswered]] = []
@@ -186,3 +187,21 @@ def test_without_a_session_nothing_is_offered_and_patience_runs(monkeypatch: pyt
     one.at[6.0] = lambda: setattr(one, "connected", True)
     assert one.drain(monkeypatch) == []
     assert [when for when, _ in one.offers] == pytest.approx([6], abs=0.11)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_offer_whose_bytes_move_is_waited_for(monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
+    """However long it takes, within the whole drain's bound; one that stands still is given up."""
+    one = Scripted(1, lambda fragment, n: None)
+    seconds = 5 * PATIENCE_SECONDS
+
+    def send() -> None:
+        one.chunks_up += moves
+
+    def arrive() -> None:
+        one.push_answers[0, 1] = PushAnswered(0, 1, True, "", "")
+
+    one.at = {float(second): send for second in range(0, int(seconds), 10)} | {seconds: arrive}
+    given_up = one.drain(monkeypatch)
+    assert given_up == ([] if moves else [(0, 16, "no acknowledgement in time")])
+    assert one.seconds == pytest.approx(seconds if moves else PATIENCE_SECONDS, abs=0.2)
