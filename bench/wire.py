@@ -101,9 +101,8 @@ async def _sink(pipe: Connection) -> None:
         whole = await uploads.receive_part(key, header, stream, lambda: buffers.allocate(header.total_bytes))
         return upload_reply(True) if whole is not None else upload_reply(True, TransferRefusal.PARTIAL)
 
-    async def download(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def download(request: bytes, context: Any) -> None:
         raise NotImplementedError("nothing is downloaded here")
-        yield b""  # type: ignore[unreachable]  # a generator
 
     server = aio.server(options=wire_channels.server_options())
     method = grpc.stream_unary_rpc_method_handler(raw)

@@ -20,6 +20,7 @@ echo "$child" >/tmp/child
 wait "$child"
 """
 LEARNERS = 3
+REGIONS = [{"name": "local", "learners": LEARNERS}]
 BEGAN = "the inner optimizer "
 PEER, JOB, OWN = (
     "goes on from the state of the peer",
@@ -28,11 +29,9 @@ PEER, JOB, OWN = (
 )
 
 
-def learners() -> dict[str, Any]:
-    return {
-        "learners": {"command": ["sh", "-c", KILLABLE], "podTemplate": pod_template("learner", LEARNER_CPU)},
-        "regions": [{"name": "local", "learners": LEARNERS}],
-    }
+def killable() -> dict[str, Any]:
+    """spec.learners of a job whose learners' log ``began_with`` reads."""
+    return {"command": ["sh", "-c", KILLABLE], "podTemplate": pod_template("learner", LEARNER_CPU)}
 
 
 def began_with(job: Job, pod: str) -> str:
@@ -89,7 +88,7 @@ def merged_since(job: Job, before: dict[str, Any], region: str = "local") -> dic
 def test_all_learners_and_then_all_pods_are_deleted_at_once(cluster: Cluster, start: Any) -> None:
     """Their directories go with them. Before the job was ever suspended there is no optimizer state left then; after
     it, there is that of the job's checkpoint, and all begin with it."""
-    job: Job = start("gone", **learners())
+    job: Job = start("gone", learners=killable(), regions=REGIONS)
     before = job.in_merges(LEARNERS)
     for suspended in (False, True):
         if suspended:
@@ -123,7 +122,7 @@ def test_all_learners_and_then_all_pods_are_deleted_at_once(cluster: Cluster, st
 def test_all_programs_end_at_once_and_some_directories_are_gone(cluster: Cluster, start: Any) -> None:
     """Containers that are killed keep their directories, and with them the slot's own state. First all are killed;
     then one is, and the others' pods are deleted: these get the state of the one that found its own."""
-    job: Job = start("killed", **learners())
+    job: Job = start("killed", learners=killable(), regions=REGIONS)
     before = job.in_merges(LEARNERS)
     pods = sorted(job.identities())
 

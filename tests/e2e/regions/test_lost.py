@@ -16,7 +16,7 @@ from s3_service import Relay, S3Service, environment
 
 from ..clusters import Cluster, until
 from ..jobs import pod_template
-from ..test_common_ends import PEER, all_began, delete, merged_since
+from ..test_common_ends import PEER, all_began, delete, killable, merged_since
 from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, machine_address, merged_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -53,7 +53,7 @@ def test_a_regions_cluster_is_destroyed_and_built_again(world: World, run_job: R
 
 def test_all_learners_of_a_cluster_are_deleted_at_once(world: World, run_job: RunJob) -> None:
     """Their directories go with them; their optimizers go on from the state of a learner elsewhere."""
-    job = run_job("emptied", {EU: 2, US: 1})
+    job = run_job("emptied", {EU: 2, US: 1}, learners=killable())
     job.in_merges(3)
     emptied, others = world.job("emptied", EU), world.identities("emptied", US)
     pods, before, began = emptied.identities(), job.training(), time.time()

@@ -244,7 +244,9 @@ def origin_of(data: Any) -> Origin | None:
         return None
     try:
         match json.loads(text):
-            case [str(job), str(layout), int(step), list(rows), int(trained)] if len(rows) <= limits.MAX_FRAGMENTS:
+            case [str(job), str(layout), int(step), list(rows), int(trained)] if (
+                len(rows) <= limits.MAX_FRAGMENTS and trained >= 0
+            ):
                 versions = tuple((int(epoch), int(version)) for epoch, version in rows)
                 return Origin(job, layout, step, versions, trained)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

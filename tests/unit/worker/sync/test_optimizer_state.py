@@ -257,7 +257,19 @@ def with_metadata(data: bytes, **changes: str) -> bytearray:
     return bytearray(save(load(data), metadata | changes))
 
 
-@pytest.mark.parametrize("origin", ["[1e999,1]", '["j","l",1,[[1e999,1]]]', nested(), "null", '["j","l",1,[[[],1]]]'])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "[1e999,1]",
+        '["j","l",1,[[1e999,1]],5]',
+        nested(),
+        "null",
+        '["j","l",1,[[[],1]],5]',
+        '["j","l",1,[[1,1]]]',
+        '["j","l",1,[[1,1]],-1]',
+        '["j","l",1,[[1,1]],1e9]',
+    ],
+)
 def test_an_origin_that_makes_no_sense_is_refused(origin: str) -> None:
     model = build()
     data = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)).tobytes()
@@ -269,10 +281,10 @@ def test_an_origin_names_no_more_fragments_than_there_may_be() -> None:
     model = build()
     data = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)).tobytes()
     most = limits.MAX_FRAGMENTS
-    found = origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * most])))
+    found = origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * most, 5])))
     assert found is not None and len(found.versions) == most
     with pytest.raises(StateRefused, match="its origin cannot be read"):
-        origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * (most + 1)])))
+        origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * (most + 1), 5])))
 
 
 def test_what_a_peer_says_of_groups_is_no_more_than_the_optimizer_itself_would_change() -> None:

@@ -77,7 +77,7 @@ def test_another_jobs_or_too_large_a_file_is_not_used(
     assert "is not used" in caplog.text
 
 
-@pytest.mark.parametrize("origin", ["[1]", "[", '["a", "d", 1, [[1]]]', '["a", "d", 1, [["x", 1]]]', "null"])
+@pytest.mark.parametrize("origin", ["[1]", "[", '["a", "d", 1, [[1]], 5]', '["a", "d", 1, [["x", 1]], 5]', "null"])
 def test_garbage_is_not_used(tmp_path: Path, origin: str, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = place(tmp_path)
     path = tmp_path / "state" / "local-0.safetensors"
