@@ -40,9 +40,7 @@ _DTYPES = (*_FLOATS, *_QUANTISED, torch.int64, torch.int32, torch.bool)
 
 
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "square_avg"})
-_MOST_DEVIATIONS = 100.0
-"""How many times the root of its mean square a mean gradient may be: with decays of 0.9 and 0.999 it is at most 7.3, by
-Cauchy and Schwarz."""
+_MOST_DEVIATIONS = 100.0  # see ``_most_deviations``
 _GREATEST = 1e15  # of any value
 # Group entries that whoever wrote the loop chose, and no peer says.
 _CHOSEN = frozenset({"lr", "initial_lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay"})
@@ -161,9 +159,11 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
             rows.setdefault(name, {})[key] = value
         else:
             raise StateRefused(f"it has {label!r}, which this learner lacks")
+    squares = _SQUARES | ({"sum"} if "Adagrad" in inner.name else frozenset())
     for name, row in rows.items():
-        _check_row(name, row, parameters[name][0])
-        _check_values(name, row, _SQUARES | ({"sum"} if "Adagrad" in inner.name else frozenset()))
+        parameter, _, group = parameters[name]
+        _check_row(name, row, parameter)
+        _check_values(name, row, squares, _most_deviations(group))
     missing = [name for name in parameters if name not in rows]
     if missing:
         raise StateRefused(f"it lacks {missing[0]!r} and {len(missing) - 1} more")
@@ -192,7 +192,26 @@ def _check_row(name: str, row: Mapping[str, torch.Tensor | Number], parameter: t
             raise StateRefused(f"'{name}{_SEPARATOR}{key}' has values that are not finite")
 
 
-def _check_values(name: str, row: Mapping[str, torch.Tensor | Number], squares: Collection[str]) -> None:
+def _most_deviations(group: Mapping[str, Any]) -> float:
+    """How many times the root of its mean square a mean gradient may be.
+
+    By Cauchy and Schwarz it is at most (1 - b1) / sqrt((1 - b2) (1 - b1²/b2)) times, with the decays b1 and b2: 7.3
+    times for 0.9 and 0.999. Rounding gets room. Where b1² >= b2 there is no bound: while gradients are zero the root
+    fades faster than the mean. ``group``: of this learner's optimizer, not of who gave the state.
+    """
+    decays = group.get("betas")
+    if not isinstance(decays, (tuple, list)) or len(decays) != 2:
+        return _MOST_DEVIATIONS
+    first, second = map(float, decays)
+    if first * first >= second:
+        return math.inf
+    most = (1 - first) / math.sqrt((1 - second) * (1 - first * first / second)) if second < 1 else math.inf
+    return max(_MOST_DEVIATIONS, 2 * most)
+
+
+def _check_values(
+    name: str, row: Mapping[str, torch.Tensor | Number], squares: Collection[str], most_deviations: float
+) -> None:
     """Raises StateRefused for what no training leaves behind, and would make a newcomer's parameters useless.
     ``squares``: the keys of means or sums of squares."""
     for key, value in row.items():
@@ -208,10 +227,10 @@ def _check_values(name: str, row: Mapping[str, torch.Tensor | Number], squares: 
             raise StateRefused(f"{label!r} has values beyond {_GREATEST:g}")
     first, second = row.get("exp_avg"), row.get("exp_avg_sq")
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.shape == second.shape:
-        if not second.is_floating_point():
+        if not second.is_floating_point() or math.isinf(most_deviations):
             return
-        slack = _MOST_DEVIATIONS * math.sqrt(torch.finfo(second.dtype).tiny)
-        if bool((first.float().abs() > _MOST_DEVIATIONS * second.float().sqrt() + slack).any()):
+        slack = most_deviations * math.sqrt(torch.finfo(second.dtype).tiny)
+        if bool((first.float().abs() > most_deviations * second.float().sqrt() + slack).any()):
             raise StateRefused(f"'{name}{_SEPARATOR}exp_avg' is far beyond what 'exp_avg_sq' allows")
 
 

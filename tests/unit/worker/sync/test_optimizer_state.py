@@ -248,6 +248,26 @@ def test_a_state_that_would_spoil_a_newcomer_is_refused(why: str) -> None:
         restore(hostile, InnerOptimizers(newcomer, torch.optim.AdamW(newcomer.parameters(), lr=0.01)))
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99999), (0.5, 0.9999), (0.99, 0.9)])
+@pytest.mark.parametrize("still", [0, 200])
+def test_a_state_that_honest_gradients_leave_is_taken_whatever_the_betas(
+    betas: tuple[float, float], still: int
+) -> None:
+    """Of a row that has had one gradient, and then none for so many steps, as that of a rare token's embedding."""
+    model, newcomer = build(), build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, betas=betas)
+    train(model, optimizer, 1)
+    for _ in range(still):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    target = torch.optim.AdamW(newcomer.parameters(), lr=0.01, betas=betas)
+    encode = snapshot(InnerOptimizers(model, optimizer))
+    assert encode is not None
+    restore(encode(), InnerOptimizers(newcomer, target))
+    assert target.state
+
+
 def nested(depth: int = 100_000) -> str:
     return "[" * depth + "]" * depth
 
