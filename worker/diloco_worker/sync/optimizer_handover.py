@@ -182,6 +182,8 @@ class OptimizerHandover:
             self._source = self._candidates[0][0]
         elif self._ranked and self._ask_again and not self._inner.has_state:
             self._source, self._patient, self._ask_again = PEER, True, False
+            words = "learners that may bring an optimizer state are waited for, %g s at most: %s"
+            log.info(words, limits.REJOIN_SECONDS, why)
             self.repeat_request()
         elif self._ranked or (self._source == PEER and self._inner.has_state):
             self._begin_fresh(why)
