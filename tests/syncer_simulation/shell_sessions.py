@@ -288,7 +288,9 @@ class ShellWorld(SyncerProcesses):
         self.seen["states given" if offer.transfer else "no states"] += 1
         if offer.transfer:
             assert self.acting is not None and self.acting.syncer is not None
-            arrived = self.acting.syncer.relay.find_arrived(offer.transfer)
+            relay, process = self.acting.syncer.relay, self.connections[offer.connection].process
+            relay.offer(offer.transfer, process)
+            arrived = relay.find_offered(offer.transfer, process)
             assert arrived is not None and arrived.data[0] != offer.connection % 256
 
     # ------------------------------------------------------------ the evaluator
