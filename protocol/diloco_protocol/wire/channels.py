@@ -51,7 +51,7 @@ def server_options(reply_bytes: int = limits.MAX_CHUNK_BYTES, connections: int |
         *_common(limits.MAX_CHUNK_BYTES, reply_bytes),
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", int(limits.JOIN_SECONDS * 1000)),  # until HTTP/2 has begun
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", limits.KEEPALIVE_SECONDS * 1000 // 3),
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_SECONDS * 1000 // 3),
         ("grpc.http2.max_ping_strikes", 5),
         ("grpc.max_concurrent_streams", 1024),
     ]
