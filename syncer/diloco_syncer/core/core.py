@@ -261,9 +261,7 @@ class Core:
             case ev.InitialModelFailed():
                 self._admission.initial_model.mark_failed(event.connection)
             case ev.MergeDurable():
-                self._aggregator.complete_merge(event, now)
-            case ev.VersionSent():
-                self._aggregator.record_arrival(event, now)
+                self._aggregator.complete_merge(event)
             case ev.LeaseRequested():
                 self._grant_lease(event.connection)
             case ev.DrainRequested():
@@ -290,8 +288,6 @@ class Core:
                 self._donors.advanced(event.transfer, now)
             case ev.PeerStateFailed():
                 self._donors.failed(event.connection, event.transfer)
-            case ev.LostVersionAdvanced():
-                self._recovery.mark_advanced(event.connection, event.fragment, event.whole, now)
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():

@@ -143,15 +143,6 @@ class PeerStateAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSent:
-    """All bytes of a fragment's version were sent to that process."""
-
-    connection: int
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class PushAdvanced:
     """Bytes of a push or an offer have come."""
 
@@ -162,15 +153,6 @@ class PeerStateFailed:
 
     connection: int
     transfer: int
-
-
-@dataclass(frozen=True, slots=True)
-class LostVersionAdvanced:
-    """Bytes of a base that a learner holds have come; ``whole``: all of them."""
-
-    connection: int
-    fragment: int
-    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +194,7 @@ Event = (
     | PeerStateReceived
     | PeerStateAdvanced
     | PeerStateFailed
-    | VersionSent
     | PushAdvanced
-    | LostVersionAdvanced
     | LostVersionStored
     | LostVersionFailed
     | Tick

@@ -10,10 +10,9 @@ had settled then. With s the store's version, made in epoch m, the learner's ver
 
 This is decided between a restart and the first merge after it (``can_recover``). When such a version shows up, or
 the tape tells of versions that the store has not, the loss is *announced*, and everything waits (``is_pending``).
-When all learners are back or given up, each missing fragment is requested from a holder of its newest version, one
-request per learner at a time, of several at once. One that sends nothing for ``ANSWER_SECONDS`` is given up, and so is
-one that is slower than a transfer may be. If no learner had anything, tokens that learners know to be merged beyond the
-store's versions are dropped (``rolled-back``).
+When all learners are back or given up, each missing fragment is requested from the holder of its newest version, one
+request per learner at a time. If no learner had anything, tokens that learners know to be merged beyond the store's
+versions are dropped (``rolled-back``).
 
 Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
 above them, so that one (epoch, version) never has two meanings.
@@ -27,7 +26,7 @@ be the first one back, before those that hold more: it gives version 0 back only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from diloco_protocol.vocabulary import EventKind, JobPhase
 from diloco_protocol.wire.records import Held, Receipt
@@ -36,7 +35,7 @@ from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.recovery.receipts import validate_receipt
 from diloco_syncer.core.state import JobState
 
-ANSWER_SECONDS = 60.0  # without a byte of an answer
+REQUEST_SECONDS = 60.0  # for an answer, besides the transfer
 RETRY_SECONDS = 10.0  # before a holder that failed is asked again, where nobody else has the version
 SLOWEST = 64 << 10  # elements a second
 EPOCHS_ABOVE = 1000  # as far as a store's epochs are believed to have gone back
@@ -50,8 +49,7 @@ class VersionRequest:
     fragment: int
     epoch: int
     version: int
-    deadline: float  # for all of it, and for its record
-    idle_until: float  # for its next byte
+    deadline: float
 
 
 class VersionRecovery:
@@ -246,13 +244,6 @@ class VersionRecovery:
         else:
             self._held.get(connection, {}).pop(fragment, None)
 
-    def mark_advanced(self, connection: int, fragment: int, whole: bool, now: float) -> None:
-        """Bytes of an answer have come. ``whole``: all of them, and its record is being made."""
-        request = self._requests.get(fragment)
-        if request is not None and request.connection == connection:
-            idle_until = request.deadline if whole else now + ANSWER_SECONDS
-            self._requests[fragment] = replace(request, idle_until=idle_until)
-
     def mark_stored(self, fragment: int) -> None:
         """A record with the version is durable."""
         self._requests.pop(fragment, None)
@@ -264,7 +255,7 @@ class VersionRecovery:
         if not self.is_pending or self._restarting or not self._state.initialised or not self._all_present(now):
             return
         for request in list(self._requests.values()):
-            if now >= min(request.deadline, request.idle_until):
+            if now >= request.deadline:
                 self.mark_failed(request.connection, request.fragment, now)
         for fragment in range(len(self._made)):
             if fragment not in self._recovered and fragment not in self._requests:
@@ -296,20 +287,19 @@ class VersionRecovery:
         return now >= self._rebuild_until
 
     def _request(self, fragment: int, now: float) -> None:
-        holders = {
-            connection: (held[fragment].version, held[fragment].epoch, held[fragment].settled)
+        holders = [
+            ((held[fragment].version, held[fragment].epoch, held[fragment].settled), -connection)
             for connection, held in self._held.items()
             if fragment in held and self._retry_at.get((connection, fragment), now) <= now
-        }
-        newest = max(holders.values(), default=None)
-        busy = {request.connection for request in self._requests.values()}
-        free = [connection for connection, held in holders.items() if held == newest and connection not in busy]
-        if newest is None or not free:
+        ]
+        if not holders:
             return
-        connection, (version, epoch, _) = min(free), newest
-        deadline = now + ANSWER_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
-        request = VersionRequest(connection, fragment, epoch, version, deadline, now + ANSWER_SECONDS)
-        self._requests[fragment] = request
+        (version, epoch, _), negative = max(holders)
+        connection = -negative
+        if any(request.connection == connection for request in self._requests.values()):
+            return  # one at a time
+        deadline = now + REQUEST_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
+        self._requests[fragment] = VersionRequest(connection, fragment, epoch, version, deadline)
         self._actions.add(ev.RequestVersion(connection, fragment, epoch, version))
 
     def _say_what_is_missing(self) -> None:

@@ -66,24 +66,6 @@ def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
 
 
-def test_the_time_until_a_quorum_of_learners_has_a_version_is_measured() -> None:
-    desk = Desk(config())
-    desk.begin(2)
-    desk.join(9, 0, evaluator=True)
-    desk.report(1, 4)
-    desk.push(0, 4)
-    desk.later(5.0)
-    desk.do(ev.MergeDurable(0, 1, 0.25, (1.0,)))
-    rounds = desk.core._state.rounds
-    assert rounds is not None
-    desk.later(2.0)
-    for nobody in (9, 77):  # an evaluator, and who is gone
-        desk.do(ev.VersionSent(nobody, 0, 1))
-    assert rounds.sync_seconds == 0.25
-    desk.do(ev.VersionSent(2, 0, 1))
-    assert rounds.sync_seconds == 2.25
-
-
 def test_k_is_never_lowered() -> None:
     desk = Desk(config(slots=2, quorum=2))
     desk.begin(2)

@@ -15,7 +15,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.rounds import RoundRules
-from diloco_syncer.core.recovery.lost_versions import ANSWER_SECONDS, SLOWEST
+from diloco_syncer.core.recovery.lost_versions import REQUEST_SECONDS
 from ledger_balance import imbalances
 
 A = TypeVar("A")
@@ -270,41 +270,10 @@ def test_who_does_not_answer_is_given_up_for_another_that_holds_the_version() ->
     life = restarted()
     life.join(11, 0, held=HELD)
     (first,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
-    stay(life, ANSWER_SECONDS - 1, 11, 12)
+    stay(life, REQUEST_SECONDS, 11, 12)
     assert of(life.log, ev.RequestVersion) == [first]
     (second,) = of(stay(life, 1, 11, 12), ev.RequestVersion)
     assert {first.connection, second.connection} == {11, 12}
-
-
-def test_holders_of_the_same_versions_are_asked_at_the_same_time() -> None:
-    life = restarted()
-    life.join(11, 0, held=BOTH)
-    asked = of(life.join(12, 1, held=BOTH), ev.RequestVersion)
-    assert [(ask.connection, ask.fragment) for ask in asked] == [(11, 0), (12, 1)]
-
-
-def test_a_holder_whose_bytes_stop_is_given_up_long_before_the_slowest_would_be_done() -> None:
-    """As long as they come it is waited for, and while its record is made; and for no longer than the slowest takes."""
-    for last in ("stalls", "is whole", "never ends"):
-        life = restarted()
-        life.core._state.fragment_elements = (SLOWEST * 400, 8)
-        life.join(11, 0, held=HELD)
-        (first,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
-        began = life.now
-        for _ in range(5):
-            stay(life, ANSWER_SECONDS - 1, 11, 12)
-            life.do(ev.LostVersionAdvanced(first.connection, 0))
-        if last == "is whole":
-            life.do(ev.LostVersionAdvanced(first.connection, 0, whole=True))
-        waited = {"stalls": 6 * ANSWER_SECONDS - 5}.get(last, ANSWER_SECONDS + 400)
-        while len(asked := of(life.log, ev.RequestVersion)) == 1 and life.now - began < 2 * waited:
-            stay(life, 1, 11, 12)
-            life.do(ev.LostVersionAdvanced(23 - first.connection, 0))  # whom nobody has asked
-            life.do(ev.LostVersionAdvanced(first.connection, 1))  # for which nobody has
-            if last == "never ends":
-                life.do(ev.LostVersionAdvanced(first.connection, 0))
-        assert life.now - began == pytest.approx(waited, abs=1)
-        assert {ask.connection for ask in asked} == {11, 12}
 
 
 def test_who_is_gone_is_given_up_for_another_that_holds_the_version() -> None:
