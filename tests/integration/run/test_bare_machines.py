@@ -81,6 +81,7 @@ def certificates(folder: Path, job: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # whoever comes after a common end waits for states on disks, 90 s at most
 def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., Program]) -> None:
     (tmp_path / "corpus.txt").write_text(WORDS * 2000)
     text = JOB.format(steps=1, learners=2).replace("stop: {steps: 1}", "stop: {tokens: 150000}")
@@ -138,7 +139,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     killed.process.wait(10)
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its worker's end")
     third = join("third")
-    assert served.ends(120) == 0, served.output
+    assert served.ends(200) == 0, served.output
     assert third.ends() == 0, third.output
     report = json.loads((tmp_path / "hub" / "report.json").read_bytes())
     assert report["outcome"] == "complete" and report["final_loss"] is not None
