@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import s3_service
+from free_ports import free_port
 from parties import Parties
 from repository import ROOT
 from s3_service import OURS, S3Service
@@ -72,7 +73,7 @@ class BucketService:
         self.port = int((self.folder / "port").read_text())
 
     def _start_on_free_port(self) -> None:
-        self.port = s3_service.free_port()
+        self.port = free_port()
         (self.folder / "objects").mkdir()
         if self.kind == "az":
             words = [AZURITE, "--inMemoryPersistence", "--disableTelemetry", "--silent", "--blobPort", str(self.port)]

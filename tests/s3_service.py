@@ -63,11 +63,6 @@ class S3Service:
         self._log.close()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def answers(port: int) -> bool:
     """Whether somebody listens there."""
     try:

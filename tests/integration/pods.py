@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from diloco_protocol.documents import LearnerPage, Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import make_key
+from free_ports import free_port
 
 STEP_SECONDS = 0.01
 TOKENS = 4  # per step
@@ -87,11 +87,6 @@ def make_job(
             },
         }
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
