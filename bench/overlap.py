@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--millions", type=int, help="parameters of the model, in millions (default: the demo's, 0.9)")
     args = parser.parse_args()
     turns, steps = (3, 12) if args.quick else (12, 72)  # 72: each fragment six times
-    if args.millions:
+    if args.millions is not None:
+        if args.millions < 1:
+            parser.error(f"--millions is {args.millions}: expected 1 or more")
         turns, steps = (2, 12) if args.quick else (6, 24)
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = {cores[0]}, {cores[-1]}
