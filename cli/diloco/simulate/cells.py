@@ -1,0 +1,38 @@
+"""Results that take long, kept by a digest of what made them: a command that was interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco_protocol.common.files import write_whole
+
+
+class CellCache:
+    """A folder of results (JSON objects). ``code``: files and folders of Python that decide them; where any of it
+    changes, everything is made anew."""
+
+    def __init__(self, folder: Path, code: list[Path]) -> None:
+        self._folder = folder
+        digest = hashlib.sha256()
+        for path in code:
+            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+                digest.update(file.read_bytes())
+        self._code = digest.hexdigest()
+
+    def find_or_make(self, what: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of ``what``, made now if it is not there."""
+        text = json.dumps([self._code, what], sort_keys=True)
+        path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+        except (OSError, ValueError):
+            pass
+        result = make()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(result).encode())
+        return result

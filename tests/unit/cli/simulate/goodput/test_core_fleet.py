@@ -1,0 +1,72 @@
+"""The real core under a fleet's failures, against the simulator that knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.simulate.cells import CellCache
+from diloco.simulate.goodput import defaults, published
+from diloco.simulate.goodput.core_fleet import CoreFleet, Sync
+from diloco.simulate.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
+from diloco.simulate.goodput.fleet import Fleet
+from diloco.simulate.goodput.rows import FleetConditions
+
+
+def silent(share: float) -> None:
+    pass
+
+
+def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp_path: Path) -> None:
+    world = CoreFleet(
+        Fleet(1_200_000, 4, published.YEAR, defaults.STOPS), defaults.REPAIRS, Sync(), 3, time.perf_counter
+    )
+    result = world.run(1000.0)
+    assert world.core.ledger is not None
+    assert [world.core.ledger.imbalances(slot) for slot in range(4)] == [[]] * 4
+    totals = world.core.ledger.totals()
+    assert totals.dropped == 0 and totals.merged > 0.98 * totals.trained  # a learner's other slices keep its work
+    assert 0.6 < result.goodput < 0.95 and 0.97 < result.uptime <= 1 and 2 < result.responders <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_time
+def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
+    run = CoreRun(repetitions=4, failures=300, steps=2000, learner_steps=8000)
+    rows = core_rows((1_200_000,), (1, 2, 4), FleetConditions(), run, CellCache(tmp_path, []), silent)
+    assert [row["agrees"] for row in rows] == [True] * 3, rows
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_time
+def test_unequal_learners_do_not_wait_but_merge_more_rarely(tmp_path: Path) -> None:
+    run = CoreRun(repetitions=2, steps=160)
+    wide, racing, grace = uneven_core_rows(FleetConditions(), run, CellCache(tmp_path, []), silent)
+    assert wide["value"] == pytest.approx(100, abs=4) and grace["value"] == pytest.approx(100, abs=4)
+    assert wide["pace"] < 0.9 * grace["pace"] and wide["responders"] == 8 and grace["responders"] > 7
+    # Whoever is first is merged alone, and the others' work grows too old.
+    assert racing["responders"] < 2 and racing["value"] < 90
+
+
+def test_what_was_simulated_is_kept_until_the_code_or_the_question_changes(tmp_path: Path) -> None:
+    code = tmp_path / "rule.py"
+    code.write_text("one")
+    made = []
+
+    def make() -> dict[str, Any]:
+        made.append(1)
+        return {"value": len(made)}
+
+    def find(what: dict[str, Any]) -> Any:
+        return CellCache(tmp_path / "cells", [code]).find_or_make(what, make)["value"]
+
+    assert [find({"a": 1}), find({"a": 1}), find({"a": 2})] == [1, 1, 2]
+    code.write_text("two")
+    assert find({"a": 1}) == 3
+    for path in (tmp_path / "cells").iterdir():
+        path.write_text(json.dumps({"value": 9})[:-3])  # cut off
+    assert find({"a": 1}) == 4
