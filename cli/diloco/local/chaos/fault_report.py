@@ -10,10 +10,11 @@ events of that slot after the fault:
 For a fault of the syncer, detected is when the runner saw its process end (or, while it lives on, the first sign of a
 lost learner); joined, first step and recovered are the first such events of any slot thereafter.
 
-A pause or a cut may pass unnoticed, when it is shorter than the heartbeat's timeout; then nothing was lost and all four
-are None. So that it does not adopt a later fault's events, only signs that come before the next fault on the same slot
-count, and for pause and cut only those before the next fault of the syncer and before they end plus ``NOTICE_SECONDS``.
-That a learner drained is a sign of ``term`` alone: all drain when the job ends. All times are wall-clock seconds.
+A pause, a cut or a slow-down may pass unnoticed, when it is shorter than the heartbeat's timeout; then nothing was lost
+and all four are None. So that it does not adopt a later fault's events, only signs that come before the next fault on
+the same slot count, and for these only those before the next fault of the syncer and before they end plus
+``NOTICE_SECONDS``. That a learner drained is a sign of ``term`` alone: all drain when the job ends. All times are
+wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def rows(faults: Sequence[Injected], events: Iterable[Event]) -> list[FaultRow]:
 
 def _until(fault: Injected, faults: Sequence[Injected]) -> float:
     """The latest time of a sign of this fault."""
-    passing = fault.action in ("pause", "cut")
+    passing = fault.action in ("pause", "cut", "slow")
     later = [
         other.time
         for other in faults
@@ -82,6 +83,8 @@ def _row(fault: Injected, until: float, told: Sequence[Event]) -> FaultRow:
 
     return FaultRow(
         at_seconds=round(fault.at_seconds, 3),
+        time=round(fault.time, 3),
+        lasts_seconds=fault.duration,
         action=fault.action,
         target=fault.target,
         detected_seconds=since(detected),

@@ -4,8 +4,9 @@ A schedule is a list of faults, separated by commas; each is ``TIME:ACTION:TARGE
 
 * TIME is a duration since the job's first merge (``20s``, ``1.5m``) or a step
   (``step=150``: when the job's greatest slot step gets there).
-* ACTION is ``kill`` (SIGKILL), ``term`` (SIGTERM: the learner drains), ``pause`` (SIGSTOP, and SIGCONT after DURATION)
-  or ``cut`` (its connections are dropped and refused for DURATION).
+* ACTION is ``kill`` (SIGKILL; with a DURATION, its machine's repair, it is started again no sooner than that), ``term``
+  (SIGTERM: the learner drains), ``pause`` (SIGSTOP, and SIGCONT after DURATION), ``cut`` (its connections are dropped
+  and refused for DURATION) or ``slow`` (it has half its speed for DURATION; ``slow(0.2)``: a fifth).
 * TARGET is ``learner-2`` (that process), ``learner`` (any running one, chosen by the run's seed) or ``syncer``.
 
 Everything here is plain code: the runner asks which faults are due, chooses the process, and carries the fault out.
@@ -20,8 +21,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ACTIONS = ("kill", "term", "pause", "cut")
-LASTING = ("pause", "cut")  # these need a DURATION
+ACTIONS = ("kill", "term", "pause", "cut", "slow")
+LASTING = ("pause", "cut", "slow")  # these need a DURATION
 GRAMMAR = "TIME:ACTION:TARGET[:DURATION], as in 20s:kill:learner-2 or step=150:pause:learner:5s"
 MAX_FAULTS = 10_000
 
@@ -30,6 +31,9 @@ _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _STEP = re.compile(r"step=([0-9]{1,9})")
 _LEARNER = re.compile(r"learner(?:-([0-9]{1,9}))?")
+_ACTION = re.compile(r"([a-z]+)(?:\((.*)\))?")
+_SPEED = re.compile(r"0\.[0-9]{1,3}")
+HALF_SPEED = 0.5
 
 
 class ChaosError(ValueError):
@@ -41,7 +45,8 @@ class Fault:
     """One thing to break. Exactly one of ``after_seconds`` and ``at_step`` is set.
 
     ``learner`` is the target's index over all learners of the job, or None for any running one; it means nothing when
-    ``syncer`` is set. ``duration`` is in seconds and 0 for actions that do not last.
+    ``syncer`` is set. ``duration`` is in seconds and 0 for actions that do not last; a kill's is how long the process
+    stays away at least. ``speed``: the share of its speed that ``slow`` leaves, above 0 and below 1.
     """
 
     text: str
@@ -51,6 +56,7 @@ class Fault:
     syncer: bool = False
     learner: int | None = None
     duration: float = 0.0
+    speed: float = HALF_SPEED
 
     @property
     def target(self) -> str:
@@ -140,8 +146,7 @@ def _item(item: str, index: int) -> Fault:
     if not 3 <= len(parts) <= 4:
         raise _error(index, item, f"it has {len(parts)} part{'s' * (len(parts) != 1)}; write {GRAMMAR}")
     time, action, target = parts[:3]
-    if action not in ACTIONS:
-        raise _error(index, item, f"there is no action {action!r}; write one of {', '.join(ACTIONS)}")
+    action, speed = _action(action, item, index)
     after_seconds, at_step = _time(time, item, index)
     named = _LEARNER.fullmatch(target)
     if target != "syncer" and named is None:
@@ -153,10 +158,28 @@ def _item(item: str, index: int) -> Fault:
         duration = _seconds(parts[3])
         if duration <= 0:
             raise _error(index, item, f"{parts[3]!r} is no duration above zero; write 5s, 500ms or 2m")
+    elif len(parts) == 4 and action == "kill":
+        duration = _seconds(parts[3])
+        if not duration > 0:
+            raise _error(index, item, f"{parts[3]!r} is no time that it stays away; write 30s, or leave it out")
     elif len(parts) == 4:
         raise _error(index, item, f"{action} takes no duration; write {time}:{action}:{target}")
     learner = int(named[1]) if named is not None and named[1] is not None else None
-    return Fault(item, action, after_seconds, at_step, target == "syncer", learner, duration)
+    return Fault(item, action, after_seconds, at_step, target == "syncer", learner, duration, speed)
+
+
+def _action(text: str, item: str, index: int) -> tuple[str, float]:
+    """The action, and the speed that ``slow`` leaves."""
+    read = _ACTION.fullmatch(text)
+    if read is None or read[1] not in ACTIONS:
+        raise _error(index, item, f"there is no action {text!r}; write one of {', '.join(ACTIONS)}")
+    action, argument = read[1], read[2]
+    if argument is None:
+        return action, HALF_SPEED
+    if action != "slow" or not _SPEED.fullmatch(argument) or float(argument) == 0:
+        cure = "slow alone takes one: the share of its speed that is left, such as slow(0.25)"
+        raise _error(index, item, f"{argument!r} is no argument of {action}; {cure}")
+    return action, float(argument)
 
 
 def _time(text: str, item: str, index: int) -> tuple[float | None, int | None]:

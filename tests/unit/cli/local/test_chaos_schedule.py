@@ -18,6 +18,11 @@ def test_every_form() -> None:
         Fault("0s:cut:learner-0:2s", "cut", after_seconds=0.0, learner=0, duration=2.0),
     )
     assert [fault.target for fault in got] == ["learner-2", "learner", "syncer", "learner-0"]
+    assert parse("1s:kill:learner-1:30s,2s:slow:learner:4s,3s:slow(0.25):learner-0:500ms") == (
+        Fault("1s:kill:learner-1:30s", "kill", after_seconds=1.0, learner=1, duration=30.0),
+        Fault("2s:slow:learner:4s", "slow", after_seconds=2.0, duration=4.0),
+        Fault("3s:slow(0.25):learner-0:500ms", "slow", after_seconds=3.0, learner=0, duration=0.5, speed=0.25),
+    )
     assert parse("  ") == ()
 
 
@@ -25,13 +30,18 @@ def test_every_form() -> None:
     ("spec", "item", "cure"),
     [
         ("20s:kill", "item 1 ('20s:kill')", "TIME:ACTION:TARGET"),
-        ("20s:kill:learner:5s", "item 1", "kill takes no duration; write 20s:kill:learner"),
+        ("20s:term:learner:5s", "item 1", "term takes no duration; write 20s:term:learner"),
+        ("20s:kill:learner:soon", "item 1", "'soon' is no time that it stays away; write 30s"),
+        ("20s:slow:learner", "item 1", "slow needs a duration; write 20s:slow:learner:5s"),
+        ("20s:slow(2):learner:5s", "item 1", "'2' is no argument of slow"),
+        ("20s:slow(0.0):learner:5s", "item 1", "such as slow(0.25)"),
+        ("20s:pause(0.5):learner:5s", "item 1", "'0.5' is no argument of pause; slow alone takes one"),
         ("20s:pause:learner", "item 1", "pause needs a duration; write 20s:pause:learner:5s"),
         ("20s:cut:learner:0s", "item 1", "no duration above zero"),
         ("20s:cut:learner:soon", "item 1", "'soon' is no duration"),
         ("20s:kill:learner,20:kill:learner", "item 2", "'20' is no time; write a duration"),
         ("step=x:kill:learner", "item 1", "such as step=150"),
-        ("20s:explode:learner", "item 1", "write one of kill, term, pause, cut"),
+        ("20s:explode:learner", "item 1", "write one of kill, term, pause, cut, slow"),
         ("20s:kill:worker", "item 1", "write learner-N, learner or syncer"),
         ("20s:kill:learner-", "item 1", "no target 'learner-'"),
         ("20s:kill:learner,", "item 2 ('')", "remove the spare comma"),
@@ -63,7 +73,10 @@ def test_check_names_the_learners_that_there_are() -> None:
 _times = st.integers(0, 10_000).map(lambda n: f"{n}s") | st.integers(0, 10_000).map(lambda n: f"step={n}")
 _targets = st.sampled_from(["syncer", "learner"]) | st.integers(0, 99).map(lambda n: f"learner-{n}")
 _items = st.tuples(_times, st.sampled_from(["kill", "term"]), _targets).map(":".join) | st.tuples(
-    _times, st.sampled_from(["pause", "cut"]), _targets, st.integers(1, 99).map(lambda n: f"{n}s")
+    _times,
+    st.sampled_from(["pause", "cut", "kill", "slow", "slow(0.125)"]),
+    _targets,
+    st.integers(1, 99).map(lambda n: f"{n}s"),
 ).map(":".join)
 
 

@@ -32,6 +32,8 @@ def test_a_kill_is_followed_to_the_first_merge_of_the_newcomer() -> None:
     assert [dict(row) for row in rows([fault], reversed(told))] == [
         {
             "at_seconds": 20.0,
+            "time": 100.0,
+            "lasts_seconds": 0.0,
             "action": "kill",
             "target": "learner-2",
             "detected_seconds": 0.05,

@@ -1,0 +1,256 @@
+"""``diloco chaos``: draw the faults, find the pace, run each arm once, write the report.
+
+What is finished is kept in the report's folder under a digest of what makes it, so that the same command goes on where
+it stopped. ArmProgress and the time left go to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from diloco.compare.arm import ArmError, ArmResult, Record, Tell, measure_arm
+from diloco.compare.baselines import calibrate, run_baseline
+from diloco.compare.ours import run_ours
+from diloco.compare.plan import (
+    BASELINES,
+    END_SECONDS,
+    OURS,
+    START_SECONDS,
+    Comparison,
+    Pace,
+    choose_pace,
+    job_overrides,
+)
+from diloco.compare.random_faults import draw_kills, draw_schedule, mean_seconds_between_kills, text_of
+from diloco.compare.report import document
+from diloco.console import COMPLETE, FAILED, CommandError, print_text
+from diloco.local.chaos.schedule import ChaosError, Fault, check, parse
+from diloco.reports.document import ResultDocument
+from diloco.reports.files import write_text
+from diloco.reports.html import render_html
+from diloco.reports.markdown import render_markdown
+from diloco.validate import read_job_file
+from diloco_protocol.common.files import PUBLIC, write_whole
+from diloco_protocol.spec.job import DiLoCoJob, spec_digest
+
+TELL_SECONDS = 10.0
+QUICK_MINUTES, QUICK_MTBF = 0.2, 6.0  # two learners, rigid data-parallel training alone
+QUICK_LEARNERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """``chaos``: a schedule instead of a random one. ``step_seconds`` None: by calibration. ``repair`` None: a sixth
+    of ``mtbf``. All seconds but ``minutes``."""
+
+    job: Path
+    report: Path | None = None
+    compare: str = "ddp"
+    mtbf: float = 60.0
+    repair: float | None = None
+    minutes: float = 5.0
+    seed: int = 0
+    chaos: str = ""
+    step_seconds: float | None = None
+    overrides: Sequence[str] = field(default_factory=tuple)
+    dry_run: bool = False
+    as_json: bool = False
+
+
+def quick(options: CompareOptions) -> CompareOptions:
+    """The same in about a minute: does it run, not how it ends."""
+    learners = (f"regions.0.learners={QUICK_LEARNERS}",)
+    return replace(
+        options, compare="ddp", overrides=(*learners, *options.overrides), minutes=QUICK_MINUTES, mtbf=QUICK_MTBF
+    )
+
+
+def compare(options: CompareOptions) -> int:
+    """Run the comparison; the exit code: 0, or 1 where an arm could not be run. Raises CommandError."""
+    baselines = _baselines(options.compare)
+    seconds = options.minutes * 60
+    if not seconds > 0:
+        raise CommandError(f"--minutes {options.minutes:g}: it must be above 0")
+    overrides = job_overrides(options.overrides, seconds, options.seed)
+    job = read_job_file(options.job, overrides)
+    if any(region.spares for region in job.spec.regions):
+        raise CommandError(f"{options.job}: no baseline has spare machines; compare it with --set regions.0.spares=0")
+    if any(region.batch or region.most_learners > region.learners for region in job.spec.regions):
+        raise CommandError(
+            f"{options.job}: baselines have one batch and a fixed number of learners;"
+            " leave maxLearners and regions[].batch out"
+        )
+    if job.spec.learners.command is not None:
+        raise CommandError(
+            f"{options.job}: learners.command is a program of its own, which has no pace and no baseline;"
+            " compare a job of the built-in trainer"
+        )
+    schedule = _schedule(options, job, seconds)
+    if options.dry_run:
+        print_text(text_of(schedule))
+        return COMPLETE
+    folder = options.report or Path("runs") / f"chaos-{job.metadata.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--report {folder}: {error.strerror or error}; name a folder that can be written") from None
+    return asyncio.run(_compare_all(options, baselines, overrides, job, schedule, seconds, folder))
+
+
+def pod_schedule(options: CompareOptions) -> tuple[str, tuple[Fault, ...]]:
+    """The name of the job in the file, and which of its pods are deleted when, in a cluster. Raises CommandError."""
+    job = read_job_file(options.job, options.overrides)
+    seconds = options.minutes * 60
+    try:
+        if options.chaos:
+            schedule = parse(options.chaos)
+            check(schedule, job.spec.slots)
+        else:
+            schedule = draw_kills(options.seed, job.spec.slots, options.mtbf, seconds)
+    except ValueError as error:  # ChaosError is one
+        raise CommandError(str(error)) from error
+    return job.metadata.name, schedule
+
+
+def _baselines(text: str) -> list[str]:
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for name in names:
+        if name not in BASELINES:
+            raise CommandError(f"--compare: there is no baseline {name!r}; there are {', '.join(BASELINES)}")
+        if name == "torchft" and importlib.util.find_spec("torchft") is None:
+            raise CommandError(
+                "--compare torchft: the package torchft is not installed here; pip install torchft, or leave it out"
+            )
+    return names
+
+
+def _schedule(options: CompareOptions, job: DiLoCoJob, seconds: float) -> tuple[Fault, ...]:
+    learners = job.spec.slots
+    repair = options.mtbf / 6 if options.repair is None else options.repair
+    if not (options.mtbf > 0 and repair > 0):
+        raise CommandError("--mtbf and --repair: they have to be above 0, in seconds")
+    try:
+        if not options.chaos:
+            return draw_schedule(options.seed, learners, options.mtbf, repair, seconds)
+        schedule = parse(options.chaos)
+        check(schedule, learners)
+    except ChaosError as error:
+        raise CommandError(str(error)) from error
+    for fault in schedule:
+        if fault.syncer or fault.learner is None or fault.at_step is not None or fault.action == "term":
+            raise CommandError(
+                f"--chaos {fault.text}: a comparison takes kill, pause, cut and slow of one named learner at a time,"
+                " for the others have no syncer, no drain and no slots; leave it out, or use diloco run --chaos"
+            )
+    return schedule
+
+
+async def _compare_all(
+    options: CompareOptions,
+    baselines: list[str],
+    overrides: tuple[str, ...],
+    job: DiLoCoJob,
+    schedule: tuple[Fault, ...],
+    seconds: float,
+    folder: Path,
+) -> int:
+    progress = ArmProgress(seconds, [OURS, *baselines])
+    pace = await _pace(options, job, folder, progress)
+    plan = Comparison(
+        options.job, overrides, job, schedule, seconds, mean_seconds_between_kills(schedule, seconds), pace
+    )
+    progress.say(f"{len(schedule)} faults in {seconds:g} s; a step takes {pace.step_seconds:g} s")
+    arms: dict[str, ArmResult] = {}
+    failed: dict[str, str] = {}
+    for name in [OURS, *baselines]:
+        try:
+            arms[name] = await _arm(name, plan, folder, progress)
+        except ArmError as error:
+            failed[name] = str(error).splitlines()[0]
+            print_text(f"error: {name}: {error}", file=sys.stderr)
+    report = document(plan, arms, failed, len(os.sched_getaffinity(0)))
+    page = ResultDocument.model_validate(report)
+    write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_text(folder / "report.md", render_markdown(page))
+    write_text(folder / "report.html", render_html(page))
+    print_text(json.dumps(report, indent=1) if options.as_json else render_markdown(page), flush=True)
+    progress.say(f"the report is in {folder}")
+    return FAILED if failed else COMPLETE
+
+
+async def _pace(options: CompareOptions, job: DiLoCoJob, folder: Path, progress: ArmProgress) -> Pace:
+    kept = folder / "arms" / f"pace-{spec_digest(job)[:16]}.json"
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        progress.say("measuring how long a step computes")
+        try:
+            found = await calibrate(job, options.job.absolute().parent, folder / "work" / "calibration")
+        except ArmError as error:
+            raise CommandError(f"the job's step cannot be measured: {error}", FAILED) from error
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, json.dumps(found).encode(), mode=PUBLIC)
+    chosen = choose_pace(found["cpu_seconds"], found["tokens"], job.spec.slots, len(os.sched_getaffinity(0)))
+    if options.step_seconds is None:
+        return chosen
+    return Pace(options.step_seconds, chosen.tokens, chosen.cpu_seconds)
+
+
+async def _arm(name: str, plan: Comparison, folder: Path, progress: ArmProgress) -> ArmResult:
+    kept = folder / "arms" / f"{name}-{plan.digest(name)}.json"
+    if (known := ArmResult.load(kept)) is not None:
+        progress.finish(name, "was run before")
+        return known
+    work, tell = folder / "work" / name, progress.teller(name)
+    result = measure_arm(name, plan, await _run(name, plan, work, tell))
+    result.save(kept)
+    progress.finish(name, f"goodput {result.goodput:.2f}, {result.kept_tokens:,} tokens in the model")
+    return result
+
+
+async def _run(name: str, plan: Comparison, work: Path, tell: Tell) -> Record:
+    if name == OURS:
+        return await run_ours(plan, work, tell)
+    return await run_baseline(name, plan, work, tell)
+
+
+class ArmProgress:
+    """Says on stderr how far the arms are, with the time left of all of them."""
+
+    def __init__(self, seconds: float, arms: Sequence[str]) -> None:
+        self._seconds = seconds
+        self._left = list(arms)
+        self._next = 0.0
+
+    def say(self, text: str) -> None:
+        print_text(text, file=sys.stderr, flush=True)
+
+    def finish(self, arm: str, text: str) -> None:
+        """This arm is done."""
+        self._left.remove(arm)
+        self.say(f"{arm}: {text}")
+
+    def teller(self, arm: str) -> Tell:
+        """What an arm calls with its seconds of training; a line comes every ``TELL_SECONDS``."""
+
+        def show_seconds(over: float) -> None:
+            if time.monotonic() < self._next:
+                return
+            self._next = time.monotonic() + TELL_SECONDS
+            each = self._seconds + START_SECONDS + END_SECONDS
+            left = max(0.0, len(self._left) * each - (over + START_SECONDS if over else 0.0))
+            self.say(f"{arm}: {min(over, self._seconds):.0f} of {self._seconds:g} s; about {_span(left)} left in all")
+
+        return show_seconds
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

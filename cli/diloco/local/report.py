@@ -1,0 +1,61 @@
+"""``diloco report --html`` and ``--markdown``: pages of a run on this machine, or of a file of figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from diloco.console import CommandError, print_text
+from diloco.local.status import read_status
+from diloco.processes.workdir import MAX_REPORT_BYTES, find
+from diloco.reports.document import ReportError, ResultDocument, read_result
+from diloco.reports.files import write_text
+from diloco.reports.html import render_html
+from diloco.reports.markdown import render_markdown
+from diloco.reports.run_report import RunCurves, read_curves, run_report
+from diloco_protocol.common.files import read_bounded
+from diloco_protocol.documents import DocumentError, RunReport, read_document
+
+RENDERERS = {".html": render_html, ".md": render_markdown}
+
+
+def write_pages(what: str, file: Path | None, html: bool, markdown: bool) -> None:
+    """Write the page or both; ``file``: the HTML's name, or the Markdown's where that alone is wanted.
+    Raises CommandError."""
+    document, default = _result(what)
+    base = file or default
+    for suffix, wanted in ((".html", html), (".md", markdown)):
+        if wanted:
+            path = base if file is not None and not (html and markdown) else base.with_suffix(suffix)
+            if path == Path(what):
+                raise CommandError(f"{path} is what the report is made of: name another file")
+            print_text(f"{write_text(path, RENDERERS[suffix](document))}: {document.title}")
+
+
+def _result(what: str) -> tuple[ResultDocument, Path]:
+    """The document, and the name of its pages less the suffix's."""
+    path = Path(what)
+    if path.is_file():
+        return _from_file(path), path
+    workdir = find(what)
+    try:
+        curves = read_curves(workdir.metrics_file)
+    except OSError as error:
+        raise CommandError(f"{workdir.metrics_file} cannot be read: {error.strerror or error}") from error
+    return run_report(workdir.job_name() or workdir.path.name, read_status(what), curves), workdir.report
+
+
+def _from_file(path: Path) -> ResultDocument:
+    """Of what a measurement printed with --json, or of a report.json alone."""
+    try:
+        data = read_bounded(path, MAX_REPORT_BYTES)
+        content = json.loads(data)
+        if isinstance(content, dict) and "spec_digest" in content:
+            return run_report(path.stem, read_document(RunReport, data), RunCurves())
+        return read_result(data)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, DocumentError, ReportError) as error:
+        raise CommandError(
+            f"{path} is neither a run's report.json nor figures that a measurement printed with --json: {error}"
+        ) from error

@@ -1,0 +1,45 @@
+"""The baselines of ``diloco chaos`` as real processes: each loses what it must, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from runs import JOB
+
+from diloco.compare.arm import ArmResult, measure_arm
+from diloco.compare.baselines import run_baseline
+from diloco.compare.plan import Comparison, Pace, job_overrides
+from diloco.local.chaos.schedule import parse
+from diloco.validate import read_job_file
+
+SECONDS, STEP, TOKENS = 8.0, 0.1, 4 * 32
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(200)]
+
+
+def train(name: str, folder: Path, chaos: str) -> ArmResult:
+    job_file = folder / "job.yaml"
+    job_file.write_text(JOB.format(steps=1, learners=2))
+    words = " ".join(f"word{n % 97} and {n * 7919 % 1000}" for n in range(20_000))
+    (folder / "corpus.txt").write_text(words)
+    overrides = job_overrides([], SECONDS, 0)
+    plan = Comparison(
+        job_file, overrides, read_job_file(job_file, overrides), parse(chaos), SECONDS, SECONDS, Pace(STEP, TOKENS)
+    )
+    told: list[float] = []
+    record = asyncio.run(run_baseline(name, plan, folder / "arm", told.append))
+    assert max(told) > SECONDS / 2, "it says how far it is"
+    return measure_arm(name, plan, record)
+
+
+def test_rigid_waits_for_the_machine_and_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    got = train("ddp", tmp_path, "2s:kill:learner-1:1.5s")
+    (fault,) = got.recoveries
+    assert fault.stall_seconds >= 1.4, "nobody trains while one machine is away"
+    assert fault.back_seconds is not None and got.uptime < 0.9
+    # Checkpoints are some steps apart. A step that one rank ended and the killed one did not is in the state.
+    assert -TOKENS <= got.trained_tokens - got.kept_tokens <= 10 * 2 * TOKENS
+    assert got.bytes > 0 and got.losses[-1][2] < got.losses[0][2]
+    assert got.losses[-1][0] == got.kept_tokens

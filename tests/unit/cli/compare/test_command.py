@@ -1,0 +1,48 @@
+"""``diloco chaos``: what it refuses, and the schedule that it prints."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco.local.chaos.schedule import parse
+from diloco.main import app
+from repository import ROOT
+
+JOB = str(ROOT / "examples" / "minimal.yaml")
+
+
+def said(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["chaos", JOB, *arguments])
+    return done.exit_code, done.output
+
+
+def test_the_schedule_is_printed_and_is_the_same_again() -> None:
+    code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run")
+    assert code == 0 and len(parse(text.strip())) > 3
+    assert said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run") == (0, text)
+    assert said("--mtbf", "20", "--minutes", "2", "--seed", "8", "--dry-run")[1] != text
+    assert said("--chaos", text.strip(), "--dry-run")[1] == text
+
+
+def test_in_a_cluster_there_are_kills_alone() -> None:
+    code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run", "--context", "nowhere")
+    kills = parse(text.strip())
+    assert code == 0 and kills and all(fault.action == "kill" and not fault.duration for fault in kills)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--compare", "ddp,horovod"], "there is no baseline 'horovod'; there are ddp, torchft"),
+        (["--mtbf", "0"], "--mtbf and --repair: they have to be above 0"),
+        (["--minutes", "0"], "--minutes 0: it must be above 0"),
+        (["--chaos", "5s:kill:syncer"], "a comparison takes kill, pause, cut and slow of one named learner"),
+        (["--chaos", "5s:kill:learner-7"], "the job has no learner-7"),
+        (["--set", "regions.0.spares=1"], "no baseline has spare machines"),
+        (["--context", "x", "--chaos", "5s:pause:learner-0:3s"], "in a cluster pods are deleted"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], words: str) -> None:
+    code, text = said(*arguments)
+    assert code == 2 and words in " ".join(text.split()), text

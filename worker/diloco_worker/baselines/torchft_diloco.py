@@ -1,0 +1,108 @@
+"""torchft's DiLoCo: each learner a replica group of one rank, a lighthouse that settles who takes part in a merge.
+
+The whole model is one fragment, merged every ``sync.every`` steps with the job's outer rate and momentum, in float32
+and in buckets. A merge that fails discards the steps since the last one; a newcomer takes its state live from a healthy
+replica at its first merge. Settings are those that lose least: one replica is enough, the lighthouse notices a silent
+one after ``SILENT_SECONDS`` and waits for a late one as long.
+
+The package ``torchft`` has to be installed, with what it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diloco_protocol.common.files import write_whole
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.sync import OuterSpec
+from diloco_worker import device
+from diloco_worker.baselines.link import watch_link
+from diloco_worker.baselines.rank import Rank
+from diloco_worker.baselines.settings import BaselineSettings
+from diloco_worker.baselines.states import TrainState
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS = 1.0
+CALL_SECONDS = 20.0
+QUORUM_SECONDS = 600.0
+
+
+def serve_lighthouse(settings: BaselineSettings) -> int:
+    """Serve the lighthouse until killed. It stands for a machine that does not fail."""
+    from torchft.coordination import LighthouseServer
+
+    silent = round(SILENT_SECONDS * 1000)
+    server = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=silent, quorum_tick_ms=50, heartbeat_timeout_ms=silent)
+    port = server.address().rpartition(":")[2]
+    write_whole(settings.store_address, json.dumps(f"http://127.0.0.1:{port}").encode())
+    while True:
+        signal.pause()
+
+
+def train_replica(job: DiLoCoJob, settings: BaselineSettings) -> int:
+    """Train as one replica until the job has had its time. Returns the exit code; raises RuntimeError."""
+    from torchft.local_sgd import DiLoCo
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    device.configure(job.spec)
+    watch_link(settings.cut(settings.learner))
+    rank = Rank(job, settings)
+    every = job.spec.sync.every
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=CALL_SECONDS)),
+        load_state_dict=lambda state: _load(rank, state),
+        state_dict=lambda: {"model": rank.model.state_dict(), "optimizer": rank.optimizer.state_dict()},
+        min_replica_size=1,
+        use_async_quorum=False,
+        replica_id=f"learner-{settings.learner}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=settings.store,
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=CALL_SECONDS),
+        connect_timeout=timedelta(seconds=CALL_SECONDS),
+        quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
+    )
+    outer = _outer_optimizer(rank, job.spec.sync.outer)
+    rank.mark_started()
+    step = within = 0
+    with DiLoCo(manager, [rank.model], rank.optimizer, outer, sync_every=every, use_bucketization=True):
+        while True:
+            before = manager.batches_committed()
+            place = manager.participating_rank() or 0
+            # Replicas that agree on the merges take sequences of their own.
+            first = (before * every + place * every + within) * rank.sequences
+            tokens = rank.make_step(rank.model, first, step, settings.learner)
+            step, within = step + 1, (within + 1) % every
+            committed = manager.batches_committed() - before
+            rank.record_step(step, tokens, manager.num_participants(), rank.gradient_bytes if within == 0 else 0)
+            if committed and manager.participating_rank() == 0:
+                state = TrainState(manager.current_step(), 0, manager.batches_committed() * every * tokens)
+                rank.states.save(state, rank.model, rank.optimizer)
+                rank.keep_state_if_due(state, committed * every * tokens)
+            if rank.out_of_time:
+                rank.mark_ended()
+                return 0
+
+
+def _load(rank: Rank, state: dict[str, Any]) -> None:
+    rank.model.load_state_dict(state["model"])
+    rank.optimizer.load_state_dict(state["optimizer"])
+
+
+def _outer_optimizer(rank: Rank, outer: OuterSpec) -> torch.optim.Optimizer:
+    """SGD with the job's rate and momentum, whatever its outer optimizer is called."""
+    momentum = outer.momentum if outer.optimizer != "sgd" else 0.0
+    return torch.optim.SGD(rank.model.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
