@@ -119,6 +119,8 @@ class SyncerSim:
     lost: list[str] = field(default_factory=list)  # regions that it counts as lost
     required: int = 1
     stop: int = 10**12
+    places: int = 0  # slots beyond these are of learners beyond their region's places
+    bounds: dict[str, int] = field(default_factory=dict)  # by region: learners at most
 
 
 @dataclass
@@ -537,6 +539,8 @@ class World:
         known = {(s.region, s.ordinal): s for s in syncer.slots}
         places = [(r["name"], i) for r in spec["regions"] for i in range(r["learners"])]
         syncer.slots = [known.get(place, SlotSim(*place, place=place)) for place in places]
+        syncer.places = len(places)
+        syncer.bounds = {r["name"]: r["maxLearners"] or r["learners"] for r in spec["regions"]}
         for slot in syncer.slots:
             slot.state = "lost" if slot.process else "empty"
         if syncer.phase != "complete" or syncer.tokens < syncer.stop:
@@ -560,6 +564,8 @@ class World:
                     slot.state = "drained"
                 elif self.now - slot.heard > 10:
                     slot.state = "lost"
+        beyond = [slot for slot in syncer.slots[syncer.places :] if slot.state in HOLDING]
+        syncer.slots[syncer.places :] = beyond
         syncer.standbys = [p for p in syncer.standbys if p in alive]
         if syncer.phase not in ("waiting", "training", "holding"):
             return
@@ -576,6 +582,10 @@ class World:
                 s for s in syncer.slots if s.process and s.place == (pod.region, pod.ordinal) and s.process not in alive
             ]
             own = [s for s in free if (s.region, s.ordinal) == (pod.region, pod.ordinal)]
+            held = sum(s.place[0] == pod.region and s.state in HOLDING for s in syncer.slots)
+            if not old and not free and held < syncer.bounds.get(pod.region, 0):
+                free = [SlotSim(pod.region, pod.ordinal)]
+                syncer.slots += free
             for slot in (*old, *own, *free):
                 slot.process, slot.state, slot.heard = process, "active", self.now
                 slot.ready_at, slot.place = self.now + JOIN_SECONDS, (pod.region, pod.ordinal)
@@ -595,7 +605,7 @@ class World:
             epoch=syncer.epoch,
             merges=syncer.merges,
             goodput=0.9,
-            loss=2.0,
+            loss=2.0 if self.active() else None,  # as a syncer that began again after the end
             quorum={"active": self.active(), "required": syncer.required},
             standby=len(syncer.standbys),
             standbys=list(syncer.standbys),

@@ -84,7 +84,7 @@ class SlotLink(Document):
 
 class SlotRow(Document):
     slot: Count = Field(description="index of the slot")
-    retired: bool = Field(description="the job was scaled down: it ends when its process leaves")
+    retired: bool = Field(description="the job has no place for it: it ends when its process leaves")
     region: str = Field(description="region of the process that holds it, or held it last")
     ordinal: int = Field(description="that process's number within its region")
     process: str = Field(description="that process's id; empty: nobody has held it")
@@ -280,7 +280,7 @@ class LedgerRow(Document):
 
 class ReportLearner(Document):
     slot: Count = Field(description="index of the slot")
-    retired: bool = Field(description="the job was scaled down below it")
+    retired: bool = Field(description="the job has no place for it now")
     incarnations: Count = Field(description="seats that there were")
     steps: Count = Field(description="trained")
     tokens: Count = Field(description="trained")
@@ -308,7 +308,9 @@ class RegionAbsence(Span):
 
 class FaultRow(Document):
     at_seconds: float = Field(description="of the job's time")
-    action: str = Field(description="kill, term, pause or cut")
+    time: float = Field(0.0, description="Unix seconds")
+    lasts_seconds: float = Field(0.0, description="as the schedule said; of a kill: until its process may be started")
+    action: str = Field(description="kill, term, pause, cut or slow")
     target: str = Field(description="the process")
     detected_seconds: Number = Field(description="since the fault: the syncer knew")
     joined_seconds: Number = Field(description="likewise: a process took the slot")

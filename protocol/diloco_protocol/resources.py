@@ -85,7 +85,7 @@ def versions_kept(spec: JobSpec, fragments: int) -> int:
 def _syncer_volume(spec: JobSpec, sizes: Sequence[int]) -> int:
     parameters, sync = sum(sizes), spec.sync
     records = versions_kept(spec, len(sizes)) * 4 * record_floats(sync) * parameters
-    offers = spec.slots * sum(payload_bytes(sync.compression.up, size) for size in sizes)
+    offers = spec.most_slots * sum(payload_bytes(sync.compression.up, size) for size in sizes)
     inner_states = 2 * 8 * parameters  # two moments, of the last suspension and of the one under way
     output = 4 * parameters if (spec.output.uri or "").startswith(f"{SYNCER_VOLUME}/") else 0
     return records + offers + inner_states + output
@@ -102,7 +102,7 @@ def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
     push = 4 * largest + payload_bytes(sync.compression.up, largest)
     merge = 4 * largest * (2 * record_floats(sync) + 2)
     model = 4 * record_floats(sync) * parameters + broadcasts + overtaken
-    return BASE_BYTES + model + rounds * spec.slots * push + merge
+    return BASE_BYTES + model + rounds * spec.most_slots * push + merge
 
 
 def _learner_memory(spec: JobSpec, sizes: Sequence[int]) -> int:

@@ -174,7 +174,7 @@ def warm_up(job: DiLoCoJob, threads: int) -> None:
         codec.encode_with_feedback(values, None, encoding, threads=threads)
         codec.apply_delta(values, encoded, encoding)
     optimizer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
-    for count in range(1, min(9, job.spec.slots + 1)):
+    for count in range(1, min(9, job.spec.most_slots + 1)):
         shares = [1 / count] * count
         pushes = [values.copy() for _ in shares]
         squares = [merge.piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]

@@ -122,20 +122,20 @@ class Syncer:
         seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
         self.merger = Merger(core, model, self.pushes, self.durability, emit, restored.number, seconds)
         self.initial_model = InitialModelUpload(name, core, model, self.durability, spool, emit)
-        versions = VersionUploads(
+        self.versions = VersionUploads(
             name, core, model, self.durability, self._decode_thread, self.merger.next_number, emit
         )
         receivers = {
             "push": self.pushes.receive,
             "initial": self.initial_model.receive,
             "peer_state": self.relay.receive,
-            "base": versions.receive,
+            "base": self.versions.receive,
         }
         self.uploads = Uploads(
             name, self.authorizer, self.sessions, self.traffic, self._multipart, receivers, self._refused
         )
         self.downloads = Downloads(
-            job, core, model, self.durability, self.authorizer, self.sessions, self.relay, self.traffic
+            job, core, model, self.durability, self.authorizer, self.sessions, self.relay, self.traffic, emit
         )
         self.output = ModelOutput.of(job, checkpoints.epoch.check)
         self.status_page = StatusPage(
@@ -250,6 +250,7 @@ class Syncer:
     def _note_chunk(self, key: Hashable) -> None:
         self.relay.note_chunk(key)
         self.pushes.note_chunk(key)
+        self.versions.note_chunk(key)
 
     def _set_phase(self, action: ev.SetPhase) -> None:
         self.sessions.send_phase(action.phase, self.durability.problem or action.message)

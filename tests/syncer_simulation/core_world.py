@@ -90,10 +90,13 @@ class World:
             seed=setup.seed,
             drain_seconds=30.0,
             rebuild_seconds=6.0,
+            open_places={"r": setup.visitors} if setup.visitors else {},
         )
         self.start_syncer()
         for i in range(setup.slots + setup.spares):
             self.spawn(("r", i))
+        for i in range(setup.visitors):
+            self.at(self.random.uniform(0.0, 3.0), lambda i=i: self.visit(("r", 100 + i)))
 
     # ------------------------------------------------------------ time
 
@@ -164,12 +167,20 @@ class World:
             if len(places) >= self.setup.quorum:
                 break
         rules = replace(self.config.rules)
-        self.config = replace(self.config, places=tuple(places), rules=rules)
+        open_places = {"r": self.setup.visitors} if self.setup.visitors and ("r", 0) in places else {}
+        self.config = replace(self.config, places=tuple(places), rules=rules, open_places=open_places)
         for learner in list(self.learners):
             if learner.place not in places:
                 self.at(self.random.uniform(0.0, 5.0), lambda learner=learner: self.remove(learner))
         for place in places:
             self.at(self.random.uniform(0.0, 3.0), lambda place=place: self.respawn(place))
+
+    def visit(self, place: tuple[str, int]) -> None:
+        """Somebody comes beyond the places, goes after a while, and comes again as another process."""
+        visitor = self.spawn(place)
+        self.seen["visits"] += 1
+        self.at(self.random.uniform(1.0, 6.0), lambda: self.remove(visitor))
+        self.at(self.random.uniform(6.0, 9.0), lambda: self.visit(place))
 
     def remove(self, learner: Learner) -> None:
         if learner not in self.learners or learner.place in self.config.places:
@@ -386,7 +397,20 @@ class World:
         self.at_the_end = (self.now, newest)
         self.versions_at_the_end = list(self.core.versions)
 
+    def check_slots(self) -> None:
+        """The region with open places has as many slots as it has places or learners, whichever are more."""
+        regions = {region for region, _ in self.config.places}
+        for region, most in self.config.open_places.items() if regions == {"r"} else ():
+            slots = [slot for slot in self.core.slots if not slot.retired]
+            held = sum(slot.occupied for slot in slots)
+            places = len(self.config.places)
+            assert len(slots) == max(places, held), (len(slots), places, held)
+            assert held <= places + most
+            others = [slot for slot in self.core.slots if slot.retired and slot.occupied and slot.region == region]
+            assert not others or held >= places + most or self.setup.scales, "a learner without a place"
+
     def check(self) -> None:
+        self.check_slots()
         if self.core.ledger is not None:
             assert imbalances(self.core.ledger) == []
             for p in range(self.setup.fragments):

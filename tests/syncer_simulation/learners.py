@@ -32,6 +32,7 @@ class Setup:
     wipes: float = 0.0  # share of the crashes after which the store is empty
     scales: float = 0.0  # share of the syncer's starts that have other places
     spares: int = 0  # processes that stand by
+    visitors: int = 0  # processes that come beyond the slots, train for a while and go; the region has places for them
     crossings: bool = False  # whether reports of a tenure that is over come after the seat of the next
     swallowed: str = ""  # the kind of message that never arrives: pull, push, answer, announce, report
     sequences: int = 0  # of the data set; 0: no leases

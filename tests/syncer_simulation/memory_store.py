@@ -15,7 +15,7 @@ from syncer_simulation.processes import present_work
 class MemoryStore(Store):
     """One process's view of ``objects``, which the processes share. In a ``ThreadWork`` each operation takes up to
     ``seconds``, and one that writes fails with the probability ``faults``: half of the time it was carried out. Between
-    ``out[0]`` and ``out[1]`` all fail. ``on_create(objects, name)`` hears of each object as it is created."""
+    ``out[0]`` and ``out[1]`` all fail. ``on_change(objects, name)`` hears of each object that is created or deleted."""
 
     def __init__(
         self,
@@ -24,10 +24,10 @@ class MemoryStore(Store):
         seconds: float,
         faults: float,
         out: list[float],
-        on_create: Callable[[dict[str, bytes], str], None],
+        on_change: Callable[[dict[str, bytes], str], None],
     ) -> None:
         self.objects, self.chance, self.seconds, self.faults, self.out = objects, chance, seconds, faults, out
-        self.on_create = on_create
+        self.on_change = on_change
 
     def _begin(self) -> None:
         work = present_work()
@@ -55,7 +55,7 @@ class MemoryStore(Store):
         if checked(name) in self.objects:
             raise ObjectExists(name)
         self.objects[name] = b"".join(parts)
-        self.on_create(self.objects, name)
+        self.on_change(self.objects, name)
         self._end_write(lost)
 
     def replace(self, name: str, *parts: Buffer) -> None:
@@ -66,6 +66,7 @@ class MemoryStore(Store):
     def delete(self, name: str) -> None:
         lost = self._begin_write()
         self.objects.pop(checked(name), None)
+        self.on_change(self.objects, name)
         self._end_write(lost)
 
     def read(self, name: str, limit: int) -> bytes:

@@ -34,6 +34,7 @@ class Oracle:
         self.leases: dict[int, Lease] = {}  # as they were last told
         self.trained_to = Counter[tuple[int, int]]()  # of each block of a data epoch, by anybody
         self._made: dict[tuple[str, bytes], dict[tuple[int, int], Record]] = {}  # by the object that made it
+        self._set_aside: set[str] = set()  # copies of records that were
         self._versions: list[Ids] = []  # that were uploaded whole, by their value
 
     # ------------------------------------------------------------ what is told
@@ -73,12 +74,23 @@ class Oracle:
         return np.full(self.elements, len(self._versions) - 1, np.float32)
 
     def read_object(self, objects: Mapping[str, bytes], name: str) -> None:
-        """An object was created."""
+        """An object was created, or deleted."""
+        if name not in objects:
+            if (found := parse_record_name(name)) is not None and self._was_set_aside(objects, name):
+                self.records.pop(found, None)
+            return
         parts = [name] if parse_record_name(name) is not None else []
         if name == "initial.json":
             parts = unpack_document(objects[name], name)["fragments"]
         made = [self._read_version(MergeRecord.unpack(objects[part], part)) for part in parts]
         self._made[name, objects[name]] = {found: self.records[found] for found in made}
+
+    def _was_set_aside(self, objects: Mapping[str, bytes], name: str) -> bool:
+        """Whether a syncer has found just now that nobody knows of this record; others go when they are not needed."""
+        copies = {one for one in objects if one.startswith("discarded/") and one.endswith(name.replace("/", "-"))}
+        new = copies - self._set_aside
+        self._set_aside |= new
+        return bool(new)
 
     def _read_version(self, record: MergeRecord) -> tuple[int, int]:
         p, v, before = record.fragment, record.version, self.records.get((record.fragment, record.version))

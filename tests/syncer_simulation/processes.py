@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -98,10 +99,15 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.stalled_until = 0.0  # its threads do nothing before
         self._at, self._now = at, now
         self._queues: dict[int, deque[ThreadWork]] = {}  # of each executor, which has one thread; the first is running
+        self._unbegun: set[Any] = set()  # coroutines of tasks, those that may not have begun
 
     def kill(self) -> None:
         """The process dies: nothing of it runs any more, whatever its threads were about to do is not done."""
         self.alive = False
+        for coro in self._unbegun:
+            if inspect.getcoroutinestate(coro) == inspect.CORO_CREATED:
+                coro.close()  # else Python says of it that it was never awaited
+        self._unbegun.clear()
         for queue in self._queues.values():
             for work in queue:
                 work.kill()
@@ -149,7 +155,12 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, **options)
+        task = asyncio.Task(coro, loop=self, **options)
+        self._unbegun = {one for one in self._unbegun if inspect.getcoroutinestate(one) == inspect.CORO_CREATED}
+        self._unbegun.add(coro)
+        if not self.alive:
+            self.kill()
+        return task
 
     def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> asyncio.Future[Any]:
         work = ThreadWork(self, lambda: func(*args))

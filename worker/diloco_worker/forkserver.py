@@ -18,7 +18,8 @@ What a fork must not inherit decides how it is built:
 * CUDA does not survive a fork either, so nothing here initialises it. A child asks for the device after the fork,
   with CUDA_VISIBLE_DEVICES from its own environment.
 * A child drops the parent's descriptors, signal handlers and random state, and runs
-  ``diloco_worker.__main__.main()`` as ``python -m diloco_worker`` would.
+  ``diloco_worker.__main__.main()`` as ``python -m diloco_worker`` would; with DILOCO_BASELINE in its environment, a
+  program of ``diloco_worker.baselines``.
 
 No orphan is left. The kernel kills a child when this process dies (PR_SET_PDEATHSIG). When stdin ends the runner
 is gone, and every child is killed, because its syncer is gone too and its work cannot be offered.
@@ -42,6 +43,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from diloco_protocol.common.process import die_with_parent, set_parent_death_signal
+from diloco_worker.baselines import settings as baselines
 
 MAX_LINE_BYTES = 1 << 20  # of a request
 
@@ -237,6 +239,10 @@ class ForkServer:
 
 
 def _worker() -> int | None:
+    if os.environ.get(baselines.VARIABLE):
+        from diloco_worker.baselines.programs import main as baseline
+
+        return baseline()
     from diloco_worker.__main__ import main
 
     return main()

@@ -235,7 +235,7 @@ class Learner:
         """Yield one batch per optimizer step, of the sequences that the syncer leases to this slot.
 
         ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner. ``sequences`` of it make a
-        batch (default: training.batch.sequences x accumulation; a loop that accumulates splits the batch).
+        batch (default: sequences x accumulation of the region's batch; a loop that accumulates splits the batch).
         ``collate`` gets the list of their items; the default, torch's, stacks tensors, or dicts of tensors, along a
         new first dimension. Batches are on the CPU.
 
@@ -248,7 +248,7 @@ class Learner:
         self._begin_loop()
         spec = self.job.spec
         # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.
-        reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.slots))
+        reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.most_slots))
         prefetcher = BatchPrefetcher(
             dataset, count, spec.seed, self._client.request_leases, self._inbox.notify, collate, reserve
         )

@@ -62,6 +62,7 @@ class RefusedError(WorkerError):
 class WorkerSettings:
     """One worker process's settings, from its environment (docs/contracts.md).
 
+    ``job``: as the process has it, a learner with the batch of its region.
     ``syncer`` is a fixed ``host:port``; else ``syncer_file`` is the address file, read again before each connection,
     because a restarted syncer may listen on another port.
     """
@@ -101,6 +102,8 @@ class WorkerSettings:
         role = _checked("DILOCO_ROLE", env.get("DILOCO_ROLE", "learner"), "learner|evaluator", "learner or evaluator")
         region = env.get("DILOCO_REGION", "local")
         _checked("DILOCO_REGION", region, r"[^/\0]{1,64}", "the name of a region, 1 to 64 characters without /")
+        if role == "learner":
+            job = job.model_copy(update={"spec": job.spec.in_region(region)})
         syncer, syncer_file = env.get("DILOCO_SYNCER"), env.get("DILOCO_SYNCER_FILE")
         if not syncer and not syncer_file:
             raise ConfigurationError(

@@ -53,6 +53,7 @@ ENDPOINT, TLS, STORAGE = (*SYNCER, "endpoint"), (*SYNCER, "tls"), (*SYNCER, "sto
 REGIONS, REGION = (*SPEC, "regions"), (*SPEC, "regions", "[]")
 
 _SLOTS = "self.regions.map(r, r.learners).sum()"
+_MOST = "(has(r.maxLearners) ? r.maxLearners : r.learners)"
 _NAMED = "has(self.syncer.cluster) || self.regions.exists(r, has(r.cluster))"
 _SPANS = "has(self.syncer.cluster) && self.regions.exists(r, has(r.cluster) && r.cluster != self.syncer.cluster)"
 _SPANNING = "the job spans clusters (syncer.cluster and regions[].cluster differ)"
@@ -184,7 +185,27 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         "is taken by a part of the job itself: choose another name",
         ".name",
     ),
-    Rule(REGIONS, "self.map(r, r.learners).sum() <= 4096", "hold more than 4096 learners in all: ask for fewer"),
+    Rule(REGIONS, f"self.map(r, {_MOST}).sum() <= 4096", "hold more than 4096 learners in all: ask for fewer"),
+    Rule(
+        REGION,
+        "!has(self.maxLearners) || self.maxLearners >= self.learners",
+        "must be at least learners, or be left out",
+        ".maxLearners",
+    ),
+    Rule(
+        REGION,
+        "!has(self.maxLearners) || self.maxLearners <= self.learners || self.spares == 0",
+        "has no meaning where maxLearners is above learners, for whoever comes trains at once: leave it out, or raise "
+        "learners",
+        ".spares",
+    ),
+    Rule(
+        SPEC,
+        f"!self.sync.deterministic || self.regions.all(r, {_MOST} <= r.learners)",
+        "maxLearners is not for a deterministic job, whose data and pushes are dealt to a fixed number of learners: "
+        "leave it out",
+        ".regions",
+    ),
     # clusters
     Rule(
         ENDPOINT,

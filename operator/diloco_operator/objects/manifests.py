@@ -310,7 +310,9 @@ def origin_of(job: Job, here: Placement, ref: Ref, release: str) -> Origin:
     if ref == names.evaluator_deployment(job.name):
         return Origin(release, spec.release, pods.template_inputs(spec, "evaluator"), pods.evaluator_inputs(spec))
     region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
-    return Origin(release, spec.release, pods.template_inputs(spec, "learner", region), pods.learner_inputs(spec))
+    return Origin(
+        release, spec.release, pods.template_inputs(spec, "learner", region), pods.learner_inputs(spec, region.name)
+    )
 
 
 def with_program_inputs(spec: Object, program: str) -> Object:

@@ -161,7 +161,7 @@ def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSet
     spec, volumes = job.spec, _worker_volumes(job)
     container = _worker(job, "learner", image, settings.image_pull_policy, region.name)
     patches = [_defaults(settings), spec.learners.pod_template, region.pod_template]
-    template = _template(job, "learner", container, volumes, patches, learner_inputs(spec), region.name)
+    template = _template(job, "learner", container, volumes, patches, learner_inputs(spec, region.name), region.name)
     # The drain is bounded by the pod's grace period, the user's or ours. A learner that is killed while it still
     # offers its work has not reported which of its tokens are dropped.
     grace = template["spec"].get("terminationGracePeriodSeconds")
@@ -255,10 +255,10 @@ def _for_evaluator(template: Object) -> Object:
 # ------------------------------------------------------------------ digests of what programs read
 
 
-def learner_inputs(spec: JobSpec) -> str:
-    """A digest of what a learner reads when it starts. The rest of ``sync`` and ``training.stop`` come from the
-    syncer when it joins. A program of the user's own may read all of ``training``."""
-    training = _dump(spec.training)
+def learner_inputs(spec: JobSpec, region: str) -> str:
+    """A digest of what a learner of the region reads when it starts. The rest of ``sync`` and ``training.stop`` come
+    from the syncer when it joins. A program of the user's own may read all of ``training``."""
+    training = _dump(spec.in_region(region).training)
     if spec.learners.command is None:
         del training["stop"]
         # Which part of the data is held out is a learner's business, when it is scored is not.
@@ -305,7 +305,7 @@ def syncer_inputs(spec: JobSpec) -> str:
             training["data"],
             spec.evaluated,
             spec.seed,
-            [[region.name, region.learners] for region in spec.regions],
+            [[region.name, region.most_learners] for region in spec.regions],  # within the bound it need not know
             _dump(spec.syncer.checkpoint),
             [spec.failure_policy.on_region_lost, spec.failure_policy.region_lost_seconds],
             *([spec.output.uri] if spec.output.uri is not None else []),

@@ -124,11 +124,13 @@ def _progress(view: View) -> Object | None:
         return _progress_of_learners(view)
     if document is None:
         return None
+    before = _keep_part(Progress, view.job.status.get("progress")) or {}
     return {
         "tokens": document.tokens.trained,
         "step": document.step,
         "merges": document.merges,
-        "loss": document.loss,
+        # A syncer that began again knows none, after the job's end for good.
+        "loss": document.loss if document.loss is not None else before.get("loss"),
         # It falls by itself while nothing happens, and a status is not written for that.
         "goodput": None if document.goodput is None else round(document.goodput, 2),
     }

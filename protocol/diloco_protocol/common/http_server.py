@@ -151,6 +151,18 @@ def listen_on(address: str, name: str) -> socket.socket:
         raise AddressError(f"{name} {address}: {error.strerror or error}; choose another port") from error
 
 
+async def _wait_readable(listening: socket.socket) -> None:
+    """Wait until a connection can be accepted. The loop's own ``sock_accept`` takes a connection, and fails with it,
+    when it is cancelled in the moment in which one comes."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(listening, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(listening)
+
+
 class HttpServer:
     def __init__(self, pages: Mapping[str, Page]) -> None:
         self._pages = pages
@@ -184,7 +196,9 @@ class HttpServer:
         with listening:
             while True:
                 try:
-                    front, _ = await loop.sock_accept(listening)
+                    await _wait_readable(listening)
+                    front, _ = listening.accept()
+                    front.setblocking(False)
                     reader, writer = await asyncio.open_connection(sock=front, limit=MAX_REQUEST)
                 except OSError as error:
                     if error.errno in _NO_ROOM:

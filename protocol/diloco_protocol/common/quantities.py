@@ -25,10 +25,7 @@ def parse_quantity(text: str) -> int:
     elif suffix in _DECIMAL:
         value = number.scaleb(_DECIMAL[suffix])
     else:
-        exponent = int(suffix[1:])
-        if exponent > 18:
-            raise ValueError("is out of range: a quantity is below 2^63 (8Ei)")
-        value = number.scaleb(exponent)
+        value = number.scaleb(int(suffix[1:]))
     whole = int(value.to_integral_value(rounding="ROUND_CEILING"))
     if abs(whole) >= _LIMIT:
         raise ValueError("is out of range: a quantity is below 2^63 (8Ei)")

@@ -18,6 +18,7 @@ from diloco_protocol.spec.base import (
     Spec,
     Text,
 )
+from diloco_protocol.spec.training import BatchSpec
 
 
 def _positive_quantity(text: str) -> str:
@@ -159,9 +160,27 @@ class RegionSpec(Spec):
 
     name: str = Field("local", pattern=NAME_PATTERN, max_length=20, description="Unique; not syncer or evaluator.")
     cluster: Name | None = Field(None, description="Cluster it runs in; null in a job of one cluster.")
-    learners: int = Field(..., ge=1, le=1024, description="Learners, one slot each.", examples=[3])
+    learners: int = Field(
+        ..., ge=1, le=1024, description="Learners, one slot each; where maxLearners is more, the fewest.", examples=[3]
+    )
+    max_learners: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Whoever joins beyond learners trains at once, up to so many in all, and is no loss when it goes. "
+        "null: as many as learners, and whoever comes beyond stands by.",
+    )
     spares: int = Field(0, ge=0, le=1024, description="Processes that wait to take the slot of one that is lost.")
+    batch: BatchSpec | None = Field(
+        None,
+        description="The batch of this region's learners, in place of training.batch as a whole; null: training.batch.",
+    )
     pod_template: Free = Field({}, description="Merged over learners.podTemplate in this region.")
+
+    @property
+    def most_learners(self) -> int:
+        """The bound: learners that may train here at once."""
+        return self.learners if self.max_learners is None else self.max_learners
 
 
 class FailureRule(Spec):

@@ -14,7 +14,7 @@ from diloco_protocol.spec.cluster import (
     SyncerSpec,
 )
 from diloco_protocol.spec.sync import SyncSpec
-from diloco_protocol.spec.training import TrainingSpec
+from diloco_protocol.spec.training import BatchSpec, TrainingSpec
 
 
 class OutputSpec(Spec):
@@ -79,6 +79,21 @@ class JobSpec(Spec):
     def slots(self) -> int:
         """M: learners of all regions together."""
         return sum(region.learners for region in self.regions)
+
+    @property
+    def most_slots(self) -> int:
+        """Learners that may train at once, in all regions: M, or more where regions have maxLearners."""
+        return sum(region.most_learners for region in self.regions)
+
+    def batch_of(self, region: str) -> BatchSpec:
+        """The batch of a region's learners."""
+        own = next((one.batch for one in self.regions if one.name == region), None)
+        return self.training.batch if own is None else own
+
+    def in_region(self, region: str) -> JobSpec:
+        """The job as a learner of the region has it: ``training.batch`` is the region's."""
+        training = self.training.model_copy(update={"batch": self.batch_of(region)})
+        return self.model_copy(update={"training": training})
 
     @property
     def quorum(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from diloco_protocol.spec.base import Path, Spec
+from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 
 RESERVED_REGIONS = ("syncer", "evaluator")
@@ -216,7 +217,8 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _regions(spec: JobSpec) -> Iterator[Violation]:
-    """Regions have different names, none is called syncer or evaluator, and hold at most 4096 learners in all."""
+    """Regions have different names, none is called syncer or evaluator, and hold at most 4096 learners in all.
+    maxLearners is at least learners; where it is more there are no spares, and the job is not deterministic."""
     first: dict[str, int] = {}
     for index, region in enumerate(spec.regions):
         path = f"regions.{index}.name"
@@ -229,8 +231,33 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
         first.setdefault(region.name, index)
         if region.name in RESERVED_REGIONS:
             yield broken(path, "is taken by a part of the job itself: choose another name")
-    if spec.slots > 4096:
-        yield broken("regions", "hold more than 4096 learners in all: ask for fewer", value=spec.slots)
+        yield from _max_learners(spec, index, region)
+    if spec.most_slots > 4096:
+        yield broken("regions", "hold more than 4096 learners in all: ask for fewer", value=spec.most_slots)
+
+
+def _max_learners(spec: JobSpec, index: int, region: RegionSpec) -> Iterator[Violation]:
+    path, learners = f"regions.{index}.maxLearners", f"regions.{index}.learners"
+    if region.most_learners < region.learners:
+        yield broken(path, f"must be at least learners ({region.learners}), or be left out", learners)
+    if region.most_learners <= region.learners:
+        return
+    if spec.sync.deterministic:
+        yield broken(
+            path,
+            "is not for a deterministic job, whose data and pushes are dealt to a fixed number of learners: leave it "
+            "out",
+            learners,
+            "sync.deterministic",
+        )
+    if region.spares:
+        yield broken(
+            f"regions.{index}.spares",
+            "has no meaning where maxLearners is above learners, for whoever comes trains at once: leave it out, or "
+            "raise learners",
+            path,
+            learners,
+        )
 
 
 def _clusters(spec: JobSpec) -> Iterator[Violation]:

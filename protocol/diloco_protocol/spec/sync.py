@@ -20,7 +20,11 @@ class GraceSpec(Spec):
 class MergeSpec(Spec):
     """How the outer gradients of one round become one."""
 
-    method: Literal["rda", "mean"] = Field("rda", description="rda: radial-directional averaging; mean: weighted mean.")
+    method: Literal["rda", "mean", "isotropic"] = Field(
+        "rda",
+        description="rda: radial-directional averaging; mean: weighted mean; isotropic: rda, and then the singular "
+        "values of each matrix made equal (IsoLoCo, arXiv 2607.03011), which takes the syncer more time.",
+    )
     weights: Literal["tokens-quality", "tokens", "uniform"] = Field(
         "tokens-quality", description="Weight of one push: tokens × tokens per step, tokens, or the same for all."
     )

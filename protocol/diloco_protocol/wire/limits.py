@@ -41,7 +41,7 @@ SLOWEST_BYTES_PER_SECOND = 256 << 10  # a transfer slower than this is given up
 MAX_SEQUENCES = 1 << 40  # of a data set
 MAX_COUNT = 1 << 62  # counters above are nonsense
 MAX_SLOT_TOKENS = 1 << 53  # that a slot can have trained, ever (stop.tokens has the same bound)
-MAX_STEP_TOKENS = 1 << 32  # that one step can have trained, where the job does not say how many it trains
+MAX_STEP_TOKENS = 1 << 32  # that one step can have trained
 MAX_STEPS = 1 << 32  # that a tenure can have, and that a slot can have gained since it was last heard
 MAX_SECONDS = 1e12
 

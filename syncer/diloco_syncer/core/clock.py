@@ -20,10 +20,11 @@ LONGEST_DOWN = 86_400.0
 
 
 class JobClock:
-    """``slots``: how many the job has, in this life."""
+    """``slots``: how many the job has now."""
 
     def __init__(self, slots: int = 1) -> None:
         self.slots = slots
+        self._slots_since = 0.0  # elapsed when they became so many
         self.before = 0.0  # elapsed in earlier lives
         self.slot_seconds_before = 0.0
         self.started_at: float | None = None  # in this life
@@ -43,8 +44,15 @@ class JobClock:
         return self.before + max(0.0, (now if self.ended_at is None else self.ended_at) - self.started_at)
 
     def slot_seconds(self, now: float) -> float:
-        """Elapsed time of all slots together, each life's with the slots that the job had then."""
-        return self.slot_seconds_before + self.slots * (self.elapsed(now) - self.before)
+        """Elapsed time of all slots together, at each moment of those that the job had then."""
+        return self.slot_seconds_before + self.slots * (self.elapsed(now) - self._slots_since)
+
+    def set_slots(self, slots: int, now: float) -> None:
+        """The job has so many slots from now on."""
+        if slots != self.slots:
+            self.slot_seconds_before = self.slot_seconds(now)
+            self._slots_since = self.elapsed(now)
+            self.slots = slots
 
     def start(self, now: float) -> None:
         """The first step of this life was made."""
@@ -113,3 +121,4 @@ class JobClock:
             self.slot_seconds_before += self.slots * down
             self.started_at = now
             self.advanced_at = now - down
+        self._slots_since = self.before

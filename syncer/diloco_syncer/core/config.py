@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
-from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.wire import limits
 from diloco_syncer.core.deterministic import Mode, StopKind, make_mode
 from diloco_syncer.core.merging.rounds import RoundRules
@@ -28,7 +27,9 @@ class CoreConfig:
     norm_gate: float | None = None
     # Slots that a region's processes may hold at once, its learners and spares; empty: as many as there are.
     region_slots: Mapping[str, int] = field(default_factory=dict)
-    step_tokens: int = limits.MAX_STEP_TOKENS  # a step trains at most so many
+    # By region, how many learners it may have beyond its places (regions[].maxLearners).
+    open_places: Mapping[str, int] = field(default_factory=dict)
+    step_tokens: int = limits.MAX_STEP_TOKENS  # a step trains at most so many; batches may be changed in a running job
     on_region_lost: Literal["Continue", "Hold", "Fail"] = "Continue"
     region_lost_seconds: float = 120.0
     evaluated: bool = False
@@ -65,7 +66,11 @@ class CoreConfig:
             stop=(stop.kind, stop.limit),
             norm_gate=sync.norm_gate.factor,
             region_slots=learners_by_region(job),
-            step_tokens=_step_tokens(spec),
+            open_places={
+                region.name: region.most_learners - region.learners
+                for region in spec.regions
+                if region.most_learners > region.learners
+            },
             on_region_lost=spec.failure_policy.on_region_lost,
             region_lost_seconds=spec.failure_policy.region_lost_seconds,
             evaluated=spec.evaluated,
@@ -74,13 +79,6 @@ class CoreConfig:
         )
 
 
-def _step_tokens(spec: JobSpec) -> int:
-    """The most tokens that a learner can train in a step: a batch's, where the built-in trainer makes the batches."""
-    training = spec.training
-    if training.data is None or training.data.source == "python" or spec.learners.command:
-        return limits.MAX_STEP_TOKENS
-    return training.batch.sequences * training.batch.accumulation * training.data.sequence_length
-
-
 def learners_by_region(job: DiLoCoJob) -> dict[str, int]:
-    return {region.name: region.learners + region.spares for region in job.spec.regions}
+    """Processes of each region that may be connected, those that stand by included."""
+    return {region.name: region.most_learners + region.spares for region in job.spec.regions}

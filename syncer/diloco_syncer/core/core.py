@@ -35,6 +35,7 @@ The parts
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, assert_never
 
 from diloco_protocol.documents import Report, StatusDocument
@@ -244,6 +245,20 @@ class Core:
         """Take in one event; returns the actions that follow, in the order in which they are to be carried out.
 
         Raises ``ev.BadMessage``, and has changed nothing, for what a caller cannot truly have said."""
+        self._take_in(event, now)
+        self._advance(now)
+        return self._actions.drain()
+
+    def handle_together(self, events: Iterable[ev.Event], now: float) -> list[Action]:
+        """Take in events of one moment, and only then do what is due. For simulations of many learners, whose reports
+        come together. Raises ``ev.BadMessage`` at the first that cannot be true, those before it taken in."""
+        for event in events:
+            self._take_in(event, now)
+        self._advance(now)
+        return self._actions.drain()
+
+    def _take_in(self, event: ev.Event, now: float) -> None:
+        """Change what is known by an event, and do nothing that is due."""
         match event:
             case ev.Join():
                 self._admission.join(event, now)
@@ -261,7 +276,9 @@ class Core:
             case ev.InitialModelFailed():
                 self._admission.initial_model.mark_failed(event.connection)
             case ev.MergeDurable():
-                self._aggregator.complete_merge(event)
+                self._aggregator.complete_merge(event, now)
+            case ev.VersionSent():
+                self._aggregator.record_arrival(event, now)
             case ev.LeaseRequested():
                 self._grant_lease(event.connection)
             case ev.DrainRequested():
@@ -288,6 +305,8 @@ class Core:
                 self._donors.advanced(event.transfer, now)
             case ev.PeerStateFailed():
                 self._donors.failed(event.connection, event.transfer)
+            case ev.LostVersionAdvanced():
+                self._recovery.mark_advanced(event.connection, event.fragment, event.whole, now)
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():
@@ -296,8 +315,6 @@ class Core:
                 pass
             case _:
                 assert_never(event)
-        self._advance(now)
-        return self._actions.drain()
 
     def _reported(self, connection: int, report: StepReport, now: float) -> None:
         slot = self._state.members.by_connection(connection)
@@ -313,11 +330,11 @@ class Core:
         state = self._state
         if connection not in state.members.evaluators:
             return
-        if score.tokens > self.trained_tokens or score.sum_versions > sum(self.versions):
-            raise ev.BadMessage(
-                f"evaluation: of {score.sum_versions} merges and {score.tokens} tokens, where the job has had "
-                f"{sum(self.versions)} and {self.trained_tokens}"
-            )
+        if score.sum_versions > sum(self.versions):
+            merges = f"{score.sum_versions} merges, where the job has had {sum(self.versions)}"
+            raise ev.BadMessage(f"evaluation: of {merges}")
+        # The syncer before this one may have known, and told, of more tokens: learners tell of them again, if they can.
+        score = replace(score, tokens=min(score.tokens, self.trained_tokens))
         state.scores.apply(score, may_be_final=state.phase is JobPhase.EVALUATING)
 
     def _grant_lease(self, connection: int) -> None:
@@ -352,6 +369,8 @@ class Core:
         state = self._state
         self._admission.lose_silent_slots(now)
         self._admission.seat_standbys(now)
+        if state.members.open_places:
+            state.clock.set_slots(len(state.members.current), now)
         self._admission.initial_model.advance(now)
         self._recovery.advance(now)
         self._donors.advance(now)

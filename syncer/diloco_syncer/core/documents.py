@@ -63,12 +63,13 @@ def goodput(state: JobState, now: float) -> float:
 
 
 def newest_loss(state: JobState) -> float | None:
-    """Nats per token: the merged model's last score, else the mean of the active learners' last steps;
-    None: there is neither."""
+    """Nats per token: the merged model's last score, else the mean of the active learners' last steps, and when all
+    have left that of the last steps there were; None: there is neither."""
     if state.scores.rows:
         return state.scores.rows[-1][1]
-    active = [s.loss for s in state.members.slots if s.state is SlotState.ACTIVE and s.loss is not None]
-    return sum(active) / len(active) if active else None
+    known = [(slot.state is SlotState.ACTIVE, slot.loss) for slot in state.members.slots if slot.loss is not None]
+    losses = [loss for active, loss in known if active] or [loss for _, loss in known]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> SlotRow:

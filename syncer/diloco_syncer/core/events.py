@@ -143,6 +143,15 @@ class PeerStateAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSent:
+    """All bytes of a fragment's version were sent to that process."""
+
+    connection: int
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class PushAdvanced:
     """Bytes of a push or an offer have come."""
 
@@ -153,6 +162,15 @@ class PeerStateFailed:
 
     connection: int
     transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LostVersionAdvanced:
+    """Bytes of a base that a learner holds have come; ``whole``: all of them."""
+
+    connection: int
+    fragment: int
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +212,9 @@ Event = (
     | PeerStateReceived
     | PeerStateAdvanced
     | PeerStateFailed
+    | VersionSent
     | PushAdvanced
+    | LostVersionAdvanced
     | LostVersionStored
     | LostVersionFailed
     | Tick

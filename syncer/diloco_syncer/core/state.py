@@ -34,7 +34,7 @@ class JobState:
         self.epoch = epoch
         self.phase = JobPhase.WAITING
         self.phase_message = ""
-        self.members = SlotTable(list(config.places), config.region_slots)
+        self.members = SlotTable(list(config.places), config.region_slots, config.open_places)
         self.clock = JobClock(len(config.places))
         self.leases: LeaseBook | None = None
         self.layout_digest = ""
@@ -137,6 +137,7 @@ class JobState:
             self.epochs = [(epoch, list(versions)) for epoch, versions in state["epochs"]]
         if state["leases"] is not None:
             self.leases = LeaseBook.from_json(self.config.seed, state["leases"])
+        self.clock.slots = len(self.members.current)
         self.clock.load(state["clock"], now, wall)
         self.phase = JobPhase(state["phase"]["name"])
         self.phase_message = state["phase"]["message"]

@@ -12,6 +12,7 @@ normalised_weights). Each piece of the fragment is merged by itself:
   mean is taken instead.
 * *Weighted mean* Σ w_m·Δ_m, for pieces marked ``mean`` (embeddings, whose rows few learners touch) and everywhere
   if the method is ``mean``.
+* *Isotropic* is RDA here; what comes after it needs the layout (isotropic.py).
 
 A push of weight 0 takes no part. With a single one that does, Δ is passed on bit for bit.
 
@@ -33,7 +34,7 @@ from diloco_protocol.arrays import codec, codec_kernels, kernels
 from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Bytes, Float32s, Float64s, kernel
 from diloco_protocol.arrays.layout import Piece
 
-METHODS = ("rda", "mean")
+METHODS = ("rda", "mean", "isotropic")
 CANCELLED = 1e-3  # a mean direction shorter than this is rounding error
 
 _CHUNK = 32 * kernels.BLOCK  # elements
@@ -92,7 +93,7 @@ def merge(
     """Merge one fragment's pushes.
 
     ``pieces`` of the fragment, which cover it; ``deltas``: float32[elements] each, contiguous, or encoded, of which
-    no more is decoded than is being added; ``weights``: not negative, sum 1; ``method``: rda or mean; ``squares``:
+    no more is decoded than is being added; ``weights``: not negative, sum 1; ``method``: of ``METHODS``; ``squares``:
     ``piece_squares`` of each push. ``out``: written and returned as ``delta``, and none of the inputs. Raises
     ValueError if these do not fit together or a push holds a value that is not finite.
     """
@@ -112,7 +113,7 @@ def merge(
     def one(index: int, threads: int) -> None:
         piece = pieces[index]
         span = slice(piece.offset, piece.offset + piece.elements)
-        radial = method == "rda" and not piece.mean
+        radial = method != "mean" and not piece.mean
         cancelled[index] = _piece(deltas, piece.offset, weights, radial, out[span], table[index], threads)
 
     def ones(first: int, last: int) -> None:

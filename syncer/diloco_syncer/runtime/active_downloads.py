@@ -48,16 +48,19 @@ class ActiveDownloads:
         download.calls += 1
         download.touched = now
 
-    def end_part(self, fragment: int, version: int, reader: Hashable, sent: int, now: float) -> None:
-        """A part's call is over. ``sent``: its bytes, 0 if it broke."""
+    def end_part(self, fragment: int, version: int, reader: Hashable, sent: int, now: float) -> bool:
+        """A part's call is over. ``sent``: its bytes, 0 if it broke. Returns whether as many bytes were sent as the
+        version has."""
         download = self._downloads.get((fragment, version), {}).get(reader)
         if download is None:
-            return  # dropped meanwhile
+            return False  # dropped meanwhile
         download.calls -= 1
         download.left -= sent
         download.touched = now
-        if download.left <= 0 and not download.calls:
-            self._remove(fragment, version, reader)
+        if download.left > 0 or download.calls:
+            return False
+        self._remove(fragment, version, reader)
+        return True
 
     def is_active(self, fragment: int, version: int, now: float) -> bool:
         """Whether this version is being downloaded. ``now``: monotonic seconds."""

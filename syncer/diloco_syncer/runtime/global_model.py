@@ -30,7 +30,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk
 from diloco_protocol.wire.records import Payload
 from diloco_syncer.core import events as ev
-from diloco_syncer.numerics import merge, outer
+from diloco_syncer.numerics import isotropic, merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, responders_of, theta_digest
 
@@ -61,15 +61,16 @@ class GlobalModel:
     ``broadcasts``: what is sent of it. ``previous``: the broadcast before. ``superseded``: those before
     that which are still being downloaded. ``frozen``: the name in the store of the frozen parameters,
     ``frozen_digest`` their digest.
-    ``outer_state_reset``: the records' outer state was another optimizer's, and begins anew.
+    ``outer_state_reset``: the records' outer state was another optimizer's, and begins anew. ``optimizer``: instead of
+    the outer optimizer that the job names.
     """
 
-    def __init__(self, job: DiLoCoJob, threads: int) -> None:
+    def __init__(self, job: DiLoCoJob, threads: int, optimizer: outer.Outer | None = None) -> None:
         sync = job.spec.sync
         self._job = job.metadata.name
         self._method = sync.merge.method
         self._threads = threads
-        self._outer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
+        self._outer = optimizer or outer.make(sync.outer, max_versions=sync.staleness.max_versions)
         self._down = sync.compression.down
         self.layout: Layout | None = None
         self.frozen = ""
@@ -133,6 +134,8 @@ class GlobalModel:
         pieces = self.layout.fragments[action.fragment]
         weights = [r.weight for r in action.responders]
         merged = merge.merge(pieces, deltas, weights, self._method, squares, threads=self._threads)
+        if self._method == "isotropic":
+            isotropic.equalize_singular_values(merged.delta, isotropic.find_matrices(self.layout, pieces))
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
         state = self._outer.step(
             theta, merged.delta, state, ages=[r.age for r in action.responders], weights=weights, threads=self._threads

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, t
 
 log = logging.getLogger(__name__)
 
+VERSION = "version"  # in an upload's key
+
 
 @dataclass
 class VersionUploads:
@@ -46,14 +48,25 @@ class VersionUploads:
     decode_thread: Executor
     next_number: Callable[[], int]
     emit: Callable[[ev.Event], None]
+    _tell_at: dict[int, float] = field(default_factory=dict)  # by fragment, of the next bytes; time.monotonic()
+
+    def note_chunk(self, key: Hashable) -> None:
+        """Some bytes of an upload came. Of a version the core hears so once a second."""
+        now = time.monotonic()
+        match key:
+            case (str(kind), int(connection), int(fragment)) if kind == VERSION:
+                if now >= self._tell_at.get(fragment, 0.0):
+                    self._tell_at[fragment] = now + 1.0
+                    self.emit(ev.LostVersionAdvanced(connection, fragment))
 
     async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a version; the whole becomes the fragment's newest record."""
         base, size = header.base, header.total_bytes
         rows = self._check(connection, base, size)
-        whole = await read(("base", header.process, base.fragment), lambda: np.empty(size, np.uint8))
+        whole = await read((VERSION, connection, base.fragment), lambda: np.empty(size, np.uint8))
         if whole is None:
             return None
+        self.emit(ev.LostVersionAdvanced(connection, base.fragment, whole=True))
         await self._store(connection, base, rows, whole)
         return upload_reply(True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, services, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Held
+from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
@@ -61,6 +62,7 @@ class Downloads:
     sessions: Sessions
     relay: OptimizerRelay
     traffic: Traffic
+    emit: Callable[[ev.Event], None]
     queue: DownloadQueue = field(default_factory=DownloadQueue)
 
     async def serve(self, raw: bytes, context: Any) -> None:
@@ -106,10 +108,11 @@ class Downloads:
                 yield part
             sent = wanted
         finally:
-            if downloads is not None:
-                downloads.end_part(*key, sent, time.monotonic())
+            whole_sent = downloads is not None and downloads.end_part(*key, sent, time.monotonic())
         connection = self.sessions.find_process(request.process)
         self.traffic.count_sent(*self.sessions.find_place(connection), sent)
+        if whole_sent and connection is not None and request.epoch == self.core.epoch:
+            self.emit(ev.VersionSent(connection.number, request.fragment, request.version))
 
     def _find_receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
         """The receipt that goes with a version's bytes; empty where it would be too large, or is not known."""

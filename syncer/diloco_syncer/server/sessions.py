@@ -158,7 +158,7 @@ class Sessions:
     async def serve(self, stream: AsyncIterator[bytes], context: Any) -> None:
         peer = await self.authorizer.authorize(context, stream)
         await self._check_limits(stream, peer, context)
-        if self.count >= 4 * len(self.core.slots) + SPARE_SESSIONS:
+        if self.count >= 4 * max(len(self.core.slots), self.job.spec.most_slots) + SPARE_SESSIONS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: try again later")
         connection = Connection(next(self._numbers), peer)
         try:

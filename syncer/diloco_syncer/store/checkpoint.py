@@ -25,7 +25,6 @@ nothing fits together is refused: a job is never begun anew over what could not 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,13 +45,12 @@ from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, 
 from diloco_syncer.store.documents import pack_document, read_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
-from diloco_syncer.store.restore import StoreReader, StoreUnusable
+from diloco_syncer.store.restore import StoreReader, StoreUnusable, epoch_of
 
 log = logging.getLogger(__name__)
 
 REPORT = "report.json"
 MAX_REPORT = 64 << 20
-_EPOCH = re.compile(r"/e(\d{10})-")
 
 
 class RecordMadeMeanwhile(Exception):
@@ -103,12 +101,6 @@ class Restored:
 def offer_name(header: PushHeader) -> str:
     slot, incarnation, fragment, sequence = header.id
     return f"offers/s{slot:05d}-i{incarnation:010d}-f{fragment:05d}-q{sequence:010d}.rec"
-
-
-def epoch_of(name: str) -> int:
-    """The epoch in which an object was made, by its name; 0 where the name has none (records, offers)."""
-    found = _EPOCH.search(name)
-    return int(found.group(1)) if found else 0
 
 
 class Checkpoints:
@@ -367,7 +359,11 @@ class Checkpoints:
         for fragment, chain in enumerate(found.chains):
             if chain.unusable:
                 version = chain.newest.version
-                restored.problems.append(f"fragment {fragment} goes on from version {version}: {chain.why}")
+                message = f"fragment {fragment} goes on from version {version}: {chain.why}"
+                if chain.late:
+                    log.warning("restoring: %s", message)  # as it should be: nobody was told of it
+                else:
+                    restored.problems.append(message)
                 restored.discarded.append((fragment, version, chain.why))
                 for above in chain.unusable:
                     self._set_aside(record_name(fragment, above))

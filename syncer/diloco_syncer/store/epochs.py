@@ -3,7 +3,8 @@
 **Epochs.** A syncer that starts claims the epoch after the newest by creating ``epochs/<n>``; a syncer that loses the
 race tries the next. Epochs have no gaps, so a syncer finds out that it was succeeded by asking for the name after its
 own (``Epoch.check``), which it does before and after it makes a record. Between the check and the write a successor
-may appear. Then the exclusive name decides: the record is there once, and the successor takes over what it finds.
+may appear. Then the exclusive name decides: the record is there once. The successor takes it over if it finds it at its
+start; one that comes later is set aside at the next start (``restore.py``).
 
 **Succeeded pods.** On a node that a cluster has lost a syncer may live on, and be started again by a kubelet that the
 API server cannot reach, with its store still within reach. It would claim epoch after epoch in turn with its

@@ -6,10 +6,15 @@ only wants the model and may run beside a running syncer. The names of objects a
 The newest valid state says where each fragment was; the records after it say where it is now. A gap ends them, unless
 the version after the gap came from a learner and says which version it follows. A damaged newest record takes its
 fragment back one version. A damaged state, or one whose records are gone, gives way to the state before it.
+
+A record above the state's version and of a lower epoch than the state's ends them too. A syncer that had been succeeded
+made it after its successor had read the store. It told nobody, and the successor may have acknowledged offers of the
+same steps.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,22 +27,32 @@ from diloco_syncer.store.base import ObjectNotFound, Store
 from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
 
+_EPOCH = re.compile(r"/e(\d{10})-")
+
 
 class StoreUnusable(Exception):
     """The store is of another job, or nothing in it fits together; the message says what to do."""
+
+
+def epoch_of(name: str) -> int:
+    """The epoch in which an object was made, by its name; 0 where the name has none (records, offers)."""
+    found = _EPOCH.search(name)
+    return int(found.group(1)) if found else 0
 
 
 @dataclass(slots=True)
 class Chain:
     """One fragment's newest usable record, and the records from the state's version to it, without arrays.
 
-    ``unusable``: the versions above, which ``why`` explains.
+    ``unusable``: the versions above, which ``why`` explains. ``late``: of them one that a succeeded syncer made, if
+    it is that which ends the chain.
     """
 
     newest: MergeRecord
     newer: list[MergeRecord]
     unusable: list[int] = field(default_factory=list)
     why: str = ""
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -113,7 +128,7 @@ class StoreReader:
                 versions: list[int] = body["versions"]
                 if layout is not None:
                     versions = versions or [0] * len(layout)
-                    found.chains = self.chains(versions)
+                    found.chains = self.chains(versions, epoch_of(name))
                 elif versions:
                     raise StoreUnusable("there are merges but no initial.json in the store: restore it from a copy")
             except (Damaged, ObjectNotFound) as error:
@@ -131,17 +146,22 @@ class StoreReader:
             found.chains = [Chain(self.record(fragment, 0), []) for fragment in range(len(layout))]
         return found
 
-    def chains(self, versions: Sequence[int]) -> list[Chain]:
-        """The chain of each fragment from these versions on. Raises ``ObjectNotFound`` or ``Damaged`` if one of
-        ``versions`` itself cannot be read."""
+    def chains(self, versions: Sequence[int], epoch: int = 0) -> list[Chain]:
+        """The chain of each fragment from these versions on, which a syncer of ``epoch`` had. Raises
+        ``ObjectNotFound`` or ``Damaged`` if one of ``versions`` itself cannot be read."""
         there: dict[int, set[int]] = {}
         for fragment, version in self.merges():
             there.setdefault(fragment, set()).add(version)
-        return [self._chain(f, begun, there.get(f, set())) for f, begun in enumerate(versions)]
+        return [self._chain(f, begun, epoch, there.get(f, set())) for f, begun in enumerate(versions)]
 
-    def _chain(self, fragment: int, begun: int, there: set[int]) -> Chain:
+    def _chain(self, fragment: int, begun: int, epoch: int, there: set[int]) -> Chain:
         problems: list[str] = []
         newer = self._newer(fragment, begun, there, problems)
+        made_late = [place for place, record in enumerate(newer) if record.epoch < epoch]
+        if made_late:
+            late = newer[made_late[0]]
+            problems.append(f"{late.version} was made in epoch {late.epoch}, which epoch {epoch} had succeeded")
+            del newer[made_late[0] :]
         while True:
             version = newer[-1].version if newer else begun
             try:
@@ -156,7 +176,7 @@ class StoreReader:
         why = ""
         if above:
             why = f"versions {above[0]} to {above[-1]} cannot be used: {'; '.join(problems) or 'a gap'}"
-        return Chain(newest, newer, above, why)
+        return Chain(newest, newer, above, why, late=bool(made_late) and len(problems) == 1)
 
     def _newer(self, fragment: int, begun: int, there: set[int], problems: list[str]) -> list[MergeRecord]:
         """The records that follow version ``begun``, without arrays; what ends them goes to ``problems``."""

@@ -14,8 +14,9 @@ shortly before it; without that file all names are listed.
 
 **Damage** stops nothing, because the tape decides nothing that records and states do not say. A last segment with
 lines that are not understood, or that do not follow each other, is moved to ``discarded/``. The next one says so in its
-first line (``damaged``), and goes on from the versions that the readable lines tell of. Earlier segments are read by
-who audits.
+first line (``damaged``), and goes on from the versions that the readable lines tell of. A segment that does not follow
+the one before it, both being readable, is of a tape of which the store has lost what was before: it tells nothing.
+Earlier segments are read by who audits.
 
 **Durability.** The merge's record is what is durable. Its line is written right after it, and flushed to the device at
 each checkpoint, before older records are removed. So what a crash takes from the tape's end (at worst a line torn in
@@ -193,6 +194,7 @@ class Tape:
         data = self._store.read(name, _MAX_SEGMENT)
         self.lines = _first_of(name) - 1
         wrong = "" if data else f"{name} is empty"
+        follows = True
         for place, raw in enumerate(data.splitlines(keepends=True)):
             number = self.lines + 1
             try:
@@ -200,8 +202,10 @@ class Tape:
                 if (line["kind"] == SEGMENT) != (place == 0):
                     raise TapeError(f"{name}: line {place + 1} is no line of this place")
                 if line["previous"] != self.previous and (place or self.previous):
+                    follows = follows and place > 0
                     raise TapeError(f"tape line {number} does not follow the line before it")
-                self.newest |= newest_of(line)
+                if follows:
+                    self.newest |= newest_of(line)
             except (TapeError, FormatRefused) as error:
                 if place == 0 and isinstance(error, FormatRefused):
                     raise  # another release's

@@ -1,6 +1,6 @@
 """The operator in simulated clusters: what must always be true, whatever fails (tests/operator_simulation).
 
-``SIMULATION_SEEDS=10:200`` runs the random worlds 10 to 199 instead of the first few.
+``SIMULATION_SEEDS=10:200`` runs the random worlds 10 to 199 instead of the first one (and in CI the first few).
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from operator_simulation.kubernetes import now
 from operator_simulation.world import SimulatedOperator, World, simulate
 from operator_world import SPREAD, job_object
 
-SEEDS = range(*map(int, os.environ.get("SIMULATION_SEEDS", "0:3").split(":")))
+CHOSEN = os.environ.get("SIMULATION_SEEDS")
+IN_CI = [pytest.mark.slow, pytest.mark.virtual_time]
+SEEDS = (
+    list(range(*map(int, CHOSEN.split(":"))))
+    if CHOSEN
+    else [0, *(pytest.param(seed, marks=IN_CI) for seed in range(1, 3))]
+)
 Scenario = Callable[[World], Awaitable[None]]
 Patch = pytest.MonkeyPatch
 
@@ -52,6 +58,7 @@ def test_a_job_starts_trains_and_comes_to_rest() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.virtual_time
 def test_while_a_learner_never_comes_to_work_turns_and_writes_are_bounded() -> None:
     """A learner crashes whenever it has started, for an hour: a turn a second, and few writes."""
 
@@ -314,6 +321,8 @@ def render_when_the_generation_changes(patch: Patch) -> None:
     patch.setattr(desired, "_render", render)
 
 
+@pytest.mark.slow
+@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("put_back", "make", "scenario"),
     [

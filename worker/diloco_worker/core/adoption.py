@@ -22,7 +22,7 @@ and says that this push was merged in it: 8 steps are confirmed, 2 stay above th
 A broadcast (Θ', v') names this learner's newest push that was merged in any version up to v', and the version that
 merged it. What happens to the counts (``Kind`` says what happens to θ):
 
-- A push was merged in a version above the base: the tokens up to its snapshot are *confirmed*. With ``overwrite`` the
+- A push whose fate was open is merged: the tokens up to its snapshot are *confirmed*. With ``overwrite`` the
   tokens since then are dropped (overlap); with ``keep`` and ``mix`` the marks since the snapshot go on.
 - None was: no count changes. Snapshots whose fate is still open move along with the base, so that θ - snapshot stays
   this learner's own work only.
@@ -364,9 +364,11 @@ class Adoption:
         now = self.now
         merged: _Snapshot | None = None
         reset = reset_at > (base.epoch, base.version)
-        if broadcast.merged_sequence and broadcast.merged_version > base.version:
+        if broadcast.merged_sequence:
+            # Versions do not tell whether it is confirmed: a syncer whose store lost versions up to the base merges an
+            # offer, whose base it lost, in a lower one.
             merged = state.snapshots.get(broadcast.merged_sequence)
-            if merged is None:
+            if merged is None and broadcast.merged_version > base.version:
                 what = f"says that push {broadcast.merged_sequence} was merged, which is not outstanding"
                 return self._stop(broadcast, what)
 
@@ -425,7 +427,7 @@ def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, broadcast: Announ
     """Whether the snapshot's push can still be merged after this broadcast."""
     if snapshot.plan.base_version > broadcast.version:
         return False  # its base is not in this history
-    if merged is not None and snapshot.plan.base_version < broadcast.merged_version:
+    if merged is not None and snapshot.plan.first_step <= merged.plan.last_step:
         return False  # the syncer refuses it as already-merged
     return snapshot.settled_at is None or snapshot.settled_at > broadcast.version
 

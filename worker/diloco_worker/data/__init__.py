@@ -69,8 +69,9 @@ def check(spec: JobSpec, data: Dataset, held_out: bool) -> None:
         raise job_error(
             "spec.training.data",
             count,
-            f"{count} sequences to train on are less than one batch of {needed} (training.batch.sequences "
-            "x accumulation): name more data, or lower the batch or training.data.sequenceLength",
+            f"{count} sequences to train on are less than one batch of {needed} (sequences x accumulation "
+            "of training.batch, or of the region's): name more data, or lower the batch or "
+            "training.data.sequenceLength",
         )
 
 

@@ -19,6 +19,7 @@ from diloco_worker.core.progress import schedule_step
 from diloco_worker.learner import Learner
 from diloco_worker.training import models
 from diloco_worker.training import optimizer as optimizers
+from diloco_worker.training.pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def train(job: DiLoCoJob) -> int:
     """
     spec = job.spec
     device.configure(spec)
+    pace = Pace.from_environment()
     where = device.device(spec)
     dtype = device.precision(spec, where)
     # Data first: a wrong path is said before a large model is built.
@@ -60,9 +62,11 @@ def train(job: DiLoCoJob) -> int:
             rate *= learner.rewarm_scale()
             optimizers.set_learning_rate(optimizer, rate)
             torch.manual_seed(learner.seed)
+            pace.begin()
             nats = step(
                 model, optimizer, batch, spec.training.batch.accumulation, spec.training.optimizer.clip_norm, dtype
             )
+            pace.end()
             learner.after_step(tokens=tokens, loss=nats, lr=rate)
     return learner.exit_code
 

@@ -209,7 +209,8 @@ def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> No
         out.set("QuorumMet", True, "Met", f"{_learners_are(active)} active, a merge needs {required}.")
     elif view.job_phase == JobPhase.WAITING:
         message = f"{_learners_are(active)} active; training begins, or goes on, with {required} (sync.quorum)."
-        out.set("QuorumMet", False, "Gathering", message)
+        said = f" The syncer: {shortened(view.document.message, 1000)}." if view.document.message else ""
+        out.set("QuorumMet", False, "Gathering", message + said)
     elif view.job_phase in FINISHING_PHASES:
         message = f"The stop is reached; {_learners_are(active)} active, and they leave with their work offered."
         out.set("QuorumMet", False, "Finishing", message)

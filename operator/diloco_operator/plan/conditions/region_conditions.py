@@ -105,9 +105,10 @@ def _decide_settings_differ(view: View, out: ConditionSet) -> None:
 def _own_settings(job: Job) -> dict[str, Any]:
     """The settings of this copy of the job, in the form of those in a Welcome."""
     spec = job.spec
+    fixed = spec.most_slots == spec.slots  # else the syncer need not know of another number (decision 067)
     return {
         "sync": spec.sync.model_dump(mode="json", by_alias=True),
-        "learners": spec.slots,
+        **({"learners": spec.slots} if fixed else {}),
         "stop": spec.training.stop.model_dump(mode="json", by_alias=True),
     }
 

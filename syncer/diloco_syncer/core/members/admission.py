@@ -88,7 +88,7 @@ class Admission:
         if slot is not None:
             self._seat(slot, join, now, continuing=True, withheld=withheld)
             return
-        slot = self._mode.choose_slot(state.members, join)
+        slot = self._mode.choose_slot(state.members, join) or self._open_slot(join)
         if slot is not None:
             self._seat(slot, join, now, continuing=False, withheld=withheld)
         elif words := self._mode.standby_objection(join):
@@ -97,6 +97,24 @@ class Admission:
             state.members.standby[join.connection] = join
             self._admit(join, None, withheld=withheld)
             self.actions.record_event(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
+
+    def _open_slot(self, join: ev.Join) -> Slot | None:
+        """A slot for a process beyond its region's places; None: the job has none for it."""
+        state = self.state
+        if join.region not in state.members.open_places:
+            return None
+        slot = state.members.open_slot_for(join)
+        if state.ledger is not None:
+            state.ledger.add_slots(len(state.members.slots))
+        return slot
+
+    def _balance_region(self, slot: Slot) -> None:
+        """The slot was taken or left: see ``SlotTable.balance_region``. Nobody is waited for in what is retired, so
+        its leases go to others."""
+        members, leases = self.state.members, self.state.leases
+        for retired in members.balance_region(members.region_of(slot)) if members.open_places else ():
+            if leases is not None:
+                leases.return_leases(retired.index)
 
     def _is_of_the_job(self, join: ev.Join) -> bool:
         """Whether a process may take part at all: its region is the job's, or it still has a slot from when it was."""
@@ -252,6 +270,7 @@ class Admission:
             self._close_tenure(slot, "died")
         first_taken = not slot.incarnation
         incarnation = state.members.give_slot(slot, join, now)
+        self._balance_region(slot)
         slot.tenure = (join.tenure or slot.tenure) if continuing else incarnation
         if not continuing:
             self._begin_tenure(slot, incarnation, first_taken, now)
@@ -311,6 +330,7 @@ class Admission:
         slot.process = ""
         if self.state.leases:
             self.state.leases.return_leases(slot.index)
+        self._balance_region(slot)
         self.actions.add(ev.Persist())
 
     def _close_tenure(self, slot: Slot, reason: str) -> None:
@@ -366,6 +386,7 @@ class Admission:
             self.actions.add(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
             self._forget_connection(slot.connection)
             slot.connection = None
+        self._balance_region(slot)
         self.actions.add(ev.Persist())
         self.actions.record_event(kind, slot, message)
 
@@ -395,7 +416,7 @@ class Admission:
             return
         members = self.state.members
         for connection, join in list(members.standby.items()):
-            slot = members.free_slot_for(join)
+            slot = members.free_slot_for(join) or self._open_slot(join)
             if slot is None:
                 continue
             del members.standby[connection]

@@ -11,7 +11,8 @@ that joins gets, in this order:
    there before is superseded at once;
 3. the slot that the job assigns to its place, else the lowest slot of its region that nobody holds, else the lowest;
    but the processes of a region never hold more slots than the job gives it learners and spares;
-4. none: it stands by, and takes the first slot that is lost.
+4. in a region with open places (regions[].maxLearners), a slot for itself;
+5. none: it stands by, and takes the first slot that is lost.
 
 *Pods.* A place belongs to the newest pod that joined from it. A pod that was given up with its node may come back
 after its successor has joined; it is refused. So is a process without a pod whose place a newer process has.
@@ -20,6 +21,11 @@ after its successor has joined; it is refused. So is a process without a pod who
 slot, or a new one. A slot without a place is *retired*: its process stays until it leaves or is lost, nobody is
 seated there any more, and its history stays in the ledger. A retired slot that a later scaling gives to a place
 begins at the job's greatest step, as a new one does.
+
+*Open places.* A region may have more learners than places (docs/decisions/067). It has as many slots as it has places
+or learners, whichever are more. So of the slots that its processes do not hold, those beyond its places are retired;
+where it has more learners than places, every place has a slot that is held, whoever holds it. Nobody is missed who is
+not there beyond the places: no region is lost by it, and no slot is kept for it.
 
 *States.* ``active``: its process is connected and has reported. ``suspect``: its stream broke. ``lost``: nothing was
 heard of it for the heartbeat timeout, or whoever knows said that its process has ended. ``draining``: its process was
@@ -109,11 +115,18 @@ class Absence:
 
 class SlotTable:
     """The slots of a job. ``places``: (region, ordinal) of each slot, in job order. ``region_slots``: how many slots
-    the processes of a region may hold at once; empty: as many as there are."""
+    the processes of a region may hold at once; empty: as many as there are. ``open_places``: of the regions that have
+    some, how many learners they may have beyond their places."""
 
-    def __init__(self, places: list[tuple[str, int]], region_slots: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        places: list[tuple[str, int]],
+        region_slots: Mapping[str, int] | None = None,
+        open_places: Mapping[str, int] | None = None,
+    ) -> None:
         self.places = places
         self.region_slots = region_slots or {}
+        self.open_places = open_places or {}
         self.slots = [Slot(index) for index in range(len(places))]
         self.nominal = dict(zip(places, self.slots, strict=True))  # place -> the slot that it keeps
         self.next_incarnation = 1
@@ -178,15 +191,60 @@ class SlotTable:
     def free_slot_for(self, join: Join) -> Slot | None:
         """A slot that no process holds: the nominal one of the place, else the lowest of its region, else the lowest.
         None: there is none, or the region's processes hold as many as they may."""
-        held = sum(slot.occupied and slot.region == join.region for slot in self.slots)
-        if self.region_slots and held >= self.region_slots.get(join.region, 0):
+        if self.region_slots and self.count_held(join.region) >= self.region_slots.get(join.region, 0):
             return None
         free = [slot for slot in self.current if not slot.occupied]
         nominal = self.nominal.get((join.region, join.ordinal))
         if nominal is not None and not nominal.occupied:
             return nominal
         own = {slot.index for (region, _), slot in self.nominal.items() if region == join.region}
+        if join.region in self.open_places:  # who comes beyond its places has one of its own, and takes nobody's
+            free = [slot for slot in free if slot.index in own]
         return min(free, key=lambda slot: (slot.index not in own, slot.index), default=None)
+
+    def count_held(self, region: str) -> int:
+        """How many slots the region's processes hold."""
+        return sum(slot.occupied and slot.region == region for slot in self.slots)
+
+    def open_slot_for(self, join: Join) -> Slot | None:
+        """A slot for a process beyond its region's places, at the job's greatest step: one that was left, else a new
+        one, else one that was lost. None: the region has as many learners as it may have."""
+        places = sum(region == join.region for region, _ in self.places)
+        if self.count_held(join.region) >= places + self.open_places.get(join.region, 0):
+            return None
+        free = [slot for slot in self.slots if slot.retired and not slot.occupied]
+        free.sort(key=lambda slot: (slot.state is SlotState.LOST, slot.index))
+        most = len(self.places) + sum(self.open_places.values())
+        if not free or (free[0].state is SlotState.LOST and len(self.slots) < most):
+            free = [Slot(len(self.slots), retired=True)]
+            self.slots += free
+        free[0].step = max(slot.step for slot in self.slots)
+        return free[0]
+
+    def balance_region(self, region: str) -> list[Slot]:
+        """Have as many slots in a region with open places as it has places or learners, whichever are more; returns
+        those that are retired now. To be called after whatever takes or leaves a slot of it."""
+        if region not in self.open_places:
+            return []
+        assigned = {slot.index for slot in self.nominal.values()}
+        beyond = [slot for slot in self.slots if slot.index not in assigned and slot.region == region]
+        held = [slot for slot in beyond if slot.occupied]
+        for place in self.places if held else ():
+            if place[0] == region and held and not self.nominal[place].occupied:
+                beyond.append(self.nominal[place])
+                self.nominal[place] = held.pop(0)
+                self.nominal[place].retired = False
+                beyond.remove(self.nominal[place])
+        for slot in held[: self.open_places[region]]:
+            slot.retired = False
+        retired = [slot for slot in beyond if not slot.occupied and not slot.retired]
+        for slot in retired:
+            slot.retired = True
+        return retired
+
+    def region_of(self, slot: Slot) -> str:
+        """The region to which the slot belongs: that of its place, else that of its process."""
+        return next((region for (region, _), other in self.nominal.items() if other is slot), slot.region)
 
     def is_known_region(self, region: str) -> bool:
         """Whether the job has this region."""
@@ -311,3 +369,5 @@ class SlotTable:
         for slot in self.slots:
             slot.retired = slot.index not in now
         self.nominal = kept
+        for region in self.open_places:
+            self.balance_region(region)

@@ -194,11 +194,11 @@ class Aggregator:
             )
         )
 
-    def complete_merge(self, event: ev.MergeDurable) -> None:
+    def complete_merge(self, event: ev.MergeDurable, now: float) -> None:
         """The record of a merge is durable: the version rises, its tokens count, and it is announced."""
         state = self._state
         assert state.rounds
-        closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds)
+        closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds, now)
         state.merges += 1
         state.lineage.mark_settled(state.epoch)
         steps = [push.header.steps for push in closed.pushes]
@@ -213,6 +213,12 @@ class Aggregator:
             self._actions.add(ev.ReleasePush(push.handle))
         self._update_lateness(closed)
         self._actions.add(state.announcement(event.fragment))
+
+    def record_arrival(self, event: ev.VersionSent, now: float) -> None:
+        """A process has a version that was announced; evaluators and those who stand by have no slot."""
+        slot = self._state.members.by_connection(event.connection)
+        if slot is not None and self._state.rounds:
+            self._state.rounds.record_arrival(event.fragment, event.version, slot.index, now)
 
     def _count_merged(self, slot: Slot, header: PushHeader, version: int) -> None:
         ledger = self._state.ledger

@@ -89,6 +89,15 @@ class Progress:
 
 
 @dataclass(slots=True)
+class Delivery:
+    """A new version on its way to the learners."""
+
+    version: int
+    announced_at: float
+    slots: set[int] = field(default_factory=set)  # that have it
+
+
+@dataclass(slots=True)
 class Accepted:
     """A push or offer that waits in a round."""
 
@@ -149,7 +158,9 @@ class RoundBook:
         self.next_round = 1
         self.step_seconds = MovingAverage()
         self.quorum_seconds = MovingAverage()
-        self.sync_seconds = MovingAverage()
+        self.merge_seconds = MovingAverage()
+        self.broadcast_seconds = MovingAverage()
+        self._deliveries: dict[int, Delivery] = {}  # by fragment: those that fewer than K slots have
 
     @property
     def fragments(self) -> int:
@@ -234,7 +245,7 @@ class RoundBook:
                     self.rules.overlap,
                     self.step_seconds.value,
                     self.quorum_seconds.value,
-                    self.sync_seconds.value,
+                    self.sync_seconds,
                 )
         return replaced
 
@@ -281,14 +292,31 @@ class RoundBook:
         opened.pushes.sort(key=lambda p: (p.header.slot, p.header.incarnation, p.header.sequence))
         return opened.pushes
 
-    def complete_merge(self, fragment: int, version: int, merge_seconds: float) -> Round:
-        """The record is durable: the round is closed and the marks move."""
+    def complete_merge(self, fragment: int, version: int, merge_seconds: float, now: float) -> Round:
+        """The record is durable and its version announced: the round is closed and the marks move."""
         closed = self.open.pop(fragment)
-        self.sync_seconds.add(merge_seconds)
+        self.merge_seconds.add(merge_seconds)
+        self._deliveries[fragment] = Delivery(version, now)
         for slot, step in closed.steps_at_opening.items():
             self._mark(fragment, slot, step)
         self.apply_record(fragment, version, (push.header for push in closed.pushes))
         return closed
+
+    def record_arrival(self, fragment: int, version: int, slot: int, now: float) -> None:
+        """The slot's process has all bytes of this version. With the K-th of them its broadcast was as long."""
+        delivery = self._deliveries.get(fragment)
+        if delivery is None or delivery.version != version:
+            return
+        delivery.slots.add(slot)
+        if len(delivery.slots) >= self.rules.quorum:
+            self.broadcast_seconds.add(now - delivery.announced_at)
+            del self._deliveries[fragment]
+
+    @property
+    def sync_seconds(self) -> float | None:
+        """ξ_sync: to merge, to make durable, and to broadcast, as far as that was measured."""
+        merge = self.merge_seconds.value
+        return None if merge is None else merge + (self.broadcast_seconds.value or 0.0)
 
     def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
         """A record is in the store: the version rises, and so do the marks of the slots that are in it."""

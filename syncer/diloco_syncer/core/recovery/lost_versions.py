@@ -10,9 +10,10 @@ had settled then. With s the store's version, made in epoch m, the learner's ver
 
 This is decided between a restart and the first merge after it (``can_recover``). When such a version shows up, or
 the tape tells of versions that the store has not, the loss is *announced*, and everything waits (``is_pending``).
-When all learners are back or given up, each missing fragment is requested from the holder of its newest version, one
-request per learner at a time. If no learner had anything, tokens that learners know to be merged beyond the store's
-versions are dropped (``rolled-back``).
+When all learners are back or given up, each missing fragment is requested from a holder of its newest version, one
+request per learner at a time, of several at once. One that sends nothing for ``ANSWER_SECONDS`` is given up, and so is
+one that is slower than a transfer may be. If no learner had anything, tokens that learners know to be merged beyond the
+store's versions are dropped (``rolled-back``).
 
 Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
 above them, so that one (epoch, version) never has two meanings.
@@ -26,7 +27,7 @@ be the first one back, before those that hold more: it gives version 0 back only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco_protocol.vocabulary import EventKind, JobPhase
 from diloco_protocol.wire.records import Held, Receipt
@@ -35,7 +36,7 @@ from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.recovery.receipts import validate_receipt
 from diloco_syncer.core.state import JobState
 
-REQUEST_SECONDS = 60.0  # for an answer, besides the transfer
+ANSWER_SECONDS = 60.0  # without a byte of an answer
 RETRY_SECONDS = 10.0  # before a holder that failed is asked again, where nobody else has the version
 SLOWEST = 64 << 10  # elements a second
 EPOCHS_ABOVE = 1000  # as far as a store's epochs are believed to have gone back
@@ -49,7 +50,8 @@ class VersionRequest:
     fragment: int
     epoch: int
     version: int
-    deadline: float
+    deadline: float  # for all of it, and for its record
+    idle_until: float  # for its next byte
 
 
 class VersionRecovery:
@@ -112,10 +114,13 @@ class VersionRecovery:
             self._set_message(message)
         self._actions.record_event(EventKind.LOST_DATA, None, message)
 
-    def _set_message(self, message: str) -> None:
-        if message != self._state.phase_message:
-            self._state.phase_message = message
-            self._actions.add(ev.SetPhase(self._state.phase, message))
+    def _set_message(self, message: str) -> bool:
+        """Say what is waited for; whether it is news."""
+        if message == self._state.phase_message:
+            return False
+        self._state.phase_message = message
+        self._actions.add(ev.SetPhase(self._state.phase, message))
+        return True
 
     # ------------------------------------------------------------- a store that came back empty
 
@@ -244,6 +249,13 @@ class VersionRecovery:
         else:
             self._held.get(connection, {}).pop(fragment, None)
 
+    def mark_advanced(self, connection: int, fragment: int, whole: bool, now: float) -> None:
+        """Bytes of an answer have come. ``whole``: all of them, and its record is being made."""
+        request = self._requests.get(fragment)
+        if request is not None and request.connection == connection:
+            idle_until = request.deadline if whole else now + ANSWER_SECONDS
+            self._requests[fragment] = replace(request, idle_until=idle_until)
+
     def mark_stored(self, fragment: int) -> None:
         """A record with the version is durable."""
         self._requests.pop(fragment, None)
@@ -252,10 +264,13 @@ class VersionRecovery:
 
     def advance(self, now: float) -> None:
         """Request what is missing; restart when all came, or go on without it when nobody has it."""
-        if not self.is_pending or self._restarting or not self._state.initialised or not self._all_present(now):
+        if not self.is_pending or self._restarting or not self._all_present(now):
+            return
+        if not self._state.initialised:
+            self._say_who_holds_the_model()
             return
         for request in list(self._requests.values()):
-            if now >= request.deadline:
+            if now >= min(request.deadline, request.idle_until):
                 self.mark_failed(request.connection, request.fragment, now)
         for fragment in range(len(self._made)):
             if fragment not in self._recovered and fragment not in self._requests:
@@ -287,27 +302,42 @@ class VersionRecovery:
         return now >= self._rebuild_until
 
     def _request(self, fragment: int, now: float) -> None:
-        holders = [
-            ((held[fragment].version, held[fragment].epoch, held[fragment].settled), -connection)
+        holders = {
+            connection: (held[fragment].version, held[fragment].epoch, held[fragment].settled)
             for connection, held in self._held.items()
             if fragment in held and self._retry_at.get((connection, fragment), now) <= now
-        ]
-        if not holders:
+        }
+        newest = max(holders.values(), default=None)
+        busy = {request.connection for request in self._requests.values()}
+        free = [connection for connection, held in holders.items() if held == newest and connection not in busy]
+        if newest is None or not free:
             return
-        (version, epoch, _), negative = max(holders)
-        connection = -negative
-        if any(request.connection == connection for request in self._requests.values()):
-            return  # one at a time
-        deadline = now + REQUEST_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
-        self._requests[fragment] = VersionRequest(connection, fragment, epoch, version, deadline)
+        connection, (version, epoch, _) = min(free), newest
+        deadline = now + ANSWER_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
+        request = VersionRequest(connection, fragment, epoch, version, deadline, now + ANSWER_SECONDS)
+        self._requests[fragment] = request
         self._actions.add(ev.RequestVersion(connection, fragment, epoch, version))
+
+    def _say_who_holds_the_model(self) -> None:
+        """An empty store is rebuilt from learners only, and here only an evaluator has told of merged versions."""
+        holders = {connection for connection, origins in self._origins.items() if STAND_IN in origins}
+        if holders and holders <= self._state.members.evaluators:
+            self._say_what_to_do(
+                "the store is empty, and only an evaluator holds merged versions, from which it cannot be rebuilt: "
+                "waiting for a learner that holds some; or give the syncer its store back (spec.syncer.storage), or "
+                "restart the evaluator and then the syncer to begin the job anew"
+            )
 
     def _say_what_is_missing(self) -> None:
         missing = [str(p) for p, epoch in enumerate(self._made) if epoch == STAND_IN]
-        self._set_message(
+        self._say_what_to_do(
             f"the store came back empty, and no learner here holds a merged version of fragments {', '.join(missing)}: "
             "waiting for one; or give the syncer its store back, or empty it and restart all learners to begin anew"
         )
+
+    def _say_what_to_do(self, message: str) -> None:
+        if self._set_message(message):
+            self._actions.record_event(EventKind.LOST_DATA, None, message)
 
     def _give_up(self) -> None:
         """No learner has anything: the job goes on from what the store has, for good."""

@@ -63,7 +63,7 @@ def slot_links(
     carried = None
     if layout is not None:
         sizes = tuple(layout.elements(p) for p in range(len(layout)))
-        carried = _traffic(sizes, spec.sync.compression.up, spec.sync.compression.down, spec.slots)
+        carried = _traffic(sizes, spec.sync.compression.up, spec.sync.compression.down, spec.most_slots)
     found = {}
     for slot in slots:
         if (link := find_link(slot.index)) is None:

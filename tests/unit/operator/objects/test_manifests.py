@@ -600,7 +600,7 @@ def test_what_was_rendered_can_be_read_back() -> None:
 
 def inputs(**spec: Any) -> tuple[str, str, str]:
     given = job(**spec).spec
-    return pods.syncer_inputs(given), pods.learner_inputs(given), pods.evaluator_inputs(given)
+    return pods.syncer_inputs(given), pods.learner_inputs(given, "local"), pods.evaluator_inputs(given)
 
 
 @pytest.mark.parametrize(
@@ -619,6 +619,9 @@ def inputs(**spec: Any) -> tuple[str, str, str]:
         ({"seed": 4}, True, True, True),
         ({"regions": [{"name": "local", "learners": 4}]}, True, False, False),
         ({"regions": [{"name": "local", "learners": 3, "spares": 2}]}, False, False, False),
+        ({"regions": [{"name": "local", "learners": 2, "maxLearners": 3}]}, False, False, False),
+        ({"regions": [{"name": "local", "learners": 3, "maxLearners": 4}]}, True, False, False),
+        ({"regions": [{"name": "local", "learners": 3, "batch": {"sequences": 3}}]}, False, True, False),
         ({"training": {"stop": {"tokens": 5}}}, True, False, False),
         ({"training": {"batch": {"sequences": 3}}}, False, True, True),
         ({"training": {"optimizer": {"lr": 0.5}}}, False, True, True),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from diloco_operator import names
 from diloco_operator.model import PlanMemory
 from diloco_operator.plan.job_status import differs_beyond_progress
+from example_counts import share_of
 from operator_world import World, job_object
 
 FAULTS = (
@@ -135,7 +136,7 @@ any_speed = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @jobs_and_faults
-@settings(any_speed, max_examples=8)
+@settings(any_speed, max_examples=share_of(8))
 def test_whatever_happens_it_comes_back(
     story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int
 ) -> None:
@@ -143,6 +144,7 @@ def test_whatever_happens_it_comes_back(
 
 
 @pytest.mark.slow
+@pytest.mark.virtual_time
 @jobs_and_faults
 @settings(any_speed, max_examples=40)
 def test_whatever_happens_in_many_jobs_they_come_back(

@@ -34,13 +34,15 @@ class Hub(World):
         self.links: dict[str, Object] = {}  # by region
         self.refused: list[Object] = []
         self.rounds: list[Object] = []
+        self.waits_for = ""
 
     def document(self) -> StatusDocument:
         found = super().document()
         rows = [{**dict(row), "link": self.links.get(row.region)} for row in found.slots]
-        return status_document(
-            **{**dict(found), "slots": rows, "refusals": self.refused, "rounds": self.rounds or found.rounds}
-        )
+        changed = {"slots": rows, "refusals": self.refused, "rounds": self.rounds or found.rounds}
+        if self.waits_for:
+            changed |= {"phase": "waiting", "message": self.waits_for, "quorum": {"active": 0, "required": 1}}
+        return status_document(**{**dict(found), **changed})
 
 
 def served(**spec: Any) -> Hub:
@@ -126,6 +128,17 @@ def test_an_overdue_round_is_told_until_it_closes() -> None:
     world.rounds = []
     world.run(30)
     assert world.truth("RoundOverdue") == "False" and world.told("RoundOverdueOver") == 1
+
+
+def test_what_a_job_waits_for_at_its_start_is_told_with_the_cure() -> None:
+    world = served()
+    world.waits_for = "the store is empty: give the syncer its store back (spec.syncer.storage)"
+    world.until(lambda w: w.truth("QuorumMet") == "False", 60)
+    for kind in ("QuorumMet", "Ready"):
+        found = world.condition(kind)
+        assert found["reason"] == "Gathering" and f"The syncer: {world.waits_for}." in found["message"]
+    world.waits_for = ""
+    world.until(lambda w: w.truth("Ready") == "True", 60)
 
 
 def test_another_region_that_is_slow_too_is_added() -> None:

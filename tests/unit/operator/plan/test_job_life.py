@@ -313,6 +313,7 @@ def test_complete() -> None:
     world.until(lambda w: not w.of("learner") and not w.of("evaluator"))
     idle(world)
     assert len(world.of("syncer")) == 1, "it serves status and export"
+    assert world.document().loss is None and world.status["progress"]["loss"] == 2.0
     assert world.told("Complete") == 1 and world.told("QuorumLost") == 0
     # An end is final: an edit restarts nothing, and a syncer that is lost comes back to the same end.
     uid = world.of("syncer")[0].uid
@@ -511,6 +512,24 @@ def test_scaling_up_and_down() -> None:
     assert {p.name: p.uid for p in world.of("learner")} == {n: first[n] for n in sorted(first)[:2]}
     assert world.told("Scaled") == 2 and world.told("LearnerGone") == 0
     assert not world.status.get("replacements")
+    idle(world)
+
+
+def test_within_the_bound_scaling_restarts_no_syncer() -> None:
+    def regions(learners: int, bound: int) -> list[dict[str, Any]]:
+        return [{"name": "local", "learners": learners, "maxLearners": bound}]
+
+    world = started(regions=regions(2, 4))
+    first = {p.name: p.uid for p in world.of("learner")}
+    for learners in (4, 3, 2):
+        world.edit(regions=regions(learners, 4))
+        world.until(lambda w, n=learners: w.status["learners"] == f"{n}/{n}" and len(w.of("learner")) == n)
+        world.until(World.whole)
+    assert world.syncer.epoch == 1 and not world.status.get("replacements")
+    assert {p.name: p.uid for p in world.of("learner")} == first, "a learner restarted"
+    world.edit(regions=regions(5, 5))
+    world.until(World.whole)
+    assert world.syncer.epoch == 2, "the bound is read at the start"
     idle(world)
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from diloco_protocol.arrays import codec, kernels
 from diloco_protocol.spec.sync import CompressionSpec
+from example_counts import share_of
 
 BLOCKED = ("int8", "int4", "int2")
 SIZES = (0, 1, 2, 3, 5, 31, 127, 128, 129, 130, 131, 255, 257, 1000, 4096, 4099)
@@ -93,7 +94,7 @@ vectors = hnp.arrays(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share_of(150), deadline=None)
 @given(vectors, st.sampled_from(["int8", "int4"]))
 def test_decoded_values_are_within_half_a_step(values: np.ndarray, encoding: str) -> None:
     encoded = codec.encode(values, encoding)
@@ -107,7 +108,7 @@ def test_decoded_values_are_within_half_a_step(values: np.ndarray, encoding: str
         assert step <= max(np.abs(block).max() / most * (1 + 2**-7), 2.0**-126)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(vectors)
 def test_bfloat16_rounds_as_torch_does(values: np.ndarray) -> None:
     encoded = codec.encode(values, "bfloat16")
@@ -127,7 +128,7 @@ def test_bfloat16_ties_and_specials() -> None:
     assert codec.encode(bits.view(np.float32), "bfloat16").view(np.uint16).tolist() == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share_of(40), deadline=None)
 @given(vectors)
 def test_float32_is_the_bytes_themselves(values: np.ndarray) -> None:
     encoded = codec.encode(values, "float32")
@@ -182,7 +183,7 @@ def test_zeros_and_single_spikes(encoding: str) -> None:
         assert np.count_nonzero(decoded) == 1 and decoded[200] == pytest.approx(-3.0, rel=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(st.binary(max_size=600), st.integers(0, 600), st.sampled_from(codec.ENCODINGS))
 def test_any_bytes_decode_or_are_refused_by_size(data: bytes, n: int, encoding: str) -> None:
     if len(data) == codec.encoded_bytes(encoding, n):
@@ -193,7 +194,15 @@ def test_any_bytes_decode_or_are_refused_by_size(data: bytes, n: int, encoding: 
 
 
 @pytest.mark.parametrize("encoding", codec.ENCODINGS)
-def test_any_kind_of_buffer_at_any_address(encoding: str) -> None:
+def test_any_kind_of_buffer_at_any_address(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = kernels.run
+
+    def run_on_aligned(kernel: kernels.Kernel, size: int, threads: int, *arguments: Any, **more: Any) -> None:
+        """Compiled code takes it for granted, and most processors forgive it."""
+        assert all(array.flags.aligned for array in arguments if isinstance(array, np.ndarray))
+        run(kernel, size, threads, *arguments, **more)
+
+    monkeypatch.setattr(kernels, "run", run_on_aligned)
     values = normal(1000)
     encoded = codec.encode(values, encoding)
     expected = codec.decode(encoded, encoding, 1000)
@@ -228,7 +237,7 @@ def test_wrong_arguments_are_named() -> None:
         codec.encoded_bytes("int8", -1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share_of(40), deadline=None)
 @given(
     st.sampled_from(["bfloat16", *BLOCKED]),
     st.lists(st.booleans(), min_size=1, max_size=12),
@@ -305,7 +314,7 @@ def test_any_number_of_threads_gives_the_same_bits(encoding: str) -> None:
         assert codec.norm_and_finite(values, threads=threads) == codec.norm_and_finite(values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(hnp.arrays(np.float32, st.integers(0, 9000), elements=st.floats(width=32, allow_nan=True)))
 def test_norm_and_finite(values: np.ndarray) -> None:
     norm, finite = codec.norm_and_finite(values)
@@ -348,6 +357,8 @@ def test_a_kernel_without_a_place_for_a_cache_is_compiled_in_memory(caplog) -> N
     assert compiled(2.0) == 4.0 and "compiled without a cache" in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.virtual_time
 def test_a_broken_cache_is_passed_by(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = (
         "import numpy as np\nfrom diloco_protocol.arrays import codec\n"

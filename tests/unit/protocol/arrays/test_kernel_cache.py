@@ -88,23 +88,11 @@ def image(tmp_path: Path) -> Image:
     return Image(tmp_path)
 
 
-def test_a_sealed_cache_is_read(image: Image) -> None:
+def test_a_sealed_cache_is_read_and_one_of_other_sources_is_not_used(image: Image) -> None:
     assert "data saved" in image.run(sealed=False, classes=CLASS)
     said = image.run(sealed=True, classes=CLASS)
     assert "data loaded" in said and "saved" not in said
     assert "RESULT 1.5" in said
-
-
-@pytest.mark.slow
-def test_without_the_class_numba_would_not(image: Image) -> None:
-    """Why the class is there: with numba's own, the same sealed cache is passed over."""
-    image.run(sealed=False, classes=CLASS)
-    said = image.run(sealed=True, classes="UserProvidedCacheLocator")
-    assert "data loaded" not in said and "RESULT 1.5" in said
-
-
-def test_a_cache_of_other_sources_is_not_used(image: Image) -> None:
-    image.run(sealed=False, classes=CLASS)
     image.write(" + 1.0")
     said = image.run(sealed=True, classes=CLASS)
     assert "data loaded" not in said and "LOG kernel first is compiled without a cache" in said
@@ -112,6 +100,16 @@ def test_a_cache_of_other_sources_is_not_used(image: Image) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.virtual_time
+def test_without_the_class_numba_would_not(image: Image) -> None:
+    """Why the class is there: with numba's own, the same sealed cache is passed over."""
+    image.run(sealed=False, classes=CLASS)
+    said = image.run(sealed=True, classes="UserProvidedCacheLocator")
+    assert "data loaded" not in said and "RESULT 1.5" in said
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_time
 def test_what_was_not_built_goes_to_the_next_locator(image: Image) -> None:
     """A user's own function in a derived image: cached in the user's folder, as ever."""
     classes = f"{CLASS},UserWideCacheLocator"
@@ -121,10 +119,12 @@ def test_what_was_not_built_goes_to_the_next_locator(image: Image) -> None:
     assert "data loaded" in image.run(sealed=True, classes=classes)
 
 
-def test_the_image_compiles_every_kernel() -> None:
-    """What the Dockerfile imports before it compiles are all modules that define kernels."""
+@pytest.mark.parametrize("file", ["Dockerfile", "Makefile"])
+def test_an_image_and_make_setup_compile_every_kernel(file: str) -> None:
+    """What is imported there before all is compiled are all modules that define kernels."""
     root = ROOT
-    line = next(text for text in (root / "Dockerfile").read_text().splitlines() if "compile_all()" in text)
+    lines = (root / file).read_text().splitlines()
+    line = " ".join(text for text in lines if "compile_all()" in text or text.startswith("KERNELS :="))
     imported = set(re.findall(r"diloco_\w+(?:\.\w+)+", line))
     defining = {
         ".".join(path.relative_to(root / folder).with_suffix("").parts)

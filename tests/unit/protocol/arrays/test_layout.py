@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.arrays import layout as layout_module
 from diloco_protocol.arrays.layout import FORMAT, Layout, LayoutError, Piece, Tensor
+from example_counts import share_of
 
 SIZES = (("x", 69), ("y", 66))
 
@@ -89,7 +90,7 @@ models = st.lists(shapes, min_size=1, max_size=30).map(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share_of(150), deadline=None)
 @given(models, st.integers(1, 30))
 def test_any_model_is_balanced_and_covered_once(tensors: list[Tensor], count: int) -> None:
     total = sum(t.elements for t in tensors)
@@ -103,7 +104,7 @@ def test_any_model_is_balanced_and_covered_once(tensors: list[Tensor], count: in
     check(layout, tensors)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(models, st.integers(1, 12))
 def test_the_deal_is_the_algorithm_of_section_6(tensors: list[Tensor], count: int) -> None:
     if sum(t.elements for t in tensors) < 40 * count:
@@ -113,7 +114,7 @@ def test_the_deal_is_the_algorithm_of_section_6(tensors: list[Tensor], count: in
         assert ranges(Layout.build(tensors, count)) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share_of(40), deadline=None)
 @given(models, st.integers(1, 30), st.randoms(use_true_random=False))
 def test_order_of_the_tensors_does_not_matter_and_json_is_exact(
     tensors: list[Tensor], count: int, order: random.Random

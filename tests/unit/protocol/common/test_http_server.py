@@ -179,6 +179,24 @@ def test_a_process_without_descriptors_makes_room_and_goes_on(caplog: pytest.Log
     assert not caplog.records
 
 
+def test_a_connection_that_comes_while_the_server_stops_is_no_fault() -> None:
+    async def run() -> None:
+        server, faults = HttpServer({}), []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        port = await server.start("127.0.0.1", 0)
+        await asyncio.sleep(0)  # it accepts
+        with socket.create_connection(("127.0.0.1", port), 5):
+            # In one turn of the loop it is stopped first, and then hears of the connection.
+            accepting = server._accepting
+            assert accepting is not None
+            asyncio.get_running_loop().call_soon(accepting.cancel)
+            await asyncio.wait([accepting], timeout=5)
+            await server.stop()
+        assert faults == []
+
+    asyncio.run(run())
+
+
 def test_a_page_that_is_asked_for_again_and_again_is_made_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     now, made = [0.0], [0]
 

@@ -29,6 +29,7 @@ from diloco_protocol.wire.control_auth import (
     verify_call,
     verify_reply,
 )
+from example_counts import share_of
 
 KEY = b"k" * 32
 
@@ -202,7 +203,7 @@ def test_control_keys(tmp_path: Path) -> None:
     st.binary(min_size=1, max_size=20),
     st.integers(-WINDOW_MS, WINDOW_MS),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=share_of(100), deadline=None)
 def test_a_signed_call_is_believed_once_and_any_change_is_found(field: str, other: bytes, off: int) -> None:
     now = 1_700_000_000_000
     call = sign_call(KEY, "announce", b'{"phase": "failed"}', now)

@@ -28,6 +28,7 @@ from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, spec_digest
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, job_from_json, job_to_json, job_warnings, parse_job
 from diloco_protocol.spec.training import StopSpec
+from example_counts import share_of
 from wrong_jobs import (
     BASE,
     CLUSTERS,
@@ -366,7 +367,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     return job
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 @given(jobs())
 def test_the_normal_form_is_an_exact_inverse(data: dict[str, Any]) -> None:
     job = parse_job(json.dumps(data))
@@ -431,6 +432,7 @@ def test_a_damaged_normal_form_is_refused(text: str | bytes) -> None:
         ("0", 0),
         ("-1Gi", -(2**30)),
         ("7Ei", 7 * 2**60),
+        ("0.0001e20", 10**16),
     ],
 )
 def test_quantities(text: str, value: int) -> None:

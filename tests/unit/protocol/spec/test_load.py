@@ -30,6 +30,7 @@ from diloco_protocol.spec.load import (
     read_job,
     show,
 )
+from example_counts import share_of
 from repository import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -179,13 +180,13 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share_of(150), deadline=None)
 @given(JSON)
 def test_json_is_yaml(value: Any) -> None:
     assert parse(json.dumps({"v": value})).value == {"v": value}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=share_of(200), deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:

@@ -18,6 +18,7 @@ from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
+from example_counts import share_of
 
 
 class Receiver:
@@ -268,7 +269,7 @@ def test_a_port_in_use_is_an_error() -> None:
 
 
 @given(st.integers(0, 1 << 33), st.integers(1, 16))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=share_of(100), deadline=None)
 def test_parts_cover_the_payload_once_and_are_bounded(total: int, channels: int) -> None:
     parts = bulk.split(total, channels)
     position = 0
@@ -283,7 +284,7 @@ def test_parts_cover_the_payload_once_and_are_bounded(total: int, channels: int)
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=share_of(200), deadline=None)
 def test_garbage_is_an_error_of_the_wire_and_of_nothing_else(data: bytes) -> None:
     for kind in (sync_pb2.LearnerMessage, sync_pb2.UploadHeader, sync_pb2.DownloadRequest):
         try:

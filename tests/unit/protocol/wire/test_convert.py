@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.wire import convert, limits, records, sync_pb2
 from diloco_protocol.wire.records import FragmentReport, Lease, LeaseCursor, Link, PushHeader, SlotReceipt, StepReport
+from example_counts import share_of
 
 # Of the UploadHeader around the message; of the session.
 BESIDE = {PushHeader: {"slot", "incarnation"}, records.Join: {"connection", "evaluator"}}
@@ -57,7 +58,7 @@ def test_record_and_message_have_the_same_fields(kind: type) -> None:
 
 
 @given(st.sampled_from(list(convert.MESSAGES)).flatmap(of_kind))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=share_of(300), deadline=None)
 def test_to_the_wire_and_back_is_the_same(record: Any) -> None:
     message = convert.to_wire(record)
     raw = convert.parse(type(message), message.SerializeToString())

@@ -152,3 +152,33 @@ def test_the_nominal_slot_of_a_place_is_not_taken_from_who_holds_it() -> None:
     assert desk.core.slots[1].process == "elsewhere"
     (spare,) = of(desk.join(6, 1), ev.Admit)
     assert spare.seat is None and desk.core.slots[1].process == "elsewhere"
+
+
+def test_a_region_holds_no_more_slots_than_the_job_gives_it_and_one_that_the_job_lacks_none() -> None:
+    desk = Desk(config(places=(("r", 0), ("s", 0)), region_slots={"r": 1, "s": 1}))
+    desk.join(1, 0)
+    desk.do(ev.InitialModelStored("L", (8,)))
+    (spare,) = of(desk.join(2, 1), ev.Admit)
+    assert spare.seat is None, "though the slot of s is free"
+    for idle in (False, True):
+        (refused,) = of(desk.join(3, 0, region="zz", idle=idle), ev.Refuse)
+        assert (refused.reason, refused.fatal) == ("no-such-region", False)
+    (admitted,) = of(desk.join(4, 0, region="s"), ev.Admit)
+    assert admitted.seat is not None and admitted.seat.slot == 1
+
+
+def test_a_process_id_from_another_place_is_not_the_process_that_has_the_slot() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    (admitted,) = of(desk.join(9, 0, process="p2", previous_incarnation=2), ev.Admit)
+    assert admitted.seat is not None and (admitted.seat.slot, admitted.seat.continuing) == (0, False)
+    assert desk.core.slots[1].connection == 2
+
+
+def test_of_three_evaluators_the_first_is_told_to_leave() -> None:
+    desk = Desk(config(evaluated=True))
+    for connection in (7, 8):
+        assert not of(desk.join(connection, 0, process="e", evaluator=True), ev.Refuse)
+    (told,) = of(desk.join(9, 0, process="e", evaluator=True), ev.Refuse)
+    assert (told.connection, told.reason, told.fatal) == (7, "superseded", False)
+    assert desk.core._state.members.evaluators == {8, 9}

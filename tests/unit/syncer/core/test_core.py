@@ -33,6 +33,18 @@ def test_a_loss_that_is_not_finite_is_shown_as_none_and_diverged() -> None:
     assert rows == [(2.5, False), (2.5, False), (None, True), (1.5, False)]
 
 
+def test_the_jobs_loss_is_that_of_active_learners_and_stays_when_all_have_left() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    for connection, loss in ((1, 2.0), (2, 3.0)):
+        desk.do(ev.Reported(connection, replace(report(4), loss=loss)))
+    shown = [desk.core.status(0.0, SHELL).loss]
+    for connection in (1, 2):
+        desk.do(ev.DrainRequested(connection))
+        shown.append(desk.core.status(0.0, SHELL).loss)
+    assert shown == [2.5, 3.0, 2.5]
+
+
 # ------------------------------------------------------------------ a round
 
 
@@ -64,6 +76,24 @@ def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
     assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is PushRefusal.OTHER_ROUND
     desk.report(2, 3)
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+
+
+def test_the_time_until_a_quorum_of_learners_has_a_version_is_measured() -> None:
+    desk = Desk(config())
+    desk.begin(2)
+    desk.join(9, 0, evaluator=True)
+    desk.report(1, 4)
+    desk.push(0, 4)
+    desk.later(5.0)
+    desk.do(ev.MergeDurable(0, 1, 0.25, (1.0,)))
+    rounds = desk.core._state.rounds
+    assert rounds is not None
+    desk.later(2.0)
+    for nobody in (9, 77):  # an evaluator, and who is gone
+        desk.do(ev.VersionSent(nobody, 0, 1))
+    assert rounds.sync_seconds == 0.25
+    desk.do(ev.VersionSent(2, 0, 1))
+    assert rounds.sync_seconds == 2.25
 
 
 def test_k_is_never_lowered() -> None:
@@ -352,7 +382,7 @@ def test_a_draining_core_does_not_ask_to_be_woken_in_the_past() -> None:
     desk.push(0, 4)
     desk.report(1, 5)
     assert desk.core.phase is JobPhase.DRAINING
-    desk.later(6.0)
+    assert not of(desk.later(6.0), ev.Merge), "the other one may offer more until it has left"
     assert desk.core.wake_at > desk.now
 
 
@@ -471,6 +501,9 @@ def test_whoever_failed_to_initialise_is_asked_after_the_others() -> None:
     for connection in (4, 5):
         desk.do(ev.Reported(connection, report(0)))
     assert of(desk.later(1.5), ev.RequestInitialModel) == [ev.RequestInitialModel(4)]
+    assert not of(desk.join(6, 2, "p3", previous_incarnation=3), ev.Admit)[0].initialise, (
+        "it did not come when it was asked"
+    )
 
 
 def test_a_newcomer_initialises_rather_than_who_failed() -> None:
@@ -575,6 +608,21 @@ def test_one_row_per_version_that_was_scored() -> None:
     again.do(evaluator)
     assert score(again, 40, 3.5, 2) == [(0, 5.5), (40, 4.0), (40, 3.5)]
     assert score(again, 80, 3.0, 3)[2:] == [(40, 3.5), (80, 3.0)]
+
+
+def test_a_score_of_tokens_that_only_the_syncer_before_knew_is_taken() -> None:
+    """Learners that do not come back will never tell of them again."""
+    desk = Desk(config(slots=2, evaluated=True))
+    desk.begin(1)
+    desk.report(1, 8)
+    saved = json.loads(json.dumps(desk.core.state(0.0)))
+    desk.report(1, 12)
+    known = desk.core.trained_tokens
+    again = Desk(config(slots=2, evaluated=True), saved, 2)
+    again.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    again.do(ev.Evaluated(8, Evaluation(known, 4.0, 0, False)))
+    assert again.core.report(0.0, SHELL, "", 0).eval_loss == [(again.core.trained_tokens, 4.0)]
+    assert 0 < again.core.trained_tokens < known
 
 
 def test_suspend_keeps_offers_short_of_k_and_resume_merges_them() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from diloco_syncer.core.deterministic import DeterministicMode
 from diloco_syncer.core.members.leases import LeaseBook, block_order
+from example_counts import share_of
 
 
 def positions(book: LeaseBook, block: int, start: int, end: int) -> list[int]:
@@ -17,7 +18,7 @@ def positions(book: LeaseBook, block: int, start: int, end: int) -> list[int]:
 
 
 @given(total=st.integers(1, 300), slots=st.integers(1, 4), seed=st.integers(0, 2**32))
-@settings(max_examples=40)
+@settings(max_examples=share_of(40))
 def test_each_sequence_once_per_epoch(total: int, slots: int, seed: int) -> None:
     """Whoever is lost, comes back, or gives its leases up, and across restarts of the syncer. When an epoch begins,
     no lost slot has a lease of an epoch before."""

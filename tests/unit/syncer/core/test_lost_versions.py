@@ -15,7 +15,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.merging.rounds import RoundRules
-from diloco_syncer.core.recovery.lost_versions import REQUEST_SECONDS
+from diloco_syncer.core.recovery.lost_versions import ANSWER_SECONDS, SLOWEST
 from ledger_balance import imbalances
 
 A = TypeVar("A")
@@ -237,6 +237,13 @@ def test_somebody_who_is_silent_is_waited_for_no_longer_than_any_other() -> None
     assert of(life.later(2.0), ev.RequestVersion), "slot 1 was given up"
 
 
+def test_nothing_is_given_up_while_nobody_is_there_who_could_hold_it() -> None:
+    life = restarted(behind=True)
+    life.later(CONFIG.heartbeat_timeout + 1)
+    assert life.core.is_recovering, "all slots were given up, and what the store lost was not"
+    assert of(life.join(11, 0, held=HELD), ev.RequestVersion)
+
+
 BOTH = ((1, 1), (1, 1))
 OLD = ((1, 0), (1, 0))
 
@@ -270,10 +277,41 @@ def test_who_does_not_answer_is_given_up_for_another_that_holds_the_version() ->
     life = restarted()
     life.join(11, 0, held=HELD)
     (first,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
-    stay(life, REQUEST_SECONDS, 11, 12)
+    stay(life, ANSWER_SECONDS - 1, 11, 12)
     assert of(life.log, ev.RequestVersion) == [first]
     (second,) = of(stay(life, 1, 11, 12), ev.RequestVersion)
     assert {first.connection, second.connection} == {11, 12}
+
+
+def test_holders_of_the_same_versions_are_asked_at_the_same_time() -> None:
+    life = restarted()
+    life.join(11, 0, held=BOTH)
+    asked = of(life.join(12, 1, held=BOTH), ev.RequestVersion)
+    assert [(ask.connection, ask.fragment) for ask in asked] == [(11, 0), (12, 1)]
+
+
+def test_a_holder_whose_bytes_stop_is_given_up_long_before_the_slowest_would_be_done() -> None:
+    """As long as they come it is waited for, and while its record is made; and for no longer than the slowest takes."""
+    for last in ("stalls", "is whole", "never ends"):
+        life = restarted()
+        life.core._state.fragment_elements = (SLOWEST * 400, 8)
+        life.join(11, 0, held=HELD)
+        (first,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
+        began = life.now
+        for _ in range(5):
+            stay(life, ANSWER_SECONDS - 1, 11, 12)
+            life.do(ev.LostVersionAdvanced(first.connection, 0))
+        if last == "is whole":
+            life.do(ev.LostVersionAdvanced(first.connection, 0, whole=True))
+        waited = {"stalls": 6 * ANSWER_SECONDS - 5}.get(last, ANSWER_SECONDS + 400)
+        while len(asked := of(life.log, ev.RequestVersion)) == 1 and life.now - began < 2 * waited:
+            stay(life, 1, 11, 12)
+            life.do(ev.LostVersionAdvanced(23 - first.connection, 0))  # whom nobody has asked
+            life.do(ev.LostVersionAdvanced(first.connection, 1))  # for which nobody has
+            if last == "never ends":
+                life.do(ev.LostVersionAdvanced(first.connection, 0))
+        assert life.now - began == pytest.approx(waited, abs=1)
+        assert {ask.connection for ask in asked} == {11, 12}
 
 
 def test_who_is_gone_is_given_up_for_another_that_holds_the_version() -> None:
@@ -479,6 +517,26 @@ def test_an_evaluator_of_an_empty_store_holds_nobody_up() -> None:
     life = Life(None, 1)
     assert not of(life.join(15, 0, held=VERSION_0, evaluator=True), ev.RestartFromStore)
     assert of(life.join(12, 1), ev.Admit)[0].initialise
+
+
+def test_an_empty_store_of_which_only_an_evaluator_holds_versions_says_what_to_do() -> None:
+    life = Life(None, 5)
+    life.join(15, 0, held=HELD, evaluator=True)
+    assert not of(life.join(11, 0), ev.Admit)[0].initialise
+    assert not rejoin(life, 12, 1, VERSION_0).initialise, "it is older than what the evaluator holds"
+    assert "only an evaluator holds merged versions" in life.core.phase_message
+    assert "spec.syncer.storage" in life.core.phase_message
+    assert "restart the evaluator and then the syncer" in life.core.phase_message
+    told = [event for event in of(life.log, ev.RecordEvent) if event.message == life.core.phase_message]
+    assert len(told) == 1 and told[0].kind == "lost-data", "in the log too, once"
+    assert of(life.log, ev.SetPhase)[-1].message == life.core.phase_message
+    saved = life.core.state(life.now)
+
+    # What it says works: a learner that holds some comes, or both are restarted.
+    assert rejoin(life, 13, 0).initialise
+    life = Life(saved, 6)
+    life.join(15, 0, evaluator=True, previous_incarnation=0)
+    assert of(life.join(11, 0, previous_incarnation=0), ev.Admit)[0].initialise
 
 
 def test_an_empty_store_does_not_believe_every_epoch() -> None:

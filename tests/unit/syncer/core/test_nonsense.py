@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from core_desk import Desk, config, of, report
+from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import convert, limits
-from diloco_protocol.wire.records import Evaluation
+from diloco_protocol.wire.records import Evaluation, FragmentReport, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.members.leases import MAX_SORTED, Permutation, block_order
+from diloco_syncer.core.members.reports import find_nonsense
 from ledger_balance import imbalances
 from shell_figures import SHELL
 
@@ -95,9 +98,8 @@ def test_scores_are_of_models_that_there_were_and_the_curve_is_bounded() -> None
     desk.begin(1)
     desk.report(1, 2000)
     desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
-    for score in (Evaluation(1 << 40, 1.0, 0, False), Evaluation(10, 1.0, 1, False)):
-        with pytest.raises(ev.BadMessage, match="where the job has had 0 and 20000"):
-            desk.do(ev.Evaluated(8, score))
+    with pytest.raises(ev.BadMessage, match="of 1 merges, where the job has had 0"):
+        desk.do(ev.Evaluated(8, Evaluation(10, 1.0, 1, False)))
     assert desk.core._state.rounds is not None
     desk.core._state.rounds.versions[0] = 5000
     for merges in range(5000):
@@ -105,6 +107,8 @@ def test_scores_are_of_models_that_there_were_and_the_curve_is_bounded() -> None
     curve = desk.core.status(0.0, SHELL).eval_loss
     assert 300 < len(curve) <= 1000 and curve[0] == (0, 5000.0) and curve[-1] == (4 * 4999, 1.0)
     assert [tokens for tokens, _ in curve] == sorted({tokens for tokens, _ in curve})
+    desk.do(ev.Evaluated(8, Evaluation(1 << 40, 0.5, 5000, False)))
+    assert desk.core.status(0.0, SHELL).eval_loss[-1] == (20000, 0.5), "no more than were trained"
 
 
 def test_only_the_learner_that_was_asked_can_say_that_it_has_no_state() -> None:
@@ -132,10 +136,53 @@ def test_the_order_of_a_large_data_set_is_a_permutation_made_on_demand(size: int
     )
 
 
-def test_what_one_report_claims_is_bounded_and_an_honest_one_is_not() -> None:
+def told(slot_step: int, steps: int, tokens: int, *row: int) -> StepReport:
+    """``row``: the fragment's tokens above the base, confirmed, and dropped for each reason."""
+    return StepReport(slot_step, steps, tokens, (FragmentReport(1, 0, steps, *row),))
+
+
+FURTHEST = limits.MAX_STEPS
+BOUNDS = [
+    (told(4 + FURTHEST, 4, 40, 40), told(5 + FURTHEST, 4, 40, 40), "no slot gets so far"),
+    (told(4 + FURTHEST, FURTHEST, 40, 40), told(4 + FURTHEST, FURTHEST + 1, 40, 40), "no slot gets so far"),
+    (told(5, 5, 40, 40), told(5, 6, 40, 40), "6 steps trained, in a slot at step 5"),
+    (told(4, 4, 40, 40), told(4, 4, 41, 40), "41 tokens in 4 steps: at most 40 are possible"),
+    *(
+        (told(4, 4, 40, *[8] * 5), told(4, 4, 40, *(8 + (i == more) for i in range(5))), "more tokens than the 40")
+        for more in range(5)
+    ),
+]
+
+
+@pytest.mark.parametrize(("possible", "impossible", "words"), BOUNDS)
+def test_what_one_report_claims_is_bounded_and_an_honest_one_is_not(
+    possible: StepReport, impossible: StepReport, words: str
+) -> None:
     desk = Desk(config(slots=1, step_tokens=10))
     desk.begin(1)
-    desk.report(1, 40)
-    with pytest.raises(ev.BadMessage, match="501 tokens in 50 steps"):
-        desk.do(ev.Reported(1, replace(report(50), trained_tokens=501)))
-    assert desk.core.trained_tokens == 400
+    desk.report(1, 4)
+    assert find_nonsense(desk.core._state, desk.core._state.members.slots[0], possible) == ""
+    with pytest.raises(ev.BadMessage, match=words):
+        desk.do(ev.Reported(1, impossible))
+    assert desk.core.trained_tokens == 40
+
+
+def test_all_tenures_of_a_slot_train_no_more_than_is_counted_exactly() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    assert desk.core.ledger is not None
+    desk.core.ledger.books[0].trained = limits.MAX_SLOT_TOKENS - 50  # of the tenures before
+    desk.report(1, 5)
+    with pytest.raises(ev.BadMessage, match="60 tokens: no slot trains so many"):
+        desk.report(1, 6)
+
+
+def test_a_batch_may_be_raised_while_the_syncer_runs() -> None:
+    """It has read the job as it was, and knows no learner's batch."""
+    text = "{apiVersion: diloco.io/v1alpha1, kind: DiLoCoJob, metadata: {name: j}, spec: {training: {model: {config: "
+    text += "{model_type: llama}}, data: {paths: [a], sequenceLength: 4}, batch: {sequences: 1}}, "
+    text += "regions: [{learners: 1}]}}"
+    desk = Desk(config(slots=1, step_tokens=CoreConfig.from_job(parse_job(text)).step_tokens))
+    desk.begin(1)
+    desk.do(ev.Reported(1, replace(report(50), trained_tokens=50 * 4096)))
+    assert desk.core.trained_tokens == 50 * 4096

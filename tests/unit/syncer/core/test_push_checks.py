@@ -71,6 +71,22 @@ def test_an_offer_of_steps_that_are_being_merged_waits_for_that_merge() -> None:
     assert refused is not None and refused[0] is PushRefusal.ALREADY_MERGED and "being merged" in refused[1]
 
 
+def test_a_push_carries_no_more_than_its_steps_and_its_tenure_can_have_trained() -> None:
+    desk = Desk(config(slots=1, step_tokens=10))
+    desk.begin(1)
+    desk.report(1, 4)
+    told = StepReport(5, 5, 41, (FragmentReport(1, 0, 5, 41),))
+    assert refusal(desk, tokens=40, report=told) is None
+    assert refusal(desk, tokens=41, report=told) is PushRefusal.INCONSISTENT
+    assert reason(desk.push(0, 4)) is None
+    desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,)))
+    told = StepReport(6, 6, 50, (FragmentReport(1, 1, 2, 20),))
+    changes = {"first_step": 5, "steps": 2, "base_version": 1, "oldest_version": 1, "sequence": 2, "report": told}
+    assert desk.core.check_push(desk.header(0, 6, **changes, round=0, tokens=10)) is None
+    refused = desk.core.check_push(desk.header(0, 6, **changes, round=0, tokens=20))
+    assert refused == (PushRefusal.INCONSISTENT, "20 tokens, 40 were merged before, and its learner has trained 50")
+
+
 def test_a_push_tells_of_its_learners_steps() -> None:
     """It may come before the report."""
     desk = Desk(config(slots=1))

@@ -20,6 +20,7 @@ from diloco_syncer.core.merging.rounds import (
     RoundRules,
     grace_seconds,
 )
+from example_counts import share_of
 
 T = TypeVar("T")
 REPORT = StepReport(100, 100, 100, ())
@@ -68,7 +69,7 @@ def test_first_turn_is_staggered() -> None:
         taken = book.open[fragment]
         book.accept(taken, push(0, fragment, taken.id, 1, step), 0.0)
         book.begin_merge(taken, 0.1)
-        book.complete_merge(fragment, 1, 0.0)
+        book.complete_merge(fragment, 1, 0.0, 0.0)
         opened.append(fragment)
     assert opened == list(range(24))
 
@@ -80,7 +81,7 @@ def test_period_counts_from_the_snapshot_not_the_adoption() -> None:
     opened = book.open[0]
     book.accept(opened, push(0, 0, opened.id, 1, 10), 0.0)
     book.begin_merge(opened, 0.1)
-    book.complete_merge(0, 1, 0.0)  # adopted at step 12, say
+    book.complete_merge(0, 1, 0.0, 0.0)  # adopted at step 12, say
     assert book.next_due([at(0, 19, [1])]) is None
     assert book.next_due([at(0, 20, [1])]) == 0
 
@@ -102,7 +103,7 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     opened = book.open[0]
     book.accept(opened, push(0, 0, opened.id, 1, 4), 0.0)
     book.begin_merge(opened, 0.1)
-    book.complete_merge(0, 1, 0.0)
+    book.complete_merge(0, 1, 0.0, 0.0)
     assert book.next_due([at(0, 5, [1]), at(1, 5, [1])]) is None
     assert book.next_due([at(0, 5, [1]), at(1, 7, [1])]) == 0
 
@@ -158,7 +159,7 @@ def turns(draw: st.DrawFn) -> Turn:
 
 
 @given(turns())
-@settings(max_examples=200)
+@settings(max_examples=share_of(200))
 def test_opening_rule_against_a_plain_reading(turn: Turn) -> None:
     """K learners with H steps since their marks (first turn: (p+1)·H/P), all on the current base; the K-th fastest
     H/P since the last opening; fewer than the limit open, and not this one; the longest due first, ties by index."""
@@ -224,7 +225,7 @@ def test_a_merge_does_not_move_the_mark_of_a_newcomer_back() -> None:
     book.begin_merge(opened, 0.1)
     assert not book.is_ready(opened, 100.0, set()), "it is merged once"
     book.begin_progress(0, 10)  # a new process has the slot, which it begins at a later step
-    book.complete_merge(0, 1, 0.0)
+    book.complete_merge(0, 1, 0.0, 0.0)
     assert book.next_due([at(0, 13, [1, 0])]) is None
     assert book.next_due([at(0, 14, [1, 0])]) == 0
 
@@ -264,6 +265,32 @@ def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
     assert (opened.quorum_at, opened.deadline) == (1.0, 4.0), "it begins with the quorum, not with each push"
     book.begin_merge(opened, None)
     assert book.wake_at() is None
+
+
+def test_the_broadcast_to_a_quorum_of_learners_shortens_the_next_grace_window() -> None:
+    book = RoundBook(1, rules(quorum=2, overlap=10, grace_factor=1.0, grace_cap=100.0), Mode())
+    opened = book.open_round(0, 0.0, [])
+    for slot in (0, 1):
+        book.accept(opened, push(slot), 0.0)
+    book.begin_merge(opened, 1.0)
+    book.complete_merge(0, 1, 0.5, 10.0)
+    book.record_arrival(0, 1, 0, 11.0)
+    book.record_arrival(0, 1, 0, 12.0)  # the same learner again
+    book.record_arrival(0, 0, 1, 12.0)  # an older version
+    book.record_arrival(0, 2, 1, 12.0)
+    assert book.sync_seconds == 0.5, "one of two"
+    book.record_arrival(0, 1, 1, 13.0)
+    book.record_arrival(0, 1, 2, 99.0)
+    assert book.sync_seconds == 3.5
+    opened = book.open_round(0, 20.0, [])
+    for slot in (0, 1):
+        book.accept(opened, push(slot, round=opened.id, first=5, last=8, sequence=2), 21.0)
+    assert opened.deadline == 21.0 + 10 * 1.0 - 3.5
+    book.begin_merge(opened, 1.0)
+    book.complete_merge(0, 2, 0.5, 30.0)
+    book.record_arrival(0, 1, 0, 31.0)
+    book.record_arrival(0, 1, 1, 31.0)
+    assert book.sync_seconds == 3.5, "of a version that was overtaken on its way nothing is known"
 
 
 def test_deterministic_waits_for_all_and_ignores_grace() -> None:

@@ -14,6 +14,7 @@ from diloco_protocol.arrays.layout import Piece
 from diloco_syncer.core.merging.aggregation import normalised_weights
 from diloco_syncer.numerics import merge as numerics
 from diloco_syncer.numerics.merge import EncodedDelta, MergeResult, piece_squares
+from example_counts import share_of
 
 
 def pieces_of(sizes: list[int], mean: tuple[int, ...] = ()) -> list[Piece]:
@@ -60,7 +61,7 @@ def oracle(pieces: list[Piece], deltas: list[np.ndarray], shares: list[float], m
     return out, cancelled
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=share_of(120), deadline=None)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=6),
     st.integers(1, 19),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
+from example_counts import share_of
 
 NAMES = tuple(outer.REGISTRY)
 
@@ -108,7 +109,7 @@ def copy(state: outer.State, drop: str = "") -> outer.State:
     return {name: array.copy() for name, array in state.items() if name != drop}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=share_of(40), deadline=None)
 @given(
     st.sampled_from(NAMES),
     st.integers(0, 6),

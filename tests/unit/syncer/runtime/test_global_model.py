@@ -124,6 +124,28 @@ def test_a_restart_from_the_records_goes_on_bit_for_bit(down: str, optimizer: st
         assert np.array_equal(made.broadcasts[0].full, again.broadcasts[0].full)
 
 
+def test_an_isotropic_merge_turns_the_matrix_and_nothing_else() -> None:
+    sgd = ("sync.outer.optimizer=sgd", "sync.outer.lr=1.0", "sync.compression.down=float32")
+    of_matrix = next(p for p, pieces in enumerate(LAYOUT.fragments) if any(x.tensor == "w" for x in pieces))
+    steps = {}
+    for method in ("rda", "isotropic"):
+        made = parameters(*sgd, f"sync.merge.method={method}")
+        for fragment in range(2):
+            merge(made, fragment, 1)
+        steps[method] = [values(p, 0) - made.newest[p].theta for p in range(2)]
+    for piece in (piece for pieces in LAYOUT.fragments for piece in pieces if piece.tensor == "embed"):
+        span, fragment = slice(piece.offset, piece.offset + piece.elements), 1 - of_matrix
+        np.testing.assert_array_equal(steps["isotropic"][fragment][span], steps["rda"][fragment][span])
+    (piece,) = (piece for piece in LAYOUT.fragments[of_matrix] if piece.tensor == "w")
+    before, after = (
+        steps[method][of_matrix][piece.offset : piece.offset + piece.elements].reshape(-1, 31) for method in steps
+    )
+    assert np.linalg.norm(after) == pytest.approx(np.linalg.norm(before), rel=1e-4)
+    found = np.linalg.svd(after)[1]
+    assert found.max() == pytest.approx(found.min(), rel=1e-3)
+    assert np.sum(after * before) > 0.5 * np.linalg.norm(after) * np.linalg.norm(before), "it points where Δ does"
+
+
 def test_a_merge_that_is_not_adopted_changes_nothing() -> None:
     made = parameters()
     merge(made, 0, 1)

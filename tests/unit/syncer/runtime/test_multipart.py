@@ -17,6 +17,7 @@ from diloco_syncer.runtime import multipart
 from diloco_syncer.runtime.driver import SteadyClock
 from diloco_syncer.runtime.multipart import MultipartUploads, TooManyUploads
 from diloco_syncer.store.records import Array
+from example_counts import share_of
 
 
 def header(data: bytes, offset: int, size: int, process: str = "p") -> sync_pb2.UploadHeader:
@@ -43,7 +44,7 @@ async def part(
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5), st.randoms(use_true_random=False))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=share_of(80), deadline=None)
 def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: object) -> None:
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     ranges = [(a, b - a) for a, b in itertools.pairwise(edges)] or [(0, 0)]
@@ -82,6 +83,24 @@ def test_a_payload_in_many_small_parts_is_refused() -> None:
         with pytest.raises(WireError, match="send fewer, larger ones"):
             await part(made, "k", data, multipart.SPARE_PARTS, 1)
         assert await part(made, "other", data, 0, 2000) == data
+
+    asyncio.run(run())
+
+
+def test_a_part_that_is_under_way_ends_when_its_payload_is_started_over() -> None:
+    async def run() -> None:
+        made, data, gate = MultipartUploads(), bytes(range(100)), asyncio.Event()
+        chunks = stream(data[:50], gate)
+        late = asyncio.ensure_future(
+            made.receive_part("k", header(data, 0, 50), chunks, lambda: np.zeros(100, np.uint8))
+        )
+        while not len(made):
+            await asyncio.sleep(0)
+        assert await part(made, "k", data, 0, 50) is None
+        gate.set()
+        with pytest.raises(WireError, match="started over"):
+            await late
+        assert await part(made, "k", data, 50, 50) == data, "the new one goes on"
 
     asyncio.run(run())
 
@@ -133,7 +152,9 @@ def test_a_part_that_names_another_size_ends_its_payload() -> None:
     asyncio.run(run())
 
 
-def test_bounds() -> None:
+def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart, "MAX_ALL", multipart.MAX_PER_PROCESS + 1)
+
     async def run() -> None:
         made, data = MultipartUploads(), bytes(100)
         for number in range(multipart.MAX_PER_PROCESS):
@@ -141,6 +162,8 @@ def test_bounds() -> None:
         with pytest.raises(TooManyUploads):
             await part(made, "more", data, 0, 50)
         assert await part(made, "other", data, 0, 50, process="q") is None
+        with pytest.raises(TooManyUploads):
+            await part(made, "of all", data, 0, 50, process="r")
         assert await part(made, "k0", data, 50, 50) == data  # room for one
         assert await part(made, "more", data, 0, 50) is None
 
@@ -157,7 +180,9 @@ def test_every_chunk_counts_as_progress_of_its_upload() -> None:
 
         async def stream() -> AsyncIterator[bytes]:
             for start in range(0, 1000, 250):
+                uploads._open["key"].touched = 0.0
                 yield data[start : start + 250]
+                assert uploads._open["key"].touched > 0, "it is not idle"
 
         assert await uploads.receive_part("key", header, stream(), lambda: np.empty(1000, np.uint8)) is not None
 

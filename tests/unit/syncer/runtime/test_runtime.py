@@ -148,6 +148,24 @@ class Bench:
 
         return sync_pb2.UploadReply.FromString(await self.syncer.uploads.upload(stream(), Context()))
 
+    async def download(self, process: str, version: int, offset: int = 0, count: int = 0) -> bytes | None:
+        """A part of fragment 0; None: it is not found."""
+        request = sync_pb2.DownloadRequest(
+            format=limits.FORMAT,
+            job="shell",
+            process=process,
+            what=sync_pb2.DownloadRequest.FULL,
+            fragment=0,
+            epoch=1,
+            version=version,
+            offset=offset,
+            bytes=count,
+        )
+        sent: list[bytes] = []
+        await self.syncer.downloads.serve(request.SerializeToString(), Context(sent))
+        found = sync_pb2.DownloadHeader.FromString(sent[0]).found
+        return b"".join(sent[1:]) if found else None
+
     async def initialise(self, process: str) -> None:
         part = sync_pb2.Initial
         rows: list[tuple[Any, Any]] = [(part(part=part.LAYOUT), LAYOUT.to_json().encode())]
@@ -526,21 +544,7 @@ async def test_a_download_that_is_overtaken_goes_on_to_its_end(tmp_path: Path) -
         size = 4 * LAYOUT.elements(0)
 
         async def part(offset: int, version: int = 0, process: str = "a") -> bytes | None:
-            request = sync_pb2.DownloadRequest(
-                format=limits.FORMAT,
-                job="shell",
-                process=process,
-                what=sync_pb2.DownloadRequest.FULL,
-                fragment=0,
-                epoch=1,
-                version=version,
-                offset=offset,
-                bytes=size // 4,
-            )
-            sent: list[bytes] = []
-            await bench.syncer.downloads.serve(request.SerializeToString(), Context(sent))
-            found = sync_pb2.DownloadHeader.FromString(sent[0]).found
-            return b"".join(sent[1:]) if found else None
+            return await bench.download(process, version, offset, size // 4)
 
         def overtake() -> None:
             old = model.newest[0]
@@ -706,6 +710,36 @@ async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syn
     async with Bench(tmp_path) as bench:
         assert bench.syncer.durability.tape.previous == predecessor.previous, "it goes on from that line"
         assert not bench.syncer.driver.outcome.done()
+
+
+async def test_a_version_counts_as_sent_when_all_parts_of_it_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        told: list[object] = []
+        monkeypatch.setattr(bench.syncer.downloads, "emit", told.append)
+        half = 2 * LAYOUT.elements(0)
+        await bench.download("a", 0, half)
+        assert await bench.download("a", 9) is None and not told
+        await bench.download("a", 0, 0, half)
+        assert told == [ev.VersionSent(1, 0, 0)]
+
+
+async def test_bytes_of_a_lost_version_are_told_to_the_core_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path) as bench:
+        told: list[object] = []
+        monkeypatch.setattr(bench.syncer.versions, "emit", told.append)
+        for fragment in (0, 0, 1, 0, 1):
+            bench.syncer._note_chunk(("version", 7, fragment))
+        bench.syncer._note_chunk(("push", "id", "a"))
+        assert told == [ev.LostVersionAdvanced(7, 0), ev.LostVersionAdvanced(7, 1)]
+        bench.syncer.versions._tell_at.clear()
+        bench.syncer._note_chunk(("version", 7, 0))
+        assert told[2:] == [ev.LostVersionAdvanced(7, 0)]
 
 
 async def test_bytes_of_a_push_are_told_to_the_core_once_a_second(

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,16 @@ async def until(condition: Callable[[], Any], what: str = "", seconds: float = 1
 class Place:
     """A listener, and behind it a server that says who called, and echoes."""
 
-    def __init__(self, parties: Parties, credentials: Path, regions: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        parties: Parties,
+        credentials: Path,
+        regions: dict[str, int] | None = None,
+        options: Sequence[channels.Option] = (),
+    ) -> None:
         self.parties = parties
         self.listener = TlsListener(Credentials.from_directory(credentials), parties.job, regions or {"local": 2})
-        self.server = aio.server(options=channels.server_options())
+        self.server = aio.server(options=[*channels.server_options(), *options])
         self.held = asyncio.Event()  # until it is set `Hold` does not read
 
     async def start(self, port: int = 0) -> Place:
@@ -355,14 +361,12 @@ async def test_a_syncers_own_certificate_must_be_its_jobs(parties: Parties, tmp_
         TlsListener(Credentials.from_directory(spoilt), "tiny", {})
 
 
-def kernel_buffer_bytes() -> int:
-    """How much one TCP connection of this machine may hold: the kernel lets buffers grow to these bounds."""
-    bounds = (Path("/proc/sys/net/ipv4", name) for name in ("tcp_rmem", "tcp_wmem"))
-    return sum(int(bound.read_text().split()[-1]) for bound in bounds if bound.exists())
+WINDOW = 65_535  # bytes of a stream that may be under way until they are read, where the window does not grow
 
 
-async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: Parties) -> None:
-    async with place(parties) as there:
+async def test_bytes_come_through_whole_and_no_more_than_a_window_before_a_slow_reader(parties: Parties) -> None:
+    # Else gRPC widens the window to 16 MiB, and to twice of what it estimates to be under way.
+    async with place(parties, options=[("grpc.http2.bdp_probe", 0)]) as there:
         made = Credentials.from_directory(parties.learner())
         async with made.aio_channel(there.address, channels.channel_options(bulk=True)) as channel:
             call = channel.stream_stream("/T/Echo")()
@@ -383,69 +387,110 @@ async def test_bytes_come_through_whole_and_a_slow_reader_holds_little(parties: 
             await speaking
             assert count == len(chunks) and sent.digest() == heard.digest()
             # A server that does not read: what is under way is bounded, and comes whole afterwards.
-            blob = os.urandom(limits.CHUNK_BYTES)
+            message = os.urandom(4096 - 5)  # gRPC adds five bytes
+            fit = WINDOW // 4096
             written = 0
-            chunks_in_kernel = kernel_buffer_bytes() // len(blob)
 
             async def flood() -> AsyncIterator[bytes]:
                 nonlocal written
-                for _ in range(chunks_in_kernel + 40):
-                    yield blob
+                for _ in range(3 * fit):
+                    yield message
                     written += 1
 
             call = channel.stream_unary("/T/Hold")(flood())
-            await until(lambda: written > 0)
-            before = -1
-            while written != before:
-                before = written
-                await asyncio.sleep(0.2)
-            assert written < chunks_in_kernel + 24, f"{written} chunks of 2 MiB were taken though nobody reads"
-            held = max(len(link._up) + len(link._down) for link in there.listener._open)
-            assert held <= 2 * (256 << 10)
+            await until(lambda: written >= fit, "the window to be full")
+            for _ in range(20):  # others have their turn meanwhile
+                assert (await channel.unary_unary("/T/Who")(b"", timeout=5)).startswith(b"the learner")
+            assert written == fit
             there.held.set()
-            assert await call == hashlib.sha256(blob * (chunks_in_kernel + 40)).digest()
+            assert await call == hashlib.sha256(message * (3 * fit)).digest()
 
 
-async def test_a_peer_that_does_not_read_holds_little_and_gets_all_of_it(parties: Parties) -> None:
-    """Below HTTP/2, which has windows of its own: a server inside that pours, and a client that waits."""
-    folder, blob = parties.learner(), os.urandom(32 << 20)
-    listener = TlsListener(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
+class PassedThrough:
+    """A connection through a listener, below HTTP/2, which has windows of its own: both its ends, in TLS and inside,
+    and on the way buffers of the kernel that are small and do not grow."""
+
+    BUFFER = 64 << 10
+
+    def __init__(self, parties: Parties) -> None:
+        folder = parties.learner()
+        self.listener = TlsListener(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
+        port = self.listener.bind("127.0.0.1:0")
+        assert self.listener._listening is not None
+        context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        context.set_alpn_protocols(["h2"])
+        with socket.socket(socket.AF_UNIX) as inside, socket.socket() as raw:
+            for each in (self.listener._listening, raw, inside):  # whom they accept has the same
+                self._bound(each)
+            inside.bind(self.listener.server_address.removeprefix("unix:"))
+            inside.listen()
+            self.listener.start()
+            raw.settimeout(10)
+            raw.connect(("127.0.0.1", port))
+            self.outer = context.wrap_socket(raw, server_hostname="diloco-syncer")
+            self.inner = inside.accept()[0]
+        self._bound(self.inner)
+        self.inner.settimeout(10)
+        while not self.listener._open:  # it is connected inside before it is counted
+            time.sleep(0.001)
+        (self.link,) = self.listener._open
+
+    def _bound(self, end: socket.socket) -> None:
+        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            end.setsockopt(socket.SOL_SOCKET, name, self.BUFFER)
+
+    def kernel_bytes(self, up: bool) -> int:
+        """What the kernel may hold of what goes up, or down; on a unix socket the sender's buffer is all there is."""
+        front, back = self.link._front, self.link._back
+        assert back is not None
+        senders, receiver = ((self.outer, back), front) if up else ((self.inner, front), self.outer)
+        sizes = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in senders]
+        return sum(sizes) + receiver.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+
+
+@pytest.fixture
+def passed_through(parties: Parties) -> Iterator[PassedThrough]:
+    made = PassedThrough(parties)
+    yield made
+    made.outer.close()
+    made.inner.close()
+    made.listener.stop()
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+async def test_a_peer_that_does_not_read_holds_little_and_gets_all_of_it(
+    passed_through: PassedThrough, up: bool
+) -> None:
+    through, blob = passed_through, os.urandom(8 << 20)
+    source, sink = (through.outer, through.inner) if up else (through.inner, through.outer)
     poured = 0
 
     def pour() -> None:
         nonlocal poured
-        with socket.socket(socket.AF_UNIX) as inside:
-            inside.bind(listener.server_address.removeprefix("unix:"))
-            inside.listen()
-            listener.start()
-            with inside.accept()[0] as one:
-                while poured < len(blob):
-                    poured += one.send(blob[poured : poured + (1 << 18)])
+        while poured < len(blob):
+            poured += source.send(blob[poured : poured + (1 << 18)])
 
-    port = listener.bind("127.0.0.1:0")
     pouring = threading.Thread(target=pour, daemon=True)
     pouring.start()
-    context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
-    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-    context.set_alpn_protocols(["h2"])
-    with (
-        socket.create_connection(("127.0.0.1", port), timeout=10) as raw,
-        context.wrap_socket(raw, server_hostname="diloco-syncer") as tls,
-    ):
-        before = -1
-        while poured != before:
-            before = poured
-            await asyncio.sleep(0.3)
-        assert 0 < poured < len(blob)
-        (link,) = listener._open
-        assert 0 < len(link._down) <= 2 * (256 << 10)
-        read = bytearray()
-        while chunk := tls.recv(1 << 18):
-            read += chunk
-    assert read == blob
-    pouring.join(10)
-    await until(lambda: listener.connections == 0)
-    await asyncio.to_thread(listener.stop)
+    await until(lambda: through.link._up if up else through.link._down, "the listener to be held up")
+    before = -1
+    while poured != before:  # now only the kernel's buffers still fill
+        before = poured
+        await asyncio.sleep(0.1)
+    held = len(through.link._up) + len(through.link._down)
+    assert 0 < held <= 2 * (256 << 10)
+    most = 2 * (256 << 10) + through.kernel_bytes(up)
+    assert poured <= most, (poured, most)
+
+    def read() -> bytes:
+        found = bytearray()
+        while len(found) < len(blob):
+            found += sink.recv(1 << 18)
+        return bytes(found)
+
+    assert await asyncio.to_thread(read) == blob
+    await asyncio.to_thread(pouring.join, 10)
 
 
 async def test_a_flood_of_silent_connections_keeps_nobody_out(

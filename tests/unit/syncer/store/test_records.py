@@ -25,6 +25,7 @@ from diloco_syncer.store.documents import pack_document, unpack_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Damaged, FormatRefused, MergeRecord, RecordedPush, Recovered, record_name
 from diloco_syncer.store.restore import StoreReader
+from example_counts import share_of
 
 LAYOUT = Layout.build([Tensor("w", (100,), "float32", False)], 2)
 FROZEN = safetensors.numpy.save({"embed": np.ones(3, np.float32)})
@@ -83,7 +84,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share_of(150), deadline=None)
 def test_any_changed_byte_is_found(data: st.DataObject) -> None:
     raw = bytearray(data_of(record(0, 1)))
     at = data.draw(st.integers(0, len(raw) - 1))
@@ -96,7 +97,7 @@ def test_any_changed_byte_is_found(data: st.DataObject) -> None:
 
 
 @given(st.integers(0, 4000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 def test_a_cut_off_record_is_found(length: int) -> None:
     raw = data_of(record(0, 1))
     # Behind the last array there are up to 63 zeros, which nothing needs.
@@ -368,6 +369,39 @@ def test_garbage_goes_and_nothing_that_is_needed(store: Store) -> None:
     assert [r.version for r in opened(store).load().newest] == [20, 20]
 
 
+def test_the_records_of_states_without_a_checkpoint_stay(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "s")
+    made, versions = begun(store), [0, 0]
+    for upto in (3, 5, 5):
+        merge(made, versions, upto)
+        made.write_state({"n": upto}, versions)
+    made.collect("")
+    assert not store.exists(record_name(0, 4)) and store.exists(record_name(0, 5))
+    assert [r.version for r in opened(store).load().newest] == [5, 5]
+
+
+def test_a_syncer_that_has_written_no_state_yet_keeps_the_one_before_the_newest(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "s")
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 2)
+    made.write_state({"n": 2}, versions)
+    again = opened(store)
+    again.load()
+    again.collect("")
+    damage(store, store.list("state")[-1])
+    assert opened(store).load().core == {"n": 0}
+
+
+def test_a_record_under_anothers_name_is_damage(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "s")
+    made = begun(store)
+    merge(made, [0, 0], 1)
+    store.replace(record_name(0, 1), store.read(record_name(1, 1), 1 << 20))
+    restored = opened(store).load()
+    assert [r.version for r in restored.newest] == [0, 1]
+    assert "holds 'j' fragment 1 version 1" in restored.problems[0]
+
+
 def test_the_record_of_a_predecessor_is_taken_over_and_of_a_successor_obeyed(store: Store) -> None:
     old = begun(store)
     new = opened(store)
@@ -381,6 +415,26 @@ def test_the_record_of_a_predecessor_is_taken_over_and_of_a_successor_obeyed(sto
     assert not store.exists(record_name(1, 1))
     again = opened(store)
     assert [r.version for r in again.load().newest] == [1, 0]
+
+
+def test_a_record_of_a_succeeded_syncer_is_set_aside_where_its_successor_went_on_without_it(store: Store) -> None:
+    """Learners have offered to the successor what that record has in it, and more."""
+    old = begun(store)
+    old.write_record(record(0, 1, old.epoch.number))
+    new = opened(store)
+    new.load()
+    new.write_state({"n": 2}, [1, 0])
+    for name, made in ((record_name(0, 2), record(0, 2, old.epoch.number)), (record_name(1, 1), record(1, 1, 2))):
+        store.create(name, data_of(made))
+    again = opened(store)
+    restored = again.load()
+    assert [r.version for r in restored.newest] == [1, 1] and not restored.problems
+    assert restored.discarded == [
+        (0, 1, "versions 2 to 2 cannot be used: 2 was made in epoch 1, which epoch 2 had succeeded")
+    ]
+    assert len(store.list("discarded")) == 1 and not store.exists(record_name(0, 2))
+    again.write_record(record(0, 2, again.epoch.number))
+    assert [r.version for r in opened(store).load().newest] == [2, 1]
 
 
 def test_a_put_whose_answer_was_lost_may_be_repeated(store: Store) -> None:
@@ -428,10 +482,17 @@ class SucceededMeanwhile(DirectoryStore):
 
     folder = ""
 
-    def replace(self, name: str, *parts: Buffer) -> None:
+    def _succeed(self, name: str) -> None:
         if self.folder and name.startswith(self.folder):
             Epoch.claim(self)
+
+    def replace(self, name: str, *parts: Buffer) -> None:
+        self._succeed(name)
         super().replace(name, *parts)
+
+    def create(self, name: str, *parts: Buffer) -> None:
+        self._succeed(name)
+        super().create(name, *parts)
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])
@@ -447,12 +508,16 @@ def test_a_succeeded_syncer_makes_no_offer_durable(tmp_path: Path, meanwhile: bo
     assert meanwhile or not store.list("offers")
 
 
-def test_a_state_that_a_successor_may_not_have_read_is_not_durable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["state/", "records/"])
+def test_what_a_successor_may_not_have_read_is_not_durable(tmp_path: Path, folder: str) -> None:
     store = SucceededMeanwhile(tmp_path / "s")
     old = begun(store)
-    store.folder = "state/"
+    store.folder = folder
     with pytest.raises(HigherEpoch):
-        old.write_state({"n": 1}, [0, 0])
+        if folder == "state/":
+            old.write_state({"n": 1}, [0, 0])
+        else:
+            old.write_record(record(0, 1))
 
 
 def test_a_checkpoint_from_before_version_0_removes_nothing_of_it(store: Store) -> None:

@@ -269,6 +269,26 @@ def test_damage_of_the_tape_stops_nothing_and_is_told(store: Store, small_segmen
     assert not again.damage and again.newest == {0: 9, 1: 9}
 
 
+def test_a_segment_whose_predecessor_the_store_has_lost_tells_nothing(store: Store, small_segments: None) -> None:
+    """The store went back here and there: it still has the end of a tape, and not what was before."""
+    filled(store, 8)
+    *_, before, lost, last = tapes.segment_names(store)
+    lines = [json.loads(raw) for raw in store.read(lost, 1 << 20).splitlines()]
+    store.delete(lost)
+    store.replace("tape/last.json", json.dumps({"segment": before}).encode())
+    tape = Tape(store)
+    assert not tape.damage
+    for line in lines[1:]:  # made anew, out of other pushes
+        tape.append(replace(record(line["fragment"], line["version"]), time=1.6e9))
+    tape.flush()
+    assert max(tape.newest.values()) < 8 and store.exists(last)
+    again = Tape(store)
+    assert again.newest == tape.newest and "does not follow" in again.damage
+    assert len(store.list("discarded")) == 1 and not store.exists(last)
+    tape_reader.verify(store)
+    assert not Tape(store).damage
+
+
 def test_a_segment_of_another_format_is_refused(store: Store) -> None:
     filled(store, 1)
     (name,) = tapes.segment_names(store)

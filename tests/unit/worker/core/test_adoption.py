@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Decision, Kind, Rule
+from example_counts import share_of
 
 Theta = dict[int, Fraction]  # step id -> coefficient; negative ids are other learners' work
 
@@ -343,10 +344,11 @@ _SETTINGS = settings(stateful_step_count=50, deadline=None, suppress_health_chec
 
 @pytest.mark.parametrize("machine", _MACHINES, ids=lambda machine: machine.__name__)
 def test_any_order_of_steps_pushes_merges_and_broadcasts(machine: type[World]) -> None:
-    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=60))
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=share_of(60)))
 
 
 @pytest.mark.slow
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("machine", _MACHINES, ids=lambda machine: machine.__name__)
 def test_many_orders_of_steps_pushes_merges_and_broadcasts(machine: type[World]) -> None:
     run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=400))
@@ -423,6 +425,26 @@ def test_the_own_push_may_be_merged_in_a_version_that_was_missed() -> None:
     assert adoption.report().fragments[0].confirmed_tokens == 10
     assert adoption.on_broadcast(news(4, merged=(1, 1))).kind is Kind.REBASE, "it is below the base now"
     assert adoption.report().fragments[0].confirmed_tokens == 10
+
+
+def test_an_offer_is_confirmed_also_in_a_version_that_is_not_above_its_base() -> None:
+    """A store that lost versions, and with them the offer's base, still had the offer: steps that the merge has in it
+    would count twice."""
+    adoption = learner()
+    adoption.on_step(10, 1.0)
+    assert adoption.snapshot(0, 5, 0)
+    assert adoption.on_broadcast(news(4, merged=(1, 4))).kind is Kind.KEEP
+    adoption.on_step(20, 1.0)
+    assert adoption.snapshot(0, 0, 4), "the offer"
+    adoption.on_step(30, 1.0)
+    assert adoption.snapshot(0, 0, 4), "and another, of the same steps and one more"
+    decision = adoption.on_broadcast(news(2, epoch=2, merged=(2, 2)))
+    assert (decision.kind, decision.reference, decision.merged) == (Kind.KEEP, 2, 2)
+    assert (decision.forget, decision.move) == ((2, 3), ())
+    row = adoption.report().fragments[0]
+    assert (row.tokens, row.confirmed_tokens) == (30, 30)
+    assert adoption.on_broadcast(news(3, epoch=2, merged=(2, 3))).kind is Kind.STOP
+    assert adoption.on_broadcast(news(3, epoch=2, merged=(2, 2))).kind is Kind.REBASE
 
 
 def test_work_beyond_max_versions_is_dropped_as_stale() -> None:

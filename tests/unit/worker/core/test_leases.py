@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from diloco_protocol.wire.records import Lease
 from diloco_worker.core.leases import Draw, Leases, block_order
 from diloco_worker.settings import WorkerError
+from example_counts import share_of
 
 
 def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int = 10, epoch: int = 0) -> Lease:
@@ -24,7 +25,7 @@ def test_the_order_is_pinned() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 50), block=st.integers(0, 999), size=st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 def test_an_order_is_a_permutation_that_depends_on_all_three(seed: int, epoch: int, block: int, size: int) -> None:
     order = block_order(seed, epoch, block, size)
     assert sorted(order) == list(range(size))
@@ -34,7 +35,7 @@ def test_an_order_is_a_permutation_that_depends_on_all_three(seed: int, epoch: i
 
 
 @given(size=st.integers(1, 40), sequences=st.integers(1, 200), batch=st.integers(1, 17), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=share_of(100), deadline=None)
 def test_blocks_are_covered_once_over_processes_that_die(
     size: int, sequences: int, batch: int, data: st.DataObject
 ) -> None:

@@ -24,6 +24,7 @@ from diloco_worker import data
 from diloco_worker.data import cache, corpus, text
 from diloco_worker.data.shuffle import Permutation
 from diloco_worker.data.split import Part
+from example_counts import share_of
 from repository import ROOT
 
 
@@ -43,7 +44,7 @@ def problem(directory: Path, job: JobSpec, held_out: bool = False) -> str:
 
 
 @given(st.integers(0, 3000), st.integers(1, 500).map(lambda n: n / 1000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=share_of(100), deadline=None)
 def test_split_is_the_rule(total: int, fraction: float) -> None:
     f = Fraction(repr(fraction))
     held = [i for i in range(total) if math.floor((i + 1) * f) > math.floor(i * f)]
@@ -64,7 +65,7 @@ def test_split_ends_where_it_ends() -> None:
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share_of(60), deadline=None)
 def test_shuffle_is_a_permutation(size: int, seed: int) -> None:
     order = Permutation(size, seed)
     assert sorted(order(i) for i in range(size)) == list(range(size))

@@ -67,3 +67,12 @@ def test_the_first_failure_is_the_cause() -> None:
     box.put(first)
     box.put(inbox.Failed(ValueError("second")))
     assert box.take_all() == [first]
+
+
+def test_who_waits_is_woken_by_a_message_or_a_word_and_by_each_once() -> None:
+    box = inbox.Inbox()
+    assert not box.wait(0.0)
+    box.notify()
+    assert box.wait(0.0) and not box.wait(0.0)
+    box.put(inbox.StateRequested(1))
+    assert box.wait(0.0) and box.take_all() and not box.wait(0.0)

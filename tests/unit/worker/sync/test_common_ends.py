@@ -26,7 +26,7 @@ from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 LEARNERS = 3
 WARM_UP = 20
-BEFORE = 400  # steps of each slot when all end
+BEFORE = 100  # steps of each slot when all end
 HELD = ((1, 0),)
 
 

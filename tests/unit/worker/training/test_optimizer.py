@@ -19,6 +19,7 @@ from diloco_worker.core.progress import job_progress, schedule_step
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.training import models, trainer
 from diloco_worker.training.optimizer import FLOOR, build_optimizer, clip, learning_rate, total_steps
+from example_counts import share_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -89,7 +90,7 @@ def test_progress_of_a_deterministic_job_is_the_slots_own() -> None:
 @given(
     st.integers(0, 200), st.integers(1, 2000) | st.none(), st.integers(0, 4000), st.sampled_from(["cosine", "constant"])
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=share_of(100), deadline=None)
 def test_rate_is_positive_bounded_and_falls_after_the_warm_up(
     warmup: int, total: int | None, step: int, kind: str
 ) -> None:
@@ -187,7 +188,7 @@ def test_a_few_steps_learn_a_batch_by_heart() -> None:
 
 
 @given(st.tuples(*[st.integers(0, 2**32 - 1)] * 3), st.tuples(*[st.integers(0, 2**32 - 1)] * 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=share_of(200), deadline=None)
 def test_seeds_of_steps_differ(one: tuple[int, int, int], other: tuple[int, int, int]) -> None:
     seed, same = step_seed(*one), step_seed(*one)
     assert seed == same and 0 <= seed < 2**63

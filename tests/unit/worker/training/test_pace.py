@@ -1,0 +1,58 @@
+"""The pace of a step: fixed time by a clock that stands while the process is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diloco_worker.settings import ConfigurationError
+from diloco_worker.training.pace import STOPPED_SECONDS, Pace
+
+
+def test_a_step_takes_its_time_whatever_it_computes() -> None:
+    pace = Pace(0.1)
+    for work in (0.0, 0.05):
+        begun = time.monotonic()
+        pace.begin()
+        time.sleep(work)
+        pace.end()
+        assert time.monotonic() - begun >= 0.1 - STOPPED_SECONDS  # ticks come late
+
+
+def test_without_a_pace_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_STEP_SECONDS", raising=False)
+    pace = Pace.from_environment()
+    pace.begin()
+    pace.end()
+    assert pace.step_seconds == 0.0 and pace._clock is None
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "fast", "nan", "inf", "1e9"])
+def test_a_pace_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("DILOCO_STEP_SECONDS", text)
+    with pytest.raises(ConfigurationError, match=r"DILOCO_STEP_SECONDS .* a number of seconds above 0"):
+        Pace.from_environment()
+
+
+def test_the_clock_stands_while_the_process_is_stopped() -> None:
+    program = (
+        "import sys, time; from diloco_worker.training.pace import Pace\n"
+        "p = Pace(0.5); t = time.monotonic(); p.begin(); print('begun', flush=True); p.end()\n"
+        "print(time.monotonic() - t, flush=True)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(0.7)
+        os.kill(child.pid, signal.SIGCONT)
+        # By the wall clock 0.7 s of the step have passed, by the machine's next to none.
+        assert float(child.stdout.readline()) >= 1.1
+    finally:
+        child.kill()
+        child.communicate()
