@@ -37,12 +37,11 @@ from typing import Any
 import common
 import parallel
 import programs
-from diloco_protocol.bandwidth import links
+from diloco.simulate.bandwidth import Case, star_need
 from diloco_protocol.bandwidth import model as bandwidth
-from diloco_protocol.resources import even_sizes
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import load_job
-from relay import Carried, Relay
+from relay import Carried, Link, Relays
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny-gpt.yaml"
 PAIRS = (
@@ -147,12 +146,13 @@ def say(text: str) -> None:
 def run(job: DiLoCoJob, folder: Path, turns: int) -> Moved:
     """One job with real processes until so many turns are counted; then all is thrown away."""
     with programs.Syncer(folder, job) as syncer, contextlib.ExitStack() as stack:
-        relays = [stack.enter_context(Relay(syncer.address)) for _ in range(LEARNERS)]
+        relays = stack.enter_context(Relays())
+        own_links = [Link() for _ in range(LEARNERS)]
         learners = []
-        for ordinal, relay in enumerate(relays):
-            learners.append(learner(folder, syncer.job_file, ordinal, relay.address))
+        for ordinal, link in enumerate(own_links):
+            learners.append(learner(folder, syncer.job_file, ordinal, relays.open(syncer.address, link)))
             stack.callback(ended, learners[-1])
-        return counted(job, syncer, relays, learners, turns, folder)
+        return counted(job, syncer, own_links, learners, turns, folder)
 
 
 def ended(process: subprocess.Popen[bytes]) -> None:
@@ -181,7 +181,7 @@ def learner(folder: Path, job_file: Path, ordinal: int, address: str) -> subproc
 def counted(
     job: DiLoCoJob,
     syncer: programs.Syncer,
-    relays: Sequence[Relay],
+    own_links: Sequence[Link],
     learners: Sequence[subprocess.Popen[bytes]],
     turns: int,
     folder: Path,
@@ -192,7 +192,7 @@ def counted(
     while time.monotonic() < end:
         if any(process.poll() is not None for process in learners):
             break
-        carried = sum((relay.carried for relay in relays), Carried())
+        carried = sum((link.carried for link in own_links), Carried())
         status = syncer.status()
         if first is None:
             if status["versions"] and min(status["versions"]) >= SETTLED:
@@ -244,13 +244,8 @@ def computed(parameters: int, width: int) -> float:
 
 def need(up: str, down: str) -> Need:
     """At the paper's point."""
-    turn = bandwidth.Turn(24, 24, 2, STEP_SECONDS)
-    carried = links.traffic(even_sizes(PARAMETERS, turn.fragments), up, down, DATACENTRES)
-    return Need(
-        links.need_by_formula(carried, turn).same,
-        links.need_by_queue(carried, turn).same,
-        bandwidth.data_parallel(PARAMETERS, DATACENTRES, STEP_SECONDS),
-    )
+    star = star_need(Case(PARAMETERS, DATACENTRES, bandwidth.Turn(24, 24, 2, STEP_SECONDS)), up, down)
+    return Need(star.formula.same, star.queue.same, bandwidth.data_parallel(PARAMETERS, DATACENTRES, STEP_SECONDS))
 
 
 # ------------------------------------------------------------------ shown

@@ -15,6 +15,7 @@ import torch
 
 import common
 from diloco_protocol.arrays.layout import Layout, Piece, Tensor
+from diloco_syncer.numerics.isotropic import equalize_singular_values, find_matrices
 from diloco_syncer.numerics.merge import merge, piece_squares
 
 LEARNERS = 8
@@ -26,13 +27,14 @@ def main() -> None:
     elements = 500_000 if args.quick else 10_000_000
     rounds = 3 if args.quick else 15
     cases = {
-        "rda, a Llama's fragment": ("rda", llama_fragment(128 if args.quick else 1024)),
+        "rda, a Llama's fragment": ("rda", inner_fragment(llama_layout(128 if args.quick else 1024))),
         "rda, one piece": ("rda", [Piece("w", 0, elements, 0, False)]),
         "mean, one piece": ("mean", [Piece("w", 0, elements, 0, False)]),
     }
     rows = []
     for name, (method, pieces) in cases.items():
         rows += measure(f"merge {name}", method, pieces, args.threads, rounds)
+    rows += measure_isotropic(128 if args.quick else 512, rounds)
     common.show(rows, args.json, f"{LEARNERS} learners, {args.threads} threads")
 
 
@@ -90,16 +92,62 @@ def torch_merge(
         out[span] = direction * (radius / direction.norm())
 
 
-def llama_fragment(width: int) -> list[Piece]:
-    """The first fragment without an embedding of a 16-layer Llama."""
+def measure_isotropic(width: int, rounds: int) -> list[common.Row]:
+    """What ``merge.method: isotropic`` adds to a merge: every matrix of a fragment."""
+    layout = llama_layout(width)
+    spans = find_matrices(layout, inner_fragment(layout))
+    elements = sum(span.rows * span.columns for span in spans)
+    delta = np.random.default_rng(0).standard_normal(max(s.offset + s.rows * s.columns for s in spans), np.float32)
+    out = delta.copy()
+    matrices = [
+        torch.from_numpy(delta[s.offset : s.offset + s.rows * s.columns]).view(s.rows, s.columns) for s in spans
+    ]
+    rows = common.compare(
+        f"isotropic, {len(spans)} matrices of width {width}",
+        lambda: equalize_singular_values(out, spans),
+        {
+            "torch's SVD": lambda: [by_svd(matrix) for matrix in matrices],
+            "Newton-Schulz in torch, five steps": lambda: [newton_schulz(matrix) for matrix in matrices],
+        },
+        work=1e-6 * elements,
+        unit="M elements/s",
+        rounds=rounds,
+    )
+    found = torch.from_numpy(out[spans[0].offset :][: matrices[0].numel()]).view(matrices[0].shape)
+    if not torch.allclose(found, by_svd(matrices[0]), rtol=1e-2, atol=1e-3):
+        raise SystemExit("isotropic: torch has another result")
+    return rows
+
+
+def by_svd(matrix: torch.Tensor) -> torch.Tensor:
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right * (values.norm() / len(values) ** 0.5)
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """As Muon does it: all singular values come near 1, not to it."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm()
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+def inner_fragment(layout: Layout) -> list[Piece]:
+    """The first fragment without an embedding."""
+    return list(next(pieces for pieces in layout.fragments if not any(piece.mean for piece in pieces)))
+
+
+def llama_layout(width: int) -> Layout:
+    """A 16-layer Llama."""
     tensors = [Tensor(name, (32 * width, width), "float32", True) for name in ("embed_tokens", "lm_head")]
     for layer in range(16):
         shapes: dict[str, tuple[int, ...]] = {f"{n}_proj": (width, width) for n in "qkvo"}
         shapes |= {"gate_proj": (11 * width // 4, width), "up_proj": (11 * width // 4, width)}
         shapes |= {"down_proj": (width, 11 * width // 4), "norm1": (width,), "norm2": (width,)}
         tensors += [Tensor(f"layers.{layer}.{name}", shape, "float32") for name, shape in shapes.items()]
-    layout = Layout.build(tensors, 24)
-    return list(next(pieces for pieces in layout.fragments if not any(piece.mean for piece in pieces)))
+    return Layout.build(tensors, 24)
 
 
 if __name__ == "__main__":

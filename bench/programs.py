@@ -79,6 +79,12 @@ class Syncer:
         """host:port for learners."""
         return str(json.loads(self.addresses_file.read_text(encoding="utf-8"))["sync"])
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def status(self) -> dict[str, Any]:
         """The status document."""
         address = json.loads(self.addresses_file.read_text(encoding="utf-8"))["http"]

@@ -1,26 +1,36 @@
-"""A learner's way to the syncer that counts what it carries: TCP on this machine, without privileges.
+"""Ways between programs that count what they carry and, where asked, carry no faster than a link of theirs.
 
-It counts bytes of the TCP streams, so all that both sides say, and no headers of TCP/IP.
+TCP on this machine, in user space and without privileges, the same for whoever connects. Each party has a ``Link`` to
+everybody else, with a rate each way; a connection's bytes pass the sender's link up and the receiver's link down, and
+all connections of a party share its link. Bytes are those of the TCP streams, so all that both sides say, and no
+headers of TCP/IP. A rate is kept by a token bucket: over any time t no more than rate * t and a burst of
+``BURST_SECONDS`` pass. Latency is added to every chunk, one way; TCP's own slow start and losses are not there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 18  # at most, read at once
+CHUNK_SECONDS = 0.005  # of a link's rate; then the next connection has its turn
+LEAST_CHUNK_BYTES = 1400  # a packet's
+BURST_SECONDS = 0.02
+QUEUED_CHUNKS = 1024  # under way on a link with latency
 START_SECONDS = 10.0
 DIAL_SECONDS = 5.0
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 256
+MAX_REQUEST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Bytes since the relay was made. Up is towards the syncer."""
+    """Bytes since the link was made. Up is away from its party."""
 
     up: int = 0
     down: int = 0
@@ -32,24 +42,81 @@ class Carried:
         return Carried(self.up - other.up, self.down - other.down)
 
 
-class Relay:
-    """Passes connections to ``address`` on to ``target``; a thread with a loop of its own."""
+class TokenBucket:
+    """When bytes may go on that share ``rate`` (bytes a second); pure: the caller tells the time, in seconds.
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
-        self._up = self._down = 0
-        self.address = ""
-        self._loop = asyncio.new_event_loop()
-        self._serving = threading.Event()
-        self._stop = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+    Bytes go in the order in which they are reserved. After a pause at most ``burst_seconds`` of the rate go at once.
+    """
+
+    def __init__(self, rate: float, burst_seconds: float = BURST_SECONDS) -> None:
+        self._rate, self._burst_seconds = rate, burst_seconds
+        self._free_at = float("-inf")  # when everything that was reserved has gone
+
+    def reserve(self, count: int, now: float) -> float:
+        """Seconds from ``now`` until ``count`` bytes have gone, behind all that were reserved before."""
+        begin = max(self._free_at, now - self._burst_seconds)
+        self._free_at = begin + count / self._rate
+        return max(0.0, self._free_at - now)
+
+
+class Link:
+    """One party's way to everybody else, ``rate`` bytes a second in each direction (None: as fast as it goes), and
+    ``latency`` seconds one way."""
+
+    def __init__(self, rate: float | None = None, latency: float = 0.0) -> None:
+        self.latency = latency
+        self._bytes_up = self._bytes_down = 0
+        self.shape(rate)
+
+    def shape(self, rate: float | None) -> None:
+        """Carry ``rate`` bytes a second from now on (None: as fast as it goes), on open connections too."""
+        self.rate = rate
+        self._up = None if rate is None else TokenBucket(rate)
+        self._down = None if rate is None else TokenBucket(rate)
 
     @property
     def carried(self) -> Carried:
         """Up to now."""
-        return Carried(self._up, self._down)
+        return Carried(self._bytes_up, self._bytes_down)
+
+    @property
+    def chunk(self) -> int:
+        """Bytes that are read at once."""
+        return CHUNK_BYTES if self.rate is None else int(max(LEAST_CHUNK_BYTES, self.rate * CHUNK_SECONDS))
+
+    def send(self, count: int, now: float) -> float:
+        """Count bytes from this party; seconds until they have gone."""
+        self._bytes_up += count
+        return 0.0 if self._up is None else self._up.reserve(count, now)
+
+    def receive(self, count: int, now: float) -> float:
+        """Count bytes to this party; seconds until they have come."""
+        self._bytes_down += count
+        return 0.0 if self._down is None else self._down.reserve(count, now)
+
+
+class Relays:
+    """All ways of one measurement: a thread with a loop of its own.
+
+    Programs of this process ask by ``open``; others over ``requests_address``, with one line of JSON (``near``,
+    ``far``: names of links given here; ``target``), answered by a line with the address.
+    """
+
+    def __init__(self, links: dict[str, Link] | None = None) -> None:
+        self._links = links or {}
+        self.requests_address = ""
+        self._loop = asyncio.new_event_loop()
+        self._serving = threading.Event()
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self._thread = threading.Thread(target=self._run, name="relays", daemon=True)
+
+    def open(self, target: str, near: Link | None = None, far: Link | None = None) -> str:
+        """Listen for who is to reach ``target`` (host:port); returns the address. ``near``: the link of who connects,
+        ``far``: the target's."""
+        opening = self._listen(target, near or Link(), far or Link())
+        return asyncio.run_coroutine_threadsafe(opening, self._loop).result(START_SECONDS)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -68,17 +135,38 @@ class Relay:
         self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=CHUNK_BYTES)
-        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        requests = await asyncio.start_server(self._answer, "127.0.0.1", 0, limit=MAX_REQUEST_BYTES)
+        self._servers.append(requests)
+        self.requests_address = _address(requests)
         self._serving.set()
         await self._stop.wait()
-        server.close()
+        for server in self._servers:
+            server.close()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=START_SECONDS)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TimeoutError):  # the caller finds no answer
+            asked = json.loads(await asyncio.wait_for(reader.readline(), DIAL_SECONDS))
+            near, far = self._links[asked["near"]], self._links[asked["far"]]
+            address = await self._listen(asked["target"], near, far)
+            writer.write(f"{address}\n".encode())
+            await writer.drain()
+        writer.close()
+
+    async def _listen(self, target: str, near: Link, far: Link) -> str:
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._accept(target, near, far, reader, writer)
+
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=CHUNK_BYTES)
+        self._servers.append(server)
+        return _address(server)
+
+    async def _accept(
+        self, target: str, near: Link, far: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -86,21 +174,53 @@ class Relay:
         # One side is gone: the other learns it as its connection is closed below.
         with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
             if len(self._tasks) <= MAX_CONNECTIONS:
-                dialling = asyncio.open_connection(*self._target, limit=CHUNK_BYTES)
+                host, _, port = target.rpartition(":")
+                dialling = asyncio.open_connection(host, int(port), limit=CHUNK_BYTES)
                 back, out = await asyncio.wait_for(dialling, DIAL_SECONDS)
                 ends.append(out)
-                await asyncio.gather(self._pump(reader, out, True), self._pump(back, writer, False))
+                await asyncio.gather(_pump(reader, out, near, far), _pump(back, writer, far, near))
         for end in ends:
             end.close()
         self._tasks.discard(task)
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, up: bool) -> None:
-        while data := await source.read(CHUNK_BYTES):
-            if up:
-                self._up += len(data)
+
+def _address(server: asyncio.Server) -> str:
+    return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, sender: Link, receiver: Link) -> None:
+    """Carry one direction of a connection until its end."""
+    loop = asyncio.get_running_loop()
+    latency = sender.latency + receiver.latency
+    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED_CHUNKS)
+    arriving = asyncio.create_task(_deliver(under_way, sink)) if latency else None
+    try:
+        while data := await source.read(min(sender.chunk, receiver.chunk)):
+            now = loop.time()
+            wait = max(sender.send(len(data), now), receiver.receive(len(data), now))
+            if wait:
+                await asyncio.sleep(wait)
+            if arriving is None:
+                sink.write(data)
+                await sink.drain()
             else:
-                self._down += len(data)
-            sink.write(data)
-            await sink.drain()
+                await under_way.put((loop.time() + latency, data))
+        if arriving is not None:
+            await under_way.put((loop.time() + latency, b""))
+            await arriving
         if sink.can_write_eof():
             sink.write_eof()
+    finally:
+        if arriving is not None:
+            arriving.cancel()
+
+
+async def _deliver(under_way: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        due, data = await under_way.get()
+        await asyncio.sleep(max(0.0, due - loop.time()))
+        if not data:
+            return
+        sink.write(data)
+        await sink.drain()

@@ -1,0 +1,260 @@
+"""What decides the quality: one thing varied at a time, each arm at its own best outer rate.
+
+The trials are those of bench/quality.py (dense, small, M = 4 unless the arm says otherwise), and so are the cache and
+what is
+Groups (--groups):
+
+* ``outer``: the outer optimizer after RDA, with the rates and momenta of its grid (bench/trials/outers.py says what
+  those are that the job file cannot name), and after the isotropic merge;
+* ``adoption``: keep, overwrite, mix;
+* ``merge``: RDA, mean and isotropic, M = 2 to 16;
+* ``weights``: by tokens and quality, by tokens, uniform, with learners at 1, 1/2 and 1/4 speed;
+* ``stragglers``: K = 1 and K = M, without and with the grace window, one learner 18 % slower;
+* ``cadence``: H, P and τ;
+* ``encoding``: float32 to 2 bit and sparse (bench/trials/sparse.py), without and with error feedback;
+* ``inner``: AdamW and Muon, each beside data-parallel training with the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trials.cells import Cache, Trial, default_cache, losses, run_trials
+from trials.reports import ablation_report, show_trials
+from trials.tables import TrialRow, make_row
+
+LENGTHS = {"outer": (6, 40, 200)}  # of a group, in merges of each fragment
+MIDDLE = (40,)  # of other groups
+SEEDS = 5
+GRID = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # outer rates
+
+
+def searched_seeds(trial: Trial) -> int:
+    """Seeds with which a rate is chosen."""
+    return 2 if trial.merges < 100 else 1
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``start``: the one of ``rates`` at which the search for the best begins."""
+
+    name: str
+    trial: Trial
+    start: float
+    rates: tuple[float, ...] = GRID
+    group: str = ""
+
+    def at(self, rate: float) -> Trial:
+        if self.trial.outer:
+            return replace(self.trial, outer={**self.trial.outer, "lr": rate})
+        return replace(self.trial, sync={**self.trial.sync, "outer": {**self.trial.sync["outer"], "lr": rate}})
+
+    @property
+    def reference(self) -> Trial:
+        """Data-parallel training of the same length."""
+        trial = self.trial
+        return Trial(trial.kind, trial.size, trial.merges, 0, rate=trial.rate, inner=trial.inner)
+
+
+BASE_OUTER = {"optimizer": "sgd"}
+BASE_RATE = 1.0
+
+
+def arm(name: str, base: Trial, sync: Mapping[str, Any], **changes: Any) -> Arm:
+    """An arm with the outer optimizer that all but the group ``outer`` have."""
+    return Arm(name, replace(base, sync={"outer": BASE_OUTER, **sync}, **changes), BASE_RATE)
+
+
+def outer_arms(base: Trial) -> Iterator[Arm]:
+    def of_job(name: str, start: float, **outer: Any) -> Arm:
+        return Arm(name, replace(base, sync={"outer": outer}), start)
+
+    def on_trial(name: str, start: float, momentum: float = 0.9) -> Arm:
+        return Arm(f"{name} {momentum:g}", replace(base, outer={"name": name, "momentum": momentum}), start)
+
+    yield of_job("sgd", 1.0, optimizer="sgd")
+    yield of_job("nesterov 0.5", 0.5, optimizer="nesterov", momentum=0.5)
+    yield of_job("nesterov 0.9", 0.1, optimizer="nesterov", momentum=0.9)
+    yield on_trial("heavy-ball", 0.1)
+    yield on_trial("warm-up", 0.2)
+    yield on_trial("corrected", 1.0)
+    yield on_trial("horizon", 1.0)
+    yield on_trial("delayed", 0.7)
+    yield on_trial("heloco", 0.1)
+    isotropic = {"merge": {"method": "isotropic"}}
+    yield Arm("isotropic, sgd", replace(base, sync={**isotropic, "outer": {"optimizer": "sgd"}}), 2.0)
+    nesterov = {"optimizer": "nesterov", "momentum": 0.5}
+    yield Arm("isotropic, nesterov 0.5", replace(base, sync={**isotropic, "outer": nesterov}), 1.0)
+
+
+def adoption_arms(base: Trial) -> Iterator[Arm]:
+    for rule in ("keep", "overwrite", "mix"):
+        yield arm(rule, base, {"adoption": {"rule": rule}})
+
+
+def merge_arms(base: Trial) -> Iterator[Arm]:
+    for learners in (2, 4, 8, 16):
+        for method in ("rda", "mean", "isotropic"):
+            yield arm(f"{method}, M = {learners}", base, {"merge": {"method": method}}, learners=learners)
+
+
+def weight_arms(base: Trial) -> Iterator[Arm]:
+    for weights in ("tokens-quality", "tokens", "uniform"):
+        yield arm(f"weights {weights}", base, {"merge": {"weights": weights}}, pace=(1.0, 1.0, 2.0, 4.0))
+
+
+def straggler_arms(base: Trial) -> Iterator[Arm]:
+    for quorum, grace in ((1, 0.0), (1, 0.9), (4, 0.9)):
+        sync = {"quorum": quorum, "grace": {"factor": grace}}
+        yield arm(f"K = {quorum}, γ = {grace:g}", base, sync, pace=(1.0, 1.0, 1.0, 1.18))
+
+
+def cadence_arms(base: Trial) -> Iterator[Arm]:
+    for every in (6, 12, 24, 48, 96):
+        yield arm(f"H = {every}", base, {"every": every, "fragments": min(24, every)})
+    for fragments in (1, 4, 12):
+        yield arm(f"P = {fragments}", base, {"fragments": fragments})
+    for overlap in (1, 4, 8):
+        yield arm(f"τ = {overlap}", base, {"overlap": overlap}, exchange=overlap - 0.5)
+
+
+def encoding_arms(base: Trial) -> Iterator[Arm]:
+    for up in ("float32", "bfloat16", "int8", "int4", "int2"):
+        for feedback in (False, True) if up in ("int8", "int4", "int2") else (False,):
+            words = f"up {up}{', error feedback' if feedback else ''}"
+            yield arm(words, base, {"compression": {"up": up, "errorFeedback": feedback}})
+    for feedback in (False, True):
+        words = f"up sparse, 2 bit{', error feedback' if feedback else ''}"
+        sync = {"compression": {"up": "bfloat16", "errorFeedback": feedback}, "merge": {"method": "mean"}}
+        yield arm(words, base, sync, sparse=True)
+    for down in ("float32", "delta-int8", "delta-int4"):
+        yield arm(f"down {down}", base, {"compression": {"down": down}})
+
+
+def inner_arms(base: Trial) -> Iterator[Arm]:
+    for inner in ("adamw", "muon"):
+        yield arm(inner, base, {}, inner=inner)
+
+
+GROUPS = {
+    "outer": outer_arms,
+    "adoption": adoption_arms,
+    "merge": merge_arms,
+    "weights": weight_arms,
+    "stragglers": straggler_arms,
+    "cadence": cadence_arms,
+    "encoding": encoding_arms,
+    "inner": inner_arms,
+}
+
+
+def of_seeds(trial: Trial, seeds: Sequence[int]) -> list[Trial]:
+    return [replace(trial, seed=seed) for seed in seeds]
+
+
+@dataclass
+class Search:
+    """Each arm's best rate, as far as the cache knows the losses that lead there."""
+
+    arms: Sequence[Arm]
+    cache: Cache
+
+    def best_rate(self, one: Arm) -> tuple[float | None, list[Trial]]:
+        """The best rate, or None and the trials that must come next."""
+        shorter = [other for other in self.arms if other.name == one.name and other.trial.merges < one.trial.merges]
+        middle = one.rates.index(one.start)
+        if shorter:
+            rate, missing = self.best_rate(max(shorter, key=lambda other: other.trial.merges))
+            if rate is None:
+                return None, missing
+            middle = one.rates.index(rate)
+        while True:
+            around = one.rates[max(0, middle - 1) : middle + 2]
+            found = {rate: losses(self._trials(one, rate), self.cache) for rate in around}
+            if missing := [
+                trial for rate, values in found.items() if values is None for trial in self._trials(one, rate)
+            ]:
+                return None, missing
+            best = min(around, key=lambda rate: sum(found[rate] or ()))
+            if best == one.rates[middle]:
+                return best, []
+            middle = one.rates.index(best)
+
+    def next_trials(self) -> list[Trial]:
+        return [trial for one in self.arms for trial in self.best_rate(one)[1]]
+
+    def _trials(self, one: Arm, rate: float) -> list[Trial]:
+        return of_seeds(one.at(rate), range(searched_seeds(one.trial)))
+
+
+def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRow]:
+    """A row for each arm whose trials are all there."""
+    rows, search = [], Search(arms, cache)
+    for one in arms:
+        rate, _ = search.best_rate(one)
+        base = losses(of_seeds(one.reference, range(seeds)), cache)
+        values = losses(of_seeds(one.at(rate), range(seeds)), cache) if rate is not None else None
+        if rate is not None and base is not None and values is not None:
+            edge = "*" if rate in (GRID[0], GRID[-1]) else ""
+            name = f"{one.trial.merges} merges: {one.name}, outer rate {rate:g}{edge}"
+            merges = one.trial.merges
+            rows.append(make_row(name, values, "data-parallel", base, group=one.group, merges=merges, arm=one.name))
+    return rows
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
+    parser.add_argument("--quick", action="store_true", help="two arms for a few steps: does it run, not what is best")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="results that are there already")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at once, a core each")
+    parser.add_argument("--hours", type=float, default=1e6, help="begin no trial after that; run again to go on")
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="MERGES", help="instead of those of the groups")
+    parser.add_argument("--kind", default="dense", choices=("dense", "moe", "vision"))
+    parser.add_argument("--learners", type=int, default=4, metavar="M")
+    parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0: all trials are there; 3: --hours were over before."""
+    chosen = parse(arguments)
+    seeds = 1 if chosen.quick else chosen.seeds
+    arms = [
+        replace(one, group=group)
+        for group in chosen.groups
+        for merges in ((1,) if chosen.quick else chosen.lengths or LENGTHS.get(group, MIDDLE))
+        for one in GROUPS[group](Trial(chosen.kind, "small", merges, 0, learners=chosen.learners))
+        if not chosen.arms or any(word in one.name for word in chosen.arms)
+    ]
+    if chosen.quick:
+        arms = [replace(one, rates=(one.start,)) for one in arms[:2]]
+    cache, complete, search = Cache(chosen.cache), True, Search(arms, Cache(chosen.cache))
+    if not chosen.show:
+        run = partial(
+            run_trials, cache=cache, jobs=chosen.jobs, quiet=chosen.json, end=time.monotonic() + 3600 * chosen.hours
+        )
+        complete = run([trial for one in arms for trial in of_seeds(one.reference, range(seeds))])
+        while complete and (wanted := search.next_trials()):
+            complete = run(wanted)
+        best = [one.at(rate) for one in arms if (rate := search.best_rate(one)[0]) is not None]
+        complete = complete and run([trial for one in best for trial in of_seeds(one, range(seeds))])
+    note = "Held-out loss of each arm at its best outer rate, and by how much it is above data-parallel training's."
+    rows = ablation_rows(arms, seeds, cache)
+    show_trials(ablation_report(rows, note), rows, chosen.json, chosen.report)
+    return 0 if complete else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

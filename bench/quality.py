@@ -1,0 +1,160 @@
+"""Model quality beside data-parallel training: the same model, data, tokens and evaluation.
+
+Every trial trains a small model from scratch on so many tokens and is scored on what was held out:
+
+* *data-parallel*: the gradients of all batches averaged at every step, which in one process is the whole batch at
+  once; the rows "DDP" compare that with torch's DistributedDataParallel over gloo, two ranks.
+* *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults. They train in
+  one process in virtual time (cli/diloco/simulate/job): real steps, adoption, merges, outer steps and encodings;
+  a step takes a second, and 1.5 s pass from a snapshot to the version that holds it.
+* *M = 4, faults*: each learner dies twice on average, and another process takes its slot after 5 % of the run.
+
+Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
+at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
+intervals are 95 % by Student's t over seeds. Results are cached (--cache, or DILOCO_TRIALS), and an interrupted run
+goes on. bench/ablations.py varies one thing at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trials import ddp
+from trials.cells import Cache, Trial, default_cache, losses, run_trials
+from trials.reports import quality_report, show_trials
+from trials.tables import TrialRow, make_row
+
+KINDS = ("dense", "moe", "vision")
+SIZES = ("small", "large")
+LENGTHS = (6, 40, 200)
+LEARNERS = (1, 2, 4, 8, 16)
+SEEDS = 5
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+
+
+def references(chosen: argparse.Namespace) -> Iterator[Trial]:
+    """The data-parallel trials of seed 0, shortest first."""
+    for merges in chosen.lengths:
+        for size in chosen.sizes:
+            for kind in chosen.kinds:
+                yield Trial(kind, size, merges, 0)
+
+
+def arms(reference: Trial) -> list[tuple[str, Trial]]:
+    """What is compared with this reference, by name."""
+    found = [(f"M = {m}", replace(reference, learners=m)) for m in LEARNERS]
+    return [*found, ("M = 4, faults", replace(reference, learners=4, deaths=True))]
+
+
+def of_seeds(trial: Trial, seeds: int) -> list[Trial]:
+    return [replace(trial, seed=seed) for seed in range(seeds)]
+
+
+def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
+    """A row for each arm whose trials are all there."""
+    rows = []
+    for reference in references(chosen):
+        model, merges = f"{reference.kind}-{reference.size}", reference.merges
+        base = losses(of_seeds(reference, chosen.seeds), cache)
+        for arm, trial in arms(reference):
+            values = losses(of_seeds(trial, chosen.seeds), cache)
+            if base is not None and values is not None:
+                name = f"{model}, {merges} merges: {arm}"
+                rows.append(make_row(name, values, "data-parallel", base, group=model, merges=merges, arm=arm))
+    return rows
+
+
+def rate_trials(chosen: argparse.Namespace) -> list[Trial]:
+    """The reference at every inner rate of the grid, at the middle length."""
+    return [
+        Trial(k, s, 40, seed, rate=rate)
+        for k in chosen.kinds
+        for s in chosen.sizes
+        for rate in RATES
+        for seed in (0, 1)
+    ]
+
+
+def show_rates(chosen: argparse.Namespace, cache: Cache) -> None:
+    for kind in chosen.kinds:
+        for size in chosen.sizes:
+            for rate in RATES:
+                found = losses([Trial(kind, size, 40, seed, rate=rate) for seed in (0, 1)], cache)
+                if found is not None:
+                    print(f"{kind}-{size}: inner rate {rate:g}: {sum(found) / len(found):.4f} nats")
+
+
+def quick_rows() -> list[TrialRow]:
+    """Does it run: a few steps of a small model, and DDP itself."""
+    rows = []
+    sync = {"fragments": 4, "every": 8}
+    with tempfile.TemporaryDirectory(prefix="diloco-quality-") as folder:
+        cache = Cache(Path(folder))
+        base = Trial("dense", "small", 2, 0)
+        named = [
+            ("M = 2", replace(base, learners=2, sync=sync)),
+            ("faults", replace(base, learners=2, sync=sync, deaths=True)),
+        ]
+        run_trials([base, *(trial for _, trial in named)], cache, 1, quiet=True)
+        reference = losses([base], cache)
+        assert reference is not None
+        for name, trial in named:
+            values = losses([trial], cache)
+            assert values is not None
+            words = f"dense-small, 48 steps: {name}"
+            rows.append(make_row(words, values, "data-parallel", reference, group="dense-small", merges=2, arm=name))
+    return [*rows, *ddp.compare(steps=4)]
+
+
+def show_quality(rows: list[TrialRow], chosen: argparse.Namespace, note: str) -> None:
+    show_trials(quality_report(rows, note), rows, chosen.json, chosen.report)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
+    parser.add_argument("--quick", action="store_true", help="a few steps: does it run, not how good")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="results that are there already")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at once, a core each")
+    parser.add_argument("--hours", type=float, default=1e6, help="begin no trial after that; run again to go on")
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="MERGES")
+    parser.add_argument("--rates", action="store_true", help="instead: data-parallel at each inner rate of the grid")
+    parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0: all trials are there; 3: --hours were over before."""
+    chosen = parse(arguments)
+    note = "Held-out loss, and by how much it is above data-parallel training's (95 % intervals)."
+    if chosen.quick:
+        show_quality(quick_rows(), chosen, note)
+        return 0
+    cache, end = Cache(chosen.cache), time.monotonic() + 3600 * chosen.hours
+    if chosen.rates:
+        complete = chosen.show or run_trials(rate_trials(chosen), cache, chosen.jobs, chosen.json, end)
+        show_rates(chosen, cache)
+        return 0 if complete else 3
+    trials = [
+        replace(trial, seed=seed)
+        for reference in references(chosen)
+        for seed in range(chosen.seeds)
+        for trial in (reference, *(arm for _, arm in arms(reference)))
+    ]
+    complete = chosen.show or run_trials(trials, cache, chosen.jobs, chosen.json, end)
+    show_quality(quality_rows(chosen, cache), chosen, note)
+    return 0 if complete else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,259 @@
+"""Trials: what each is made of, its result, and a cache of results from which an interrupted run goes on.
+
+A trial's digest is that of all that makes it: the whole job with its defaults, what the job cannot say, ``CODE`` and
+torch's version. ``CODE`` is raised by whoever changes what a trial computes: data, the world, adoption, merge, outer
+optimizers, codec.
+
+A trial uses one core and one thread of torch. Its result is the same on every run of one build of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from diloco_protocol.common.files import write_whole
+
+CODE = 1
+EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
+DEATHS = 2.0  # of each learner in a trial with faults, on average
+AWAY = 0.05  # of the trial's steps that a learner is gone each time
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run.
+
+    ``merges`` of each fragment at H = EVERY: its length. ``learners`` 0: the data-parallel reference. ``sync``: what
+    the job's spec.sync says other than the defaults. ``outer``: an optimizer of outers.py and its settings, instead of
+    the job's. ``exchange``: seconds from a snapshot to the version that holds it, steps taking one. ``pace``: seconds
+    of a step of each learner, empty: one. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw or muon.
+    ``sparse``: pushes are made sparse first (sparse.py).
+    """
+
+    kind: str
+    size: str
+    merges: int
+    seed: int
+    learners: int = 0
+    sync: Mapping[str, Any] = field(default_factory=dict)
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    exchange: float = 1.5
+    pace: tuple[float, ...] = ()
+    deaths: bool = False
+    rate: float | None = None
+    inner: str = "adamw"
+    sparse: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job, of the tasks' SEQUENCES each."""
+        return self.merges * EVERY
+
+    @functools.cached_property
+    def digest(self) -> str:
+        from trials import tasks
+
+        sync = self.sync if self.learners else {}
+        job = tasks.make_job(self.kind, self.size, self.learners or 1, self.steps, self.seed, sync, self.rate)
+        spec = job.spec.model_dump(mode="json", by_alias=True)
+        if self.outer:
+            del spec["sync"]["outer"]
+        # The reference has no syncer: its digest is that of what it trains.
+        made_by = spec if self.learners else {key: spec[key] for key in ("seed", "training")}
+        own = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in ("sync", "rate") and getattr(self, each.name) != each.default
+        }
+        document = {"code": CODE, "torch": version("torch"), "job": made_by, **own}
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
+
+    @property
+    def effort(self) -> float:
+        """What it takes, in steps of a small reference; rough, for the time left."""
+        size = {"small": 1.0, "large": 4.0}[self.size]
+        kind = {"dense": 1.0, "moe": 1.6, "vision": 1.5}[self.kind]
+        return self.steps * kind * (size * (1 + 0.05 * self.learners) + 0.3 * self.learners + 0.3 * (self.learners > 0))
+
+
+def run_trial(trial: Trial) -> dict[str, Any]:
+    """Train, and score what came of it: ``loss`` (nats per prediction, held out), ``seconds`` of processor time, and of
+    trials with learners ``merges``, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``."""
+    import torch
+
+    torch.set_num_threads(1)
+    began = time.process_time()
+    result = _reference(trial) if trial.learners == 0 else _decoupled(trial)
+    return {**result, "seconds": time.process_time() - began}
+
+
+def _reference(trial: Trial) -> dict[str, Any]:
+    from trials import fleet, inner, tasks
+
+    job = tasks.make_job(trial.kind, trial.size, 1, trial.steps, trial.seed, {}, trial.rate)
+    model = fleet.train_alone(trial.kind, trial.size, job, trial.steps, trial.seed, inner.MAKE[trial.inner])
+    return {"loss": tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed).evaluation)}
+
+
+def _decoupled(trial: Trial) -> dict[str, Any]:
+    from diloco.simulate.job.links import LinkRates
+    from diloco.simulate.job.values import LearnerValues
+    from diloco.simulate.job.world import World
+    from diloco_worker.core.adoption import Kind
+    from diloco_worker.fragments import ModelFragments, Vector
+    from trials import fleet, inner, outers, sparse, tasks
+    from trials.versions import TrialVersions
+
+    job = tasks.make_job(trial.kind, trial.size, trial.learners, trial.steps, trial.seed, trial.sync, trial.rate)
+    learners = fleet.Fleet(trial.kind, trial.size, job, trial.learners, inner.MAKE[trial.inner])
+    data = tasks.TrialData(trial.kind, trial.size, trial.seed)
+    versions = TrialVersions(job, learners.layout, learners.initial(), optimizer=outers.make(trial.outer, trial.merges))
+    merge_seconds = 0.05
+    world = World(
+        job,
+        fleet.TrialTraining(learners, data, trial.learners, trial.steps),
+        versions,
+        pace=lambda place: trial.pace[place[1]] if trial.pace else 1.0,
+        # A push travels once, a version is announced, asked for and sent: four times the latency.
+        link=LinkRates(latency=(trial.exchange - merge_seconds) / 4),
+        merge_seconds=merge_seconds,
+        make_values=sparse.SparseValues if trial.sparse else LearnerValues,
+    )
+    world.start_all()
+    if trial.deaths:
+        _plan_deaths(world, trial)
+    if not world.run(until=50.0 * trial.steps + 1000):
+        raise RuntimeError(f"the job did not end: {world.core.phase_message}")
+    model = learners.first
+    fragments = ModelFragments(model, learners.layout)
+    for fragment in range(len(learners.layout)):
+        fragments.move(fragment, Kind.OVERWRITE, Vector.from_array(versions.theta(fragment)))
+    assert world.core.ledger is not None
+    totals = world.core.ledger.totals()
+    return {
+        "loss": tasks.score(model, data.evaluation),
+        "merges": world.seen["merges"],
+        "responders": world.seen["merged pushes"] / max(1, world.seen["merges"]),
+        "merged": totals.merged / totals.trained,
+        "dropped": totals.dropped / totals.trained,
+        "steps": world.now,
+        "bytes_up": world.bytes_up,
+    }
+
+
+def _plan_deaths(world: Any, trial: Trial) -> None:
+    """Each learner dies DEATHS times on average, at random moments, and another process comes after AWAY."""
+    chance = random.Random(trial.seed)
+    away = max(5.0, AWAY * trial.steps)
+
+    def die(place: tuple[str, int]) -> None:
+        if place in world.learners and not world.ended:
+            world.kill_learner(place)
+            world.timeline.call_in(away, lambda: come(place))
+
+    def come(place: tuple[str, int]) -> None:
+        if not world.ended:
+            world.start_learner(place)
+            plan(place)
+
+    def plan(place: tuple[str, int]) -> None:
+        world.timeline.call_in(chance.expovariate(DEATHS / trial.steps), lambda: die(place))
+
+    for place in list(world.learners):
+        plan(place)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Results in a folder, one file each, whole or absent."""
+
+    folder: Path
+
+    def find(self, trial: Trial) -> dict[str, Any] | None:
+        try:
+            document = json.loads((self.folder / f"{trial.digest}.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        result: dict[str, Any] = document["result"]
+        return result
+
+    def put(self, trial: Trial, result: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"trial": asdict(trial), "code": CODE, "result": dict(result)}, indent=1)
+        write_whole(self.folder / f"{trial.digest}.json", text.encode())
+
+
+def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, quiet: bool = False, end: float = math.inf) -> bool:
+    """Run those trials whose results are not cached, ``jobs`` at once; whether all are there. None is begun after
+    ``end`` (of ``time.monotonic``). A line on stderr for each tells the time left."""
+    wanted = {trial.digest: trial for trial in trials}
+    missing = [trial for trial in wanted.values() if cache.find(trial) is None]
+    began, done, count = time.monotonic(), 0.0, 0
+    left = sum(trial.effort for trial in missing)
+
+    def finish(trial: Trial, result: Mapping[str, Any]) -> None:
+        nonlocal done, count
+        cache.put(trial, result)
+        done, count = done + trial.effort, count + 1
+        if not quiet:
+            seconds = (time.monotonic() - began) * (left - done) / done
+            words = f"{count} of {len(missing)}, {seconds / 60:.0f} minutes left: {describe(trial)}"
+            print(f"{words}: {result['loss']:.4f} nats, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+    def in_time() -> bool:
+        return time.monotonic() < end
+
+    if jobs <= 1 or len(missing) <= 1:
+        for trial in missing:
+            if not in_time():
+                return False
+            finish(trial, run_trial(trial))
+        return True
+    queue = list(missing)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running: dict[Future[dict[str, Any]], Trial] = {}
+        while queue or running:
+            while queue and len(running) < jobs and in_time():
+                trial = queue.pop(0)
+                running[pool.submit(run_trial, trial)] = trial
+            if not running:
+                return False
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                finish(running.pop(future), future.result())
+    return True
+
+
+def describe(trial: Trial) -> str:
+    """A trial in a few words."""
+    who = f"M={trial.learners}" if trial.learners else "data-parallel"
+    extra = {key: value for key, value in asdict(trial).items() if key in ("sync", "outer") and value}
+    rest = f" {json.dumps(extra)}" if extra else ""
+    return f"{trial.kind}-{trial.size}, {trial.merges} merges, seed {trial.seed}, {who}{rest}"
+
+
+def default_cache() -> Path:
+    """DILOCO_TRIALS, or build/trials."""
+    return Path(os.environ.get("DILOCO_TRIALS") or Path(__file__).resolve().parents[2] / "build" / "trials")
+
+
+def losses(trials: Sequence[Trial], cache: Cache) -> list[float] | None:
+    """The losses of these trials, in their order; None: one is missing."""
+    found = [cache.find(trial) for trial in trials]
+    return None if any(one is None for one in found) else [one["loss"] for one in found if one is not None]

@@ -1,0 +1,100 @@
+"""The reference beside torch's own: two ranks of DistributedDataParallel over gloo, and one process with the whole
+batch, from the same first weights on the same data."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trials.tables import TrialRow
+
+RANKS = 2
+WAIT_SECONDS = 600.0  # also where other programs have the processors
+
+
+def compare(steps: int, kinds: Sequence[str] = ("dense",)) -> list[TrialRow]:
+    """The held-out loss after ``steps`` steps by DDP, a row for each kind (small); the ratio is to one process's.
+    Raises RuntimeError if the ranks do not answer."""
+    from trials import fleet, inner, tasks
+
+    rows = []
+    for kind in kinds:
+        job = tasks.make_job(kind, "small", 1, steps, 0, {})
+        model = fleet.train_alone(kind, "small", job, steps, 0, inner.MAKE["adamw"])
+        alone = tasks.score(model, tasks.TrialData(kind, "small", 0).evaluation)
+        both = _loss_by_ddp(kind, steps)
+        rows.append(TrialRow(f"{kind}-small, {steps} steps: DDP", both, "nats", "one process", both / alone, None, 1))
+    return rows
+
+
+def _loss_by_ddp(kind: str, steps: int) -> float:
+    context = multiprocessing.get_context("spawn")
+    children: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="diloco-ddp-") as folder:
+        pipes = []
+        try:
+            for rank in range(RANKS):
+                pipe, end = context.Pipe()
+                child = context.Process(target=train_rank, args=(end, rank, folder, kind, steps), daemon=True)
+                child.start()
+                end.close()
+                children.append(child)
+                pipes.append(pipe)
+            found = [pipe.recv() if pipe.poll(WAIT_SECONDS) else "no answer in time" for pipe in pipes]
+        except EOFError:
+            raise RuntimeError("a rank ended without an answer; its words are above") from None
+        finally:
+            for child in children:
+                child.join(5)
+                if child.is_alive():
+                    child.kill()
+                    child.join(5)
+    if any(isinstance(one, str) for one in found):
+        raise RuntimeError(f"DDP over gloo did not run: {found}")
+    return float(found[0])
+
+
+def train_rank(pipe: Connection, rank: int, folder: str, kind: str, steps: int) -> None:
+    """One rank: sends the held-out loss, or why there is none."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    try:
+        pipe.send(_trained(rank, folder, kind, steps))
+    except Exception as error:
+        pipe.send(repr(error)[:300])
+
+
+def _trained(rank: int, folder: str, kind: str, steps: int) -> float:
+    import numpy as np
+    import torch
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    from diloco_worker.training import optimizer as optimizers
+    from diloco_worker.training import trainer
+    from trials import tasks
+
+    torch.set_num_threads(1)
+    job = tasks.make_job(kind, "small", 1, steps, 0, {})
+    data, spec = tasks.TrialData(kind, "small", 0), job.spec.training.optimizer
+    model = tasks.build_model(job)
+    timeout = timedelta(seconds=WAIT_SECONDS / 2)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timeout
+    )
+    parallel = DistributedDataParallel(model)
+    optimizer = optimizers.build_optimizer(parallel, spec)
+    share = tasks.SEQUENCES // RANKS
+    for step in range(steps):
+        first = step * tasks.SEQUENCES + rank * share
+        batch = data.batch(np.arange(first, first + share))
+        optimizers.set_learning_rate(optimizer, optimizers.learning_rate(spec, step, step, steps))
+        trainer.step(parallel, optimizer, batch, 1, spec.clip_norm, torch.float32)
+    loss = tasks.score(model, data.evaluation)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return loss

@@ -1,0 +1,186 @@
+"""Learners that train: replicas for a world in virtual time, and the data-parallel reference.
+
+All learners' weights lie in one array, a row for each; a learner's model is the product's, its parameters being views
+into its row, so that fragments are taken and moved by the product's code (``diloco_worker.fragments``). Steps that end
+together are computed together (models.py); each learner has an optimizer of its own (``torch.optim``).
+
+*The reference.* Data-parallel training averages the gradients of M learners' batches. In one process that is the mean
+loss over the same sequences, so the reference is one process with the whole batch, and the same for every M;
+``bench/quality.py`` compares it with torch's DistributedDataParallel over gloo.
+
+*The same data.* The step s of the job trains the sequences s·SEQUENCES to (s + 1)·SEQUENCES of the seed's order,
+whoever trains them: learner m of M takes the m-th of M equal parts. A learner that died leaves a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from diloco.simulate.job.parts import Replica, StepOrder, StepResult
+from diloco_protocol.arrays.kernels import Float32s
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.training import OptimizerSpec
+from diloco_worker.core.adoption import Kind
+from diloco_worker.core.progress import schedule_step
+from diloco_worker.fragments import ModelFragments, Vector, build_layout, model_tensors
+from diloco_worker.training import optimizer as optimizers
+from trials import models
+from trials.tasks import SEQUENCES, TASKS, TrialData, build_model
+
+MakeOptimizer = Callable[[torch.nn.Module, OptimizerSpec], torch.optim.Optimizer]
+
+
+@dataclass(eq=False)
+class Row:
+    """One learner's copy: row ``index`` of the weights."""
+
+    index: int
+    model: torch.nn.Module
+    fragments: ModelFragments
+    optimizer: torch.optim.Optimizer
+
+    def snapshot(self, fragment: int) -> Float32s:
+        return self.fragments.snapshot(fragment).array
+
+    def move(self, fragment: int, kind: Kind, new: Float32s, reference: Float32s | None, alpha: float) -> None:
+        under = None if reference is None else Vector.from_array(reference)
+        self.fragments.move(fragment, kind, Vector.from_array(new), under, alpha)
+
+    def optimizer_state(self) -> object:
+        return {
+            index: {name: value.clone() for name, value in state.items()}
+            for index, state in enumerate(self.optimizer.state.values())
+        }
+
+    def set_optimizer_state(self, state: object) -> None:
+        assert isinstance(state, dict)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            self.optimizer.state[parameter] = {name: value.clone() for name, value in state[index].items()}
+
+
+class Fleet:
+    """Weights and gradients of up to ``rows`` learners of one job, float32 [rows, parameters]."""
+
+    def __init__(
+        self,
+        kind: str,
+        size: str,
+        job: DiLoCoJob,
+        rows: int,
+        make_optimizer: MakeOptimizer = optimizers.build_optimizer,
+    ) -> None:
+        self.job, self._make_optimizer = job, make_optimizer
+        self._losses = models.loss_function(TASKS[kind, size].config)
+        self.first = build_model(job)
+        sync = job.spec.sync
+        self.layout: Layout = build_layout(self.first, sync.fragments, sync.every, sync.merge.mean_tensors)
+        shapes = {name: p.shape for name, p in model_tensors(self.first).items()}
+        total = sum(shape.numel() for shape in shapes.values())
+        self._weights = torch.zeros(rows, total)
+        self._gradients = torch.zeros(rows, total)
+        self._spans: dict[str, tuple[slice, torch.Size]] = {}
+        start = 0
+        for name, shape in shapes.items():
+            self._spans[name] = slice(start, start + shape.numel()), shape
+            start += shape.numel()
+        self._free = list(range(rows))
+
+    def initial(self) -> list[Float32s]:
+        """Version 0: the first model's fragments."""
+        fragments = ModelFragments(self.first, self.layout)
+        return [fragments.snapshot(p).array for p in range(len(self.layout))]
+
+    def open_row(self) -> Row:
+        """A copy that begins with the first model's weights."""
+        index = self._free.pop(0)
+        model = build_model(self.job)
+        for name, parameter in model_tensors(model).items():
+            span, shape = self._spans[name]
+            home = self._weights[index, span].view(shape)
+            home.copy_(parameter.detach())
+            parameter.data = home
+            parameter.grad = self._gradients[index, span].view(shape)
+        optimizer = self._make_optimizer(model, self.job.spec.training.optimizer)
+        return Row(index, model, ModelFragments(model, self.layout), optimizer)
+
+    def close_row(self, row: Row) -> None:
+        self._free.append(row.index)
+
+    def step(self, rows: Sequence[Row], batch: dict[str, torch.Tensor], rates: Sequence[float]) -> list[float]:
+        """One inner step of each row on its part of ``batch`` ([rows, sequences, ...]); their losses in nats."""
+        indices = [row.index for row in rows]
+        together = indices == list(range(indices[0], indices[0] + len(indices)))
+        taken: Any = slice(indices[0], indices[0] + len(indices)) if together else indices
+        leaves = {
+            name: self._weights[taken, span].view(len(rows), *shape).detach().requires_grad_()
+            for name, (span, shape) in self._spans.items()
+        }
+        losses, nats = self._losses(leaves, batch)
+        gradients = torch.autograd.grad(losses.sum(), list(leaves.values()))
+        for (span, _), gradient in zip(self._spans.values(), gradients, strict=True):
+            self._gradients[taken, span] = gradient.reshape(len(rows), -1)
+        clip = self.job.spec.training.optimizer.clip_norm
+        for row, rate in zip(rows, rates, strict=True):
+            if clip is not None:
+                norm = float(self._gradients[row.index].norm())
+                if norm > clip:
+                    self._gradients[row.index] *= clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            optimizers.set_learning_rate(row.optimizer, rate)
+            row.optimizer.step()
+        return [float(value) for value in nats]
+
+
+class TrialTraining:
+    """What a world's learners train (diloco.simulate.job.parts.Training). ``total``: steps of the trial."""
+
+    def __init__(self, fleet: Fleet, data: TrialData, learners: int, total: int) -> None:
+        self._fleet, self._data, self._learners, self._total = fleet, data, learners, total
+        self._per_learner = SEQUENCES // learners
+
+    def open_replica(self, slot: int) -> Replica:
+        return self._fleet.open_row()
+
+    def close_replica(self, replica: Replica) -> None:
+        assert isinstance(replica, Row)
+        self._fleet.close_row(replica)
+
+    def train(self, orders: Sequence[StepOrder]) -> Sequence[StepResult]:
+        spec = self._fleet.job.spec
+        ordered = sorted(range(len(orders)), key=lambda i: _row(orders[i]).index)
+        rows = [_row(orders[i]) for i in ordered]
+        first = np.array([orders[i].step * SEQUENCES + orders[i].slot * self._per_learner for i in ordered])
+        batch = self._data.batch(first[:, None] + np.arange(self._per_learner))
+        rates = []
+        for i in ordered:
+            # The stop is one step before the last (tasks.make_job), so a share of it is one of so many steps.
+            place = schedule_step(spec, orders[i].step, orders[i].progress, self._total - 1)
+            rates.append(optimizers.learning_rate(spec.training.optimizer, orders[i].step, place, self._total))
+        losses = self._fleet.step(rows, batch, rates)
+        length = spec.training.data.sequence_length if spec.training.data and spec.training.data.source == "text" else 1
+        tokens = self._per_learner * length
+        by_order = dict(zip(ordered, losses, strict=True))
+        return [StepResult(tokens, by_order[i]) for i in range(len(orders))]
+
+
+def _row(order: StepOrder) -> Row:
+    assert isinstance(order.replica, Row)
+    return order.replica
+
+
+def train_alone(
+    kind: str, size: str, job: DiLoCoJob, total: int, seed: int, optimizer: MakeOptimizer
+) -> torch.nn.Module:
+    """The reference: one process with the whole batch, ``total`` steps."""
+    fleet = Fleet(kind, size, job, 1, optimizer)
+    data, row, spec = TrialData(kind, size, seed), fleet.open_row(), job.spec.training.optimizer
+    for step in range(total):
+        batch = data.batch(np.arange(step * SEQUENCES, (step + 1) * SEQUENCES)[None])
+        fleet.step([row], batch, [optimizers.learning_rate(spec, step, step, total)])
+    return row.model

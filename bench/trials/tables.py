@@ -1,0 +1,83 @@
+"""Means with their intervals, and how a table of trials is printed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over seeds, and half of its 95 % interval by Student's t (NaN of one value alone)."""
+
+    value: float
+    half: float
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}" if math.isnan(self.half) else f"{self.value:.4f} ± {self.half:.4f}"
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Of independent values, one of each seed."""
+    n = len(values)
+    if n < 2:
+        return Mean(values[0], math.nan, n)
+    from scipy.special import stdtrit  # the quantiles of Student's t
+
+    half = float(stdtrit(n - 1, 0.975)) * statistics.stdev(values) / math.sqrt(n)
+    return Mean(statistics.fmean(values), half, n)
+
+
+def excess(values: Sequence[float], reference: Sequence[float]) -> Mean:
+    """By how many per cent the losses lie above the reference's of the same seeds: the seeds' own differences, so what
+    a seed's data and first weights do to both is not in the interval."""
+    return mean([100 * (value / other - 1) for value, other in zip(values, reference, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRow:
+    """One arm beside its reference. ``value``: loss in nats; ``ratio``: to the baseline's. ``interval``: half of the
+    95 % interval of the ratio, None of one seed. ``group``: the rows of one plot of the report (reports.py), which has
+    ``arm`` and ``merges`` as its places; empty: in none."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: str | None
+    ratio: float | None
+    interval: float | None
+    seeds: int
+    group: str = ""
+    merges: int | None = None
+    arm: str = ""
+
+
+def make_row(
+    name: str,
+    values: Sequence[float],
+    baseline: str,
+    reference: Sequence[float],
+    *,
+    group: str = "",
+    merges: int | None = None,
+    arm: str = "",
+) -> TrialRow:
+    """The arm's row: ``values`` and ``reference`` are losses of the same seeds."""
+    over = excess(values, reference)
+    interval = None if math.isnan(over.half) else over.half / 100
+    ratio = 1 + over.value / 100
+    return TrialRow(name, mean(values).value, "nats", baseline, ratio, interval, over.seeds, group, merges, arm)
+
+
+def print_rows(rows: Sequence[TrialRow], note: str) -> None:
+    """Print the rows as a table under ``note``."""
+    print(note)
+    width = max((len(row.name) for row in rows), default=0)
+    for row in rows:
+        over = "" if row.ratio is None else f"  {100 * (row.ratio - 1):+6.2f} %"
+        spread = "" if row.interval is None else f" ± {100 * row.interval:.2f}"
+        beside = f" of {row.baseline}" if row.baseline else ""
+        print(f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{spread}{beside}  ({row.seeds} seeds)")

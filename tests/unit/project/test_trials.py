@@ -1,0 +1,175 @@
+"""The parts of bench/quality.py and bench/ablations.py: what is not the product's own code."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_protocol.spec.sync import OuterSpec
+from diloco_syncer.numerics import outer
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+from trials import outers, sparse
+from trials.cells import Cache, Trial, run_trial
+from trials.tables import excess, make_row, mean
+
+RANDOM = np.random.default_rng(3)
+GRADIENTS = [RANDOM.normal(size=50).astype(np.float32) for _ in range(12)]
+
+
+def stepped(optimizer: outer.Outer | None, count: int) -> np.ndarray:
+    """Θ after the first ``count`` merges from zero."""
+    assert optimizer is not None
+    theta, state = np.zeros(50, np.float32), {}
+    for delta in GRADIENTS[:count]:
+        state = optimizer.step(theta, delta.copy(), state)
+    return theta
+
+
+def by_name(name: str, merges: int = 100, **settings: float) -> outer.Outer | None:
+    return outers.make({"name": name, "lr": 0.5, "momentum": 0.9, **settings}, merges)
+
+
+def of_job(**settings: Any) -> outer.Outer:
+    return outer.make(OuterSpec(**settings))
+
+
+def test_candidates_are_what_they_say_in_cases_that_others_know() -> None:
+    plain = of_job(optimizer="sgd", lr=0.5)
+    for first in ("warm-up", "corrected"):
+        np.testing.assert_allclose(stepped(by_name(first), 1), stepped(plain, 1), rtol=1e-5)
+    # Without momentum all are plain; delayed puts a gradient's step off, and forgets none.
+    for name in ("heavy-ball", "warm-up", "corrected"):
+        np.testing.assert_allclose(stepped(by_name(name, momentum=0.0), 12), stepped(plain, 12), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(stepped(by_name("horizon", merges=10), 10), stepped(plain, 10), rtol=1e-5)
+    # A long job's momentum is the limit, at the rate that its steps have in the long run.
+    long = of_job(optimizer="nesterov", lr=0.05, momentum=0.9)
+    np.testing.assert_allclose(stepped(by_name("horizon", merges=1000), 12), stepped(long, 12), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        stepped(by_name("delayed", momentum=0.0), 12), stepped(of_job(optimizer="sgd", lr=0.125), 12), rtol=1e-4
+    )
+
+
+def test_heavy_ball_is_torchs_momentum() -> None:
+    b = theta = np.zeros(50)
+    for delta in GRADIENTS:
+        b = 0.9 * b + delta
+        theta = theta - 0.5 * b
+    np.testing.assert_allclose(stepped(by_name("heavy-ball"), 12), theta, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_across_the_momentum_is_turned_and_one_against_it_shortened() -> None:
+    momentum = np.array([1.0, 0.0, 0.0], np.float32)
+    aligned = np.array([1.0, 2.0, 0.0], np.float32)
+    assert outers.turn_delta(aligned, momentum) is aligned
+    assert outers.turn_delta(aligned, 0 * momentum) is aligned  # there is no momentum yet
+    across = np.array([0.1, 1.0, 0.0], np.float32)
+    turned = outers.turn_delta(across, momentum)
+    assert np.linalg.norm(turned) == pytest.approx(np.linalg.norm(across), rel=1e-5)
+    assert turned[0] > across[0] and turned[1] > 0
+    against = np.array([-1.0, 1.0, 0.0], np.float32)
+    shortened = outers.turn_delta(against, momentum)
+    # c = -1/√2, f = √2/(√2 + 3): the share 0.5·(-c)·f of the component -1 is gone.
+    share = 0.5 / 2**0.5 * 2**0.5 / (2**0.5 + 3)
+    np.testing.assert_allclose(shortened, [-1 + share, 1, 0], rtol=1e-5)
+
+
+def test_a_sparse_push_has_the_largest_values_of_each_chunk_at_two_magnitudes() -> None:
+    values = RANDOM.normal(size=2 * sparse.CHUNK + 640).astype(np.float32)
+    sent = sparse.make_sparse(values)
+    for start, count in ((0, 64), (sparse.CHUNK, 64), (2 * sparse.CHUNK, 10)):
+        chunk, of_chunk = values[start : start + sparse.CHUNK], sent[start : start + sparse.CHUNK]
+        chosen = np.flatnonzero(of_chunk)
+        assert len(chosen) == count
+        assert np.abs(chunk[chosen]).min() >= np.abs(np.delete(chunk, chosen)).max()
+        assert len(np.unique(np.abs(of_chunk[chosen]))) == 2
+        np.testing.assert_array_equal(np.sign(of_chunk[chosen]), np.sign(chunk[chosen]))
+        assert np.abs(of_chunk).sum() == pytest.approx(np.abs(chunk[chosen]).sum(), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_time
+def test_one_learner_without_compression_trains_as_the_reference_does() -> None:
+    base = Trial("dense", "small", 1, 0)
+    sync = {"outer": {"optimizer": "sgd", "lr": 1.0}, "compression": {"up": "float32", "down": "float32"}}
+    alone, learner = run_trial(base), run_trial(replace(base, learners=1, sync=sync))
+    assert learner["loss"] == pytest.approx(alone["loss"], abs=1e-4)
+    assert learner["merged"] == 1.0
+
+
+def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
+    trial, cache = Trial("dense", "small", 6, 0, learners=4), Cache(tmp_path)
+    assert cache.find(trial) is None
+    cache.put(trial, {"loss": 2.0})
+    assert cache.find(trial) == {"loss": 2.0}
+    changes: list[dict[str, Any]] = [
+        {"kind": "moe"},
+        {"size": "large"},
+        {"merges": 40},
+        {"seed": 1},
+        {"learners": 2},
+        {"sync": {"quorum": 2}},
+        {"outer": {"name": "warm-up", "lr": 0.4}},
+        {"exchange": 0.5},
+        {"pace": (1.0, 2.0)},
+        {"deaths": True},
+        {"rate": 1e-3},
+        {"inner": "muon"},
+        {"sparse": True},
+    ]
+    assert {name for change in changes for name in change} == set(Trial.__dataclass_fields__)
+    assert all(cache.find(replace(trial, **change)) is None for change in changes)
+    # What is told and what holds anyway make one trial; of the reference only what is trained counts.
+    assert cache.find(replace(trial, sync={"every": 24})) == {"loss": 2.0}
+    alone = Trial("dense", "small", 6, 0)
+    assert alone.digest == replace(alone, sync={"quorum": 2}).digest != replace(alone, rate=1e-3).digest
+
+
+def test_means_have_students_interval() -> None:
+    found = mean([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found.value == 3.0
+    assert found.half == pytest.approx(2.7764 * (2.5 / 5) ** 0.5, rel=1e-4)  # t of 4 degrees, 97.5 %
+    over = excess([2.2, 4.4], [2.0, 4.0])
+    assert over.value == pytest.approx(10.0) and over.half == pytest.approx(0.0, abs=1e-9)
+    assert make_row("a", [2.2], "b", [2.0]).interval is None
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("kind", ["dense", "moe", "vision"])
+def test_many_learners_at_once_have_the_losses_and_gradients_of_transformers_models(kind: str) -> None:
+    import torch
+
+    from diloco_worker.fragments import model_tensors
+    from diloco_worker.training import models as real
+    from trials import fleet, models, tasks
+
+    job = tasks.make_job(kind, "small", 4, 10, 0, {})
+    learners = fleet.Fleet(kind, "small", job, 4)
+    rows = [learners.open_row() for _ in range(4)]
+    data = tasks.TrialData(kind, "small", 0)
+    batch = data.batch(np.arange(16).reshape(4, 4))
+    noise = torch.Generator().manual_seed(0)
+    for row in rows:
+        for parameter in model_tensors(row.model).values():
+            parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+    together = {
+        name: torch.stack([model_tensors(row.model)[name].detach() for row in rows]).requires_grad_()
+        for name in model_tensors(rows[0].model)
+    }
+    losses, nats = models.loss_function(tasks.TASKS[kind, "small"].config)(together, batch)
+    gradients = torch.autograd.grad(losses.sum(), list(together.values()))
+    for index, row in enumerate(rows):
+        expected = real.loss(row.model, {name: value[index] for name, value in batch.items()})
+        own = torch.autograd.grad(expected.value, list(model_tensors(row.model).values()))
+        assert float(nats[index]) == pytest.approx(float(expected.nats), abs=1e-5)
+        assert losses[index].item() == pytest.approx(expected.value.item(), abs=1e-5)
+        for one, other in zip(gradients, own, strict=True):
+            torch.testing.assert_close(one[index], other, rtol=1e-4, atol=1e-5)
