@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := syncer,worker,operator,dev,tensorboard
+EXTRAS := syncer,worker,operator,dev,tensorboard,report
 # An index to take torch from, as the install page of pytorch.org gives it for
 # your CPU or CUDA version; empty: the index that pip is set up with.
 TORCH_INDEX ?=
@@ -20,6 +20,8 @@ S3_SERVICE := $(VENV)/s3-service
 BUCKET_SERVICES := $(VENV)/bucket-services
 AZURITE := azurite@3.35.0
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements.lock)
+# Modules with compiled loops: compiled once here, not by each of the processes that a test run starts together.
+KERNELS := diloco_protocol.arrays.codec_kernels, diloco_syncer.numerics.merge, diloco_syncer.numerics.outer
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 
 DEMO_JOB ?= examples/tiny-gpt.yaml
@@ -37,7 +39,7 @@ AT_ONCE := -n $(JOBS) --dist worksteal
 # Tests start hundreds of processes: they share compiled modules, also where the environment (many
 # containers' does) tells Python to keep none.
 export PYTHONDONTWRITEBYTECODE :=
-BENCHES := merge codec wire overlap encodings memory
+BENCHES := merge codec wire overlap encodings memory bandwidth
 BENCH_ARGS ?=
 
 ##@ Begin here
@@ -58,6 +60,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@echo "Installing into $(VENV) (the first time takes minutes: torch is large)"
 	@$(PIP_INSTALL) -c requirements.lock $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) $(TORCH)
 	@$(PIP_INSTALL) -c requirements.lock -e '.[$(EXTRAS)]'
+	@$(BIN)/python -c 'import $(KERNELS); from diloco_protocol.arrays.kernels import compile_all; compile_all()'
 	@touch $@
 
 $(S3_SERVICE)/.installed: tests/s3/requirements.txt | $(STAMP)
@@ -88,7 +91,7 @@ test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERV
 	$(PYTEST) $(AT_ONCE) -m "not slow" tests/unit/$(@:test-%=%) $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (12 minutes on two cores)
+test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (a quarter of an hour on two cores)
 	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/unit $(PYTEST_ARGS)
 
 # Words for tools/mutants.py: MUTANTS_ARGS="--only 'rounds-*'", --list, --jobs 2.
@@ -167,8 +170,22 @@ format: $(STAMP) ## Format the code and sort its imports
 
 ##@ Measurements
 .PHONY: bench
-bench: $(STAMP) ## Measure merge, codec, wire, overlap and what encodings cost, each against its references (BENCH_ARGS=--quick)
+bench: $(STAMP) ## Measure merge, codec, wire, overlap, encodings, memory and bandwidth, each against its references (BENCH_ARGS=--quick)
 	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python bench/$$name.py $(BENCH_ARGS); done
+
+# Words for the two below: TRIAL_ARGS="--jobs 2 --sizes small". What was trained is kept in build/trials.
+TRIAL_ARGS ?=
+.PHONY: quality
+quality: $(STAMP) ## Compare the quality with data-parallel training's (hours; goes on where it was; TRIAL_ARGS=--quick)
+	$(BIN)/python bench/quality.py $(TRIAL_ARGS)
+
+.PHONY: ablations
+ablations: $(STAMP) ## Vary outer optimizer, adoption, merge, cadence, encoding, … each at its best rate (hours; goes on where it was)
+	$(BIN)/python bench/ablations.py $(TRIAL_ARGS)
+
+.PHONY: heterogeneous
+heterogeneous: $(STAMP) ## Run learners of several speeds, and ones that come for a third of the run (half an hour; BENCH_ARGS=--quick)
+	$(BIN)/python bench/heterogeneous.py $(BENCH_ARGS)
 
 .PHONY: bench-operator
 bench-operator: $(STAMP) ## Measure the operator with 500 jobs on simulated nodes (localkube; half an hour; BENCH_ARGS=--quick)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,12 +22,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_runtest_protocol"]
 
-# A run's outcome depends on the code alone: examples follow from each test's source. To look for
-# new ones: make test PYTEST_ARGS=--hypothesis-profile=fresh
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("fresh")
+# A run's outcome depends on the code alone: examples follow from each test's source. Each quick run tries a third of
+# them, .ci/run tries them all with the profile "full". To look for new ones: make test
+# PYTEST_ARGS=--hypothesis-profile=fresh
+# How long an example takes is the machine's business.
+usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", usual, derandomize=True, max_examples=35)
+settings.register_profile("full", usual, derandomize=True)
+settings.register_profile("fresh", usual)
 # That a mutant is caught is enough (tools/mutants.py): no smallest example is looked for.
-settings.register_profile("unshrunk", derandomize=True, phases=(Phase.explicit, Phase.generate))
+settings.register_profile("unshrunk", usual, derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("fixed")
 
 

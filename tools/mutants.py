@@ -13,11 +13,12 @@ between them: the quick ones that should fail. ``⏎`` in a text is a line's end
 the code has ``equivalent: WHY`` in place of its tests; it is not run, but its text has to be there.
 
 Each mutant is applied in a copy of the repository below ``build/mutants``, never in the repository. Its tests run
-there until one fails; where all pass, the package's other unit tests run too, and a mutant that all of them pass has
-survived. One that exceeds the time limit is caught: a test that does not end fails. What is known is kept in
-``build/mutants/results.jsonl``, for as long as the mutant, its file and its tests (a survivor's: all of the package's
-unit tests) stay as they are, so a run that was interrupted goes on where it was. Each run of tests is a fork of a
-process that has imported pytest, torch and the like, and none of the product's packages.
+there until one fails, first the one that noticed this mutant in an earlier code; where all pass, the package's other
+unit tests run too, and a mutant that all of them pass has survived. One that exceeds the time limit is caught: a test
+that does not end fails. What is known is kept in ``build/mutants/results.jsonl``, for as long as the mutant, its file
+and its tests (a survivor's: all of the package's unit tests) stay as they are, so a run that was interrupted goes on
+where it was. Each run of tests is a fork of a process that has imported pytest, torch and the like, and none of the
+product's packages.
 
 The exit status is 1 if a mutant survived, 2 if one cannot be run, or the tests fail without any.
 """
@@ -51,6 +52,7 @@ WORK = Path("build/mutants")
 FOLDERS = {folder: f"{folder}/{package}" for package, folder in PACKAGES.items()}
 EQUIVALENT = "equivalent:"
 LINE_END = "⏎"
+KERNELS = f"{FOLDERS['protocol']}/arrays/"  # what kernels of other files call, too
 LIMIT = 180.0  # seconds for a mutant's own tests
 WIDE_LIMIT = 600.0  # seconds for the package's other unit tests
 FAILED = 1  # pytest's exit status where a test failed; above it none was run
@@ -183,6 +185,20 @@ def read_results(root: Path, mutants: Iterable[Mutant]) -> dict[str, Result]:
     return found
 
 
+def read_noticers(root: Path) -> dict[str, str]:
+    """By mutant, the test that noticed it last, whatever the code was then, if it is still there."""
+    found: dict[str, str] = {}
+    path = root / WORK / "results.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, TypeError):
+            result = Result(**json.loads(line))
+            file, _, name = result.by.partition("[")[0].partition("::")  # with all its parameters
+            file = file if file.startswith("tests/") else f"tests/unit/{file}"
+            if name and (root / file).is_file() and name in (root / file).read_text(encoding="utf-8"):
+                found[result.name] = f"{file}::{name}"
+    return found
+
+
 # ---------------------------------------------------------------- running
 
 
@@ -191,7 +207,9 @@ class Tree:
 
     def __init__(self, root: Path, number: int) -> None:
         self.root = root
+        self.noticers = read_noticers(root)
         self.path = root / WORK / f"tree-{number}"
+        self._kernels = root / WORK / f"kernels-{number}-{_digest(root, [KERNELS])}"  # compiled, also by earlier runs
         shutil.rmtree(self.path, ignore_errors=True)
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0"):
@@ -233,7 +251,7 @@ class Tree:
             os.environ |= {
                 "PYTHONPATH": os.pathsep.join(self._folders),
                 "PYTHONDONTWRITEBYTECODE": "1",  # a mutant may have its file's size and time
-                "NUMBA_CACHE_DIR": str(self.path / ".numba_cache"),
+                "NUMBA_CACHE_DIR": str(self._kernels),
             }
             sys.dont_write_bytecode = True
             sys.path[0:1] = ["", *self._folders]
@@ -256,14 +274,17 @@ class Tree:
         start = time.monotonic()
         original = (self.root / mutant.path).read_text(encoding="utf-8")
         (self.path / mutant.path).write_text(mutant.mutate(original), encoding="utf-8")
-        self._forget_kernels(original)
+        self._forget_kernels(mutant.path, original)
         try:
-            status, output = self.run(mutant.tests, LIMIT)
+            noticer = self.noticers.get(mutant.name)
+            status, output = self.run([noticer], LIMIT) if noticer else (0, "")
+            if status not in (FAILED, None):
+                status, output = self.run(mutant.tests, LIMIT)
             if status == 0 and not own:
                 status, output = self.run([f"tests/unit/{mutant.package}"], WIDE_LIMIT)
         finally:
             (self.path / mutant.path).write_text(original, encoding="utf-8")
-            self._forget_kernels(original)
+            self._forget_kernels(mutant.path, original)
         if status is not None and status > FAILED:
             raise RuntimeError(f"{mutant.name}: its tests cannot be run:\n{output[-2000:]}")
         caught = status != 0
@@ -272,9 +293,10 @@ class Tree:
         digests = own_digest(self.root, mutant), tests_digest(self.root, mutant, caught)
         return Result(mutant.name, caught, by, seconds, *digests)
 
-    def _forget_kernels(self, text: str) -> None:
-        if "kernel" in text:  # compiled ones of other files may have this file's functions in them
-            shutil.rmtree(self.path / ".numba_cache", ignore_errors=True)
+    def _forget_kernels(self, path: str, text: str) -> None:
+        """Numba compiles a changed file's kernels anew, but none of other files that have functions of it in them."""
+        if path.startswith(KERNELS) and "kernel(" in text:
+            shutil.rmtree(self._kernels, ignore_errors=True)
 
 
 def _failed_test(output: str) -> str:

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class Cluster:
 
     def __init__(self, name: str, kubeconfig: Path, context: str | None = None) -> None:
         self.name, self.kubeconfig = name, kubeconfig
+        self.loading: dict[str, Future[None]] = {}  # images on their way, by role
         document = yaml.safe_load(kubeconfig.read_text())
         self.context = context or document["current-context"]
         entry = next(c["context"] for c in document["contexts"] if c["name"] == self.context)

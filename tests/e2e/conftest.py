@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,40 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def images(*roles: str) -> tuple[str, ...]:
     """Of these roles, or of all."""
-    return tuple(f"diloco-{role}:{VERSION}" for role in roles or ("operator", "syncer", "worker"))
+    return tuple(f"diloco-{role}:{VERSION}" for role in roles or ROLES)
+
+
+ROLES = ("operator", "syncer", "worker")
 
 
 @pytest.fixture(scope="session")
-def bare_cluster() -> Iterator[Cluster]:
-    """A cluster without the operator, two nodes."""
+def bare_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A cluster without the operator, two nodes. If tests to come want the operator its images are loaded meanwhile,
+    which takes two minutes."""
     found = open_cluster()
     if isinstance(found, str):
         pytest.skip(found)
-    yield found
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    roles = ROLES if "cluster" in wanted else ROLES[:1] if "empty" in wanted else ()
+    with ThreadPoolExecutor(1) as one_after_another:
+        if not os.environ.get("IMAGES_LOADED"):
+            found.loading = {role: one_after_another.submit(found.load, images(role)) for role in roles}
+        yield found
     if not os.environ.get("KEEP") and type(found).__name__ != "Current":
         found.down()
+
+
+def wait_for_images(cluster: Cluster, *roles: str) -> None:
+    """Until the cluster has those of these roles. Raises what went wrong."""
+    for role in roles:
+        if role in cluster.loading:
+            cluster.loading[role].result()
 
 
 @pytest.fixture(scope="session")
 def cluster(bare_cluster: Cluster) -> Cluster:
     """With images loaded and the operator installed, ready."""
-    if not os.environ.get("IMAGES_LOADED"):
-        bare_cluster.load(images())
+    wait_for_images(bare_cluster, *ROLES)
     install(bare_cluster)
     return bare_cluster
 

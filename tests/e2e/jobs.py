@@ -18,9 +18,9 @@ LEARNER_CPU, SYNCER_CPU, EVALUATOR_CPU = "300m", "200m", "100m"
 CORPUS = ["/usr/local/lib/python3.11/asyncio/*.py", "/usr/local/lib/python3.11/email/*.py"]
 
 
-def pod_template(container: str, cpu: str | None, memory: str = "1Gi") -> dict[str, Any]:
+def pod_template(container: str, cpu: str | None, memory: str = "1Gi", requested: str = "64Mi") -> dict[str, Any]:
     limits = {"memory": memory, **({"cpu": cpu} if cpu else {})}
-    requests = {"memory": "64Mi", "cpu": "10m"}
+    requests = {"memory": requested, "cpu": "10m"}
     return {"spec": {"containers": [{"name": container, "resources": {"requests": requests, "limits": limits}}]}}
 
 
@@ -41,7 +41,7 @@ def small_job(name: str, learners: int | dict[str, Any] = 3, tokens: int = 10**9
     syncer = {
         "storage": {"size": "1Gi", "onDelete": "Delete"},
         "checkpoint": {"everySeconds": 10},
-        "podTemplate": pod_template("syncer", SYNCER_CPU),
+        "podTemplate": pod_template("syncer", SYNCER_CPU, requested="256Mi"),  # less would be told, as too little
     } | spec.pop("syncer", {})
     training = {
         "model": {

@@ -22,7 +22,7 @@ import yaml
 from repository import ROOT
 
 from .clusters import Cluster, CommandFailed, until
-from .conftest import SYSTEM, VERSION, install
+from .conftest import SYSTEM, install, wait_for_images
 from .jobs import small_job
 
 CHART = ROOT / "charts" / "diloco"
@@ -37,8 +37,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="module")
 def empty(bare_cluster: Cluster) -> Iterator[Cluster]:
     """A cluster with the operator's image and no release."""
-    if not os.environ.get("IMAGES_LOADED"):
-        bare_cluster.load([f"diloco-operator:{VERSION}"])
+    wait_for_images(bare_cluster, "operator")
     there = "diloco" in bare_cluster.helm("list", "-n", SYSTEM, "-q").split()
     if there:
         bare_cluster.helm("uninstall", "diloco", "-n", SYSTEM, "--wait")

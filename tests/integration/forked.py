@@ -3,7 +3,7 @@ forks its learners.
 
 Not a test. Importing them takes longer than most of these tests train; a fork takes milliseconds.
 There is one fork server in a test process, begun with the first child, and it runs this file. The programs
-themselves are started, as ``python -m``, by the tests of pods.py and by those of whole runs.
+themselves are started, as ``python -m``, by the tests of whole runs.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Syncer:
         return fork(arguments, self.environ(ordinal=ordinal) | environ, self.folder / "syncer.log")
 
     def metrics_file(self, ordinal: int) -> Path:
-        """What a learner process that ended well wrote: its metrics."""
+        """What a learner process that ended well wrote: its metrics, and how many steps it has made itself."""
         return self.folder / f"metrics-{ordinal}.json"
 
     def tape(self) -> dict[tuple[int, int], str]:
@@ -173,14 +173,16 @@ def run_learner(rows: int, metrics: Path) -> None:
     torch.set_num_threads(1)
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    steps = 0
     with Learner.from_environment(model, optimizer) as learner:
         for batch in learner.batches(Rows(rows, int(os.environ.get("HANGS_AT", "0")) or None)):
             if learner.step == 0:
                 time.sleep(float(os.environ.get("FIRST_STEP", "0")))
             loss = one_step(model, optimizer, batch)
             learner.after_step(tokens=batch.numel(), loss=loss)
+            steps += 1
             time.sleep(0.002)  # as long as a step: what tests wait for needs the processors too
-    metrics.write_text(json.dumps(learner.metrics))
+    metrics.write_text(json.dumps(learner.metrics | {"steps_made": steps}))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ class Process:
 
 
 class Hub(Process):
-    """``python -m diloco_syncer --stay`` on a folder's store, always at the same addresses."""
+    """``diloco_syncer --stay`` on a folder's store, always at the same addresses."""
 
     def __init__(self, folder: Path, job: DiLoCoJob, credentials: Path | None = None) -> None:
         super().__init__(folder / "syncer.log")
@@ -170,14 +170,13 @@ class Hub(Process):
         (self.folder / "hub.json").write_text(job_to_json(job), encoding="utf-8")
 
     def start(self) -> Hub:
-        command = [sys.executable, "-m", "diloco_syncer", "--job", str(self.folder / "hub.json"), "--stay"]
-        command += ["--store", str(self.folder / "store"), "--threads", "1"]
-        command += ["--control-key-file", str(self.folder / "control.key")]
+        words = ["--job", str(self.folder / "hub.json"), "--store", str(self.folder / "store"), "--stay"]
+        words += ["--threads", "1", "--control-key-file", str(self.folder / "control.key")]
         for name, port in self.ports.items():
-            command += [f"--{name}", f"127.0.0.1:{port}"]
+            words += [f"--{name}", f"127.0.0.1:{port}"]
         if self.credentials is not None:
-            command += ["--credentials", str(self.credentials)]
-        self.launch(command, {})
+            words += ["--credentials", str(self.credentials)]
+        self.process = fork(["-m", "diloco_syncer", *words], {}, self.log)
         return self
 
     def serves(self) -> Hub:

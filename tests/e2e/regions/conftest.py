@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made.begin(HUB, EU, US)
     yield made
     if not os.environ.get("KEEP"):
-        for name in list(made.clusters):
-            made.destroy(name)
+        with ThreadPoolExecutor(len(made.clusters)) as pool:
+            list(pool.map(made.destroy, list(made.clusters)))
 
 
 @pytest.fixture

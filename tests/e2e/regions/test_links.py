@@ -104,7 +104,8 @@ def test_slow_links(world: World, run_job: RunJob) -> None:
     finally:
         for name in (EU, US):
             world.clusters[name].fault("fast")
-    assert found[1.2].stalled <= 0.02 and found[1.2].merges > 0.8 * free.merges
+    # Beside the same job's stall without a limit, of which a busy machine makes more.
+    assert found[1.2].stalled <= free.stalled + 0.01 and found[1.2].merges > 0.8 * free.merges
     assert found[0.5].steps > 0.85 * free.steps  # nobody waits
     assert 0.3 * free.merges < found[0.5].merges < 0.9 * free.merges
     job.wait_condition("LinksTooSlow", "False", timeout=300)

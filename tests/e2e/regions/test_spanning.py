@@ -10,40 +10,58 @@ from typing import Any
 import pytest
 
 from ..clusters import until
+from ..jobs import Job
 from .world import EU, US, RunJob, World, contributes
 
 pytestmark = pytest.mark.timeout(900)
 
 
+# What the report leaves out: headers of Ethernet and TCP/IP, 66 bytes a packet, and acknowledgements, which are nothing
+# else. With payloads and each step's report they are a share of their bytes. By time go a heartbeat a second and its
+# echo, so two packets each way, and of each of three connections a ping in half a minute.
+SHARE, BYTES_PER_SECOND = 0.03, 2 * 66 + 3 * 2 * 66 / 30
+
+
 @pytest.mark.ci
 def test_a_job_over_three_clusters(world: World, run_job: RunJob) -> None:
     """What each region's link carried, as the kernel counts it, is what the report says."""
-    before = {name: world.clusters[name].link_bytes() for name in (EU, US)}
     # As many bytes up as down: what TCP/IP adds, acknowledgements above all, is then little of either.
     same = {"compression": {"up": "bfloat16", "down": "bfloat16"}}
     job = run_job("spanning", {EU: 1, US: 1}, tokens=600_000, sync=same)
-    job.in_merges(2)
     for name in (EU, US):
         there = world.job("spanning", name)
-        there.wait_condition("HubReachable", timeout=60)
+        there.wait_condition("HubReachable", timeout=180)
         assert {pod["metadata"]["name"] for pod in there.pods()} == {f"spanning-{name}-0"}
+    job.in_merges(2)
     assert not job.pods("learner"), "the hub runs the syncer only"
     assert {row["name"] for row in job.status()["regions"]} == {EU, US}
+    # From here to the job's end this test asks the hub alone: what it hears of a region's API server goes over the
+    # region's link too. While training goes on, the link is read between two readings of the report.
+    said, began = [reported_bytes(job)], time.monotonic()
+    carried = {name: world.clusters[name].link_bytes() for name in (EU, US)}
+    said.append(reported_bytes(job))
     job.wait_condition("Complete", timeout=600)
+    ended = {name: world.clusters[name].link_bytes() for name in (EU, US)}
+    seconds, at_the_end = time.monotonic() - began, reported_bytes(job)
     for name in (EU, US):
         world.job("spanning", name).wait_condition("Complete", timeout=60)
     job.exact()
     report = job.page("/report")
     assert report["outcome"] == "complete"
-    rows = {row["name"]: row for row in report["regions"]}
-    print(f"\n{'':8}{'kernel up':>12}{'report':>12}{'kernel down':>14}{'report':>12}")
-    for name in (EU, US):
-        down, up = (a - b for a, b in zip(world.clusters[name].link_bytes(), before[name], strict=True))
-        said_up, said_down = rows[name]["wire_bytes_up"], rows[name]["wire_bytes_down"]
-        print(f"{name:8}{up:12}{said_up:12}{down:14}{said_down:12}  x {up / said_up:.3f} {down / said_down:.3f}")
-        # TCP/IP, and what goes by time and not by training: heartbeats, probes. It is more where a machine is slow.
-        assert abs(up / said_up - 1) < 0.08 and abs(down / said_down - 1) < 0.08
-        assert rows[name]["bytes_up"] <= said_up and rows[name]["bytes_down"] <= said_down
+    for row in report["regions"]:
+        assert row["bytes_up"] <= row["wire_bytes_up"] and row["bytes_down"] <= row["wire_bytes_down"]
+    print(f"\n{'':12}{'kernel':>12}{'report':>12}{'at most':>12}  in {seconds:.0f} s")
+    for name, way, index in [(name, way, index) for name in (EU, US) for index, way in enumerate(("down", "up"))]:
+        kernel = ended[name][index] - carried[name][index]
+        most, least = (at_the_end[name][index] - reading[name][index] for reading in said)
+        bound = round(most * (1 + SHARE) + BYTES_PER_SECOND * seconds)
+        print(f"{name:8}{way:4}{kernel:12}{most:12}{bound:12}  x {kernel / most:.3f}")
+        assert least <= kernel <= bound, (name, way, least, kernel, bound)
+
+
+def reported_bytes(job: Job) -> dict[str, tuple[int, int]]:
+    """By region, bytes down and up since the job began, as the syncer counts them: with TLS, without TCP/IP."""
+    return {row["name"]: (row["wire_bytes_down"], row["wire_bytes_up"]) for row in job.page("/report")["regions"]}
 
 
 @pytest.mark.ci

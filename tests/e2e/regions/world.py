@@ -42,15 +42,18 @@ class World:
         """Clusters with the images, the operator under the cluster's name, and the namespace. Skips the
         test where the machine has no tool that makes several."""
         prefix = os.environ.get("CLUSTER_NAME", "diloco")
-        for name in names:
-            cluster = open_cluster(prefix + name.replace("-", ""), nodes)
-            if isinstance(cluster, str):
-                pytest.skip(cluster)
-            if type(cluster).__name__ == "Current":
-                pytest.skip("several clusters are needed: CLUSTER=localkube or kind")
-            self.clusters[name] = cluster
-        with ThreadPoolExecutor(len(names)) as pool:  # images are large
-            list(pool.map(self._furnish, names))
+        furnished = []
+        with ThreadPoolExecutor(len(names)) as pool:  # images are large: the next cluster starts meanwhile
+            for name in names:
+                cluster = open_cluster(prefix + name.replace("-", ""), nodes)
+                if isinstance(cluster, str):
+                    pytest.skip(cluster)
+                if type(cluster).__name__ == "Current":
+                    pytest.skip("several clusters are needed: CLUSTER=localkube or kind")
+                self.clusters[name] = cluster
+                furnished.append(pool.submit(self._furnish, name))
+        for each in furnished:
+            each.result()
 
     def _furnish(self, name: str) -> None:
         cluster = self.clusters[name]

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,9 @@ import grpc
 import psutil
 import pytest
 from runs import Run, check_ledger
+from typer.testing import CliRunner
 
+from diloco.main import app
 from diloco_protocol.wire import channels, limits, services, sync_pb2
 
 pytestmark = pytest.mark.timeout(300)  # each waits with its own limits, which name what did not come
@@ -69,6 +69,8 @@ INNER = {
     "regions": {"name", "bytes_up", "bytes_down", "wire_bytes_up", "wire_bytes_down"},
     "faults": {
         "at_seconds",
+        "time",
+        "lasts_seconds",
         "action",
         "target",
         "detected_seconds",
@@ -105,16 +107,37 @@ def answer_to_a_stranger(run: Run) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start("--report", str(tmp_path / "copy.json"), steps=120)
+def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(steps=100_000)
     assert answer_to_a_stranger(run) is grpc.StatusCode.UNAUTHENTICATED
-    assert run.ends() == 0, run.everything()
-    report = run.report()
-    assert report == json.loads((tmp_path / "copy.json").read_text())
+    run.waits_for("first-merge: slot 1")
+    status = run.status()
+    assert status["running"] and status["phase"] == "training" and len(status["slots"]) == 2
+    children = run.children()
+    started = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends(30) == 130, run.everything()
+    assert time.monotonic() - started < 12
+    assert not [child for child in children if child.is_running()]
+    interrupted = run.report()
+    assert interrupted["outcome"] == "interrupted"
+    check_ledger(interrupted)
+    assert all(row["reasons"].get("died", 0) == 0 for row in interrupted["ledger"]), interrupted["ledger"]
+    steps = interrupted["steps"]
+
+    copy = tmp_path / "copy.json"
+    again = start("--set", f"training.stop.steps={steps + 100}", "--report", str(copy))
+    assert again.ends() == 0, again.everything()
+    assert re.search(rf"going on from the checkpoint in \S+: step {steps}, [\d,]+ merges", again.output), again.output
+    report = again.report()
+    assert report["tokens"]["trained"] > interrupted["tokens"]["trained"]
+    assert report == json.loads(copy.read_text())
     names_are_kept(report)
     assert report["schema"] == 1 and report["outcome"] == "complete" and report["seed"] == 0
     # Steps take 10 ms: how many merges fit between them depends on how busy this machine is.
-    assert report["steps"] >= 120 and report["merges"] >= 8 and report["versions"]["min"] >= 1
+    assert report["steps"] >= steps + 100 and report["merges"] >= 8 and report["versions"]["min"] >= 1
     assert report["final_loss"] < report["initial_loss"] - 0.5
     assert report["syncer"]["restarts"] == 0 and report["syncer"]["peak_rss_bytes"] > 10 << 20
     assert report["faults"] == [] and len(report["learners"]) == 2
@@ -135,13 +158,8 @@ def test_a_job_runs_to_its_end_and_what_it_leaves_is_whole(start: Callable[..., 
     assert run.status()["report"]["outcome"] == "complete"
 
     out = tmp_path / "model"
-    done = subprocess.run(
-        [sys.executable, "-m", "diloco.main", "export", str(run.workdir), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    exported = CliRunner().invoke(app, ["export", str(run.workdir), str(out)])
+    assert exported.exit_code == 0, exported.output
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -205,30 +223,6 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
     check_ledger(report)
     assert all(row["reasons"].get("drain", 0) == 0 for row in report["ledger"]), report["ledger"]
     assert report["final_loss"] < report["initial_loss"] - 0.5
-
-
-def test_ctrl_c_drains_and_the_same_command_goes_on(start: Callable[..., Run]) -> None:
-    run = start(steps=100_000)
-    run.waits_for("first-merge: slot 1")
-    status = run.status()
-    assert status["running"] and status["phase"] == "training" and len(status["slots"]) == 2
-    children = run.children()
-    started = time.monotonic()
-    run.process.send_signal(signal.SIGINT)
-    assert run.ends(30) == 130, run.everything()
-    assert time.monotonic() - started < 12
-    assert not [child for child in children if child.is_running()]
-    report = run.report()
-    assert report["outcome"] == "interrupted"
-    check_ledger(report)
-    assert all(row["reasons"].get("died", 0) == 0 for row in report["ledger"]), report["ledger"]
-    steps = report["steps"]
-
-    again = start("--set", f"training.stop.steps={steps + 40}")
-    assert again.ends() == 0, again.everything()
-    assert re.search(rf"going on from the checkpoint in \S+: step {steps}, [\d,]+ merges", again.output), again.output
-    assert again.report()["tokens"]["trained"] > report["tokens"]["trained"]
-    check_ledger(again.report())
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ async def test_suspended_with_offers_and_an_optimizer_state_and_resumed(tmp_path
         syncer.stop()
 
 
-async def test_a_record_that_a_predecessor_wrote_last_is_taken_over(tmp_path: Path) -> None:
+async def test_a_record_that_a_predecessor_wrote_late_is_set_aside(tmp_path: Path) -> None:
     syncer = SyncerProcess(tmp_path / "syncer", raw_job()).start()
     client = await first_learner(syncer)
     try:
@@ -181,8 +181,9 @@ async def test_a_record_that_a_predecessor_wrote_last_is_taken_over(tmp_path: Pa
         client = Client(syncer)
         assert (await client.join()).welcome.epoch == 2
         await client.ready()
-        # What the syncer of epoch 1 was still writing arrives in the store only now.
         store = DirectoryStore(syncer.store)
+        await until(lambda: any("/e0000000002-" in name for name in store.list("state")))
+        # What the syncer of epoch 1 was still writing arrives in the store only now.
         late = first_values(0) + 1
         record = MergeRecord(job="raw", epoch=1, fragment=0, version=1, theta=late, number=1)
         record.outer = {"merges": np.array([1], np.int64)}
@@ -204,7 +205,12 @@ async def test_a_record_that_a_predecessor_wrote_last_is_taken_over(tmp_path: Pa
                     await asyncio.sleep(0.1)
         assert welcome.epoch == 3
         await client.ready()
-        assert client.base[0] == (3, 1) and np.array_equal(client.bases[0], late)
+        assert client.base[0] == (3, 0) and np.array_equal(client.bases[0], first_values(0))
+        assert len(store.list("discarded")) == 1
+        await client.train(1)
+        pull = await client.pulled(0, 0)
+        assert (await client.send(client.push(0, pull.round))).accepted
+        assert (await client.adopt(0, 1)).merged_sequence and not np.array_equal(client.bases[0], late)
     finally:
         await client.close()
         syncer.stop()

@@ -100,7 +100,9 @@ def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[H
     time.sleep(1.1)  # the files are looked at once a second, when somebody connects
     assert wire.break_all_but_the_oldest() > 0
 
-    wait_for(lambda: "bulk transfers fail" in europe.text(), "the learner to doubt its channels", 60)
+    # Whichever fails first tells it, a download or a push.
+    doubts = ("bulk transfers fail", "pushes do not come through")
+    wait_for(lambda: any(doubt in europe.text() for doubt in doubts), "the learner to doubt its channels", 60)
     for pod in (europe, america):
         assert pod.running
     # Alone, so that no round with a quorum of one is over before its push is there.

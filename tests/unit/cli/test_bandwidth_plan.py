@@ -80,6 +80,12 @@ def test_a_model_without_values_has_the_models_layout(example: str, change: list
     assert outline.digest == build_layout(models.build(job.spec, 0, directory=EXAMPLES), 12, 12).digest
 
 
+def test_a_bound_on_learners_is_what_the_hub_needs() -> None:
+    size = ("--params", "1B", "--step-seconds", "2", "--set")
+    bound, six = (planned(GPT, *size, f"regions=[{{name: a, learners: {n}, maxLearners: 6}}]") for n in (2, 6))
+    assert bound == six and bound["learners"] == bound["regions"][0]["learners"] == 6
+
+
 def test_regions_and_spares_share_their_links() -> None:
     regions = "regions=[{name: eu-1, learners: 3, spares: 1}, {name: us-2, learners: 5}]"
     found = planned(GPT, "--params", "1B", "--step-seconds", "2", "--set", regions)
@@ -126,6 +132,7 @@ def test_a_lowered_number_of_fragments_is_said() -> None:
     [
         (["--step-seconds", "0"], "--step-seconds 0: give the seconds"),
         (["--step-seconds", "nan"], "--step-seconds nan"),
+        (["--step-seconds", "1e7"], "--step-seconds 1e+07"),
         (["--step-seconds", "1", "--params", "many"], "--params many: give the number of trained"),
         (["--step-seconds", "1", "--params", "0"], "--params 0"),
         (["--step-seconds", "1", "--params", "1e30"], "--params 1e30"),

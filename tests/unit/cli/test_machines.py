@@ -15,7 +15,7 @@ from diloco.machines.join import JoinOptions
 from diloco.main import app
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
-from diloco.processes.worker_specs import ServeOptions, served_worker_specs
+from diloco.processes.worker_specs import ServeOptions, served_worker_specs, syncer_command
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import job_from_json, load_job, parse_job
 from diloco_syncer.server.downloads import job_for_learners
@@ -49,6 +49,8 @@ def job(*overrides: str) -> DiLoCoJob:
         (["learner", "join", "127.0.0.1:1", "no.yaml"], "there is no such file"),
         (["learner", "join", "127.0.0.1:1", GPT, "--region", "mars"], "--region mars: the job has local"),
         (["learner", "join", "127.0.0.1:1", "--credentials", "/not/there"], "is not a directory"),
+        (["learner", "join", "127.0.0.1:1", "--join-token-file", "/not/there"], "No such file"),
+        (["learner", "join", "127.0.0.1:1", "--join-token-file", "a", "--credentials", "b"], "leave one of the two"),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_runs(
@@ -143,6 +145,16 @@ def test_what_is_handed_out_is_the_job_without_templates() -> None:
     assert "inside" not in text and '"K"' not in text and "inside" in given.model_dump_json()
     annotated = parse_job(GPT.read_text().replace("name: tiny-gpt", "name: tiny-gpt\n  annotations: {a: unheard}"))
     assert "unheard" not in job_for_learners(annotated).decode()
+
+
+def test_without_certificates_a_served_job_has_a_join_token(tmp_path: Path) -> None:
+    workdir, pki = Workdir(tmp_path), tmp_path / "pki"
+    for serving, options in (
+        (None, ["--join-token-file", str(workdir.join_token)]),
+        (ServeOptions("127.0.0.1:0"), ["--join-token-file", str(workdir.join_token)]),
+        (ServeOptions("127.0.0.1:0", pki), ["--credentials", str(pki)]),
+    ):
+        assert syncer_command(workdir, "a:1", "a:2", "a:3", serving)[-2:] == options
 
 
 def test_a_serving_machine_runs_the_evaluator_at_most() -> None:

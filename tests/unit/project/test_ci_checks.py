@@ -20,14 +20,17 @@ sys.path.insert(0, str(ROOT / "bench"))
 from bigram import bigram_entropy
 
 
-@pytest.fixture(scope="module")
-def check() -> ModuleType:
-    path = ROOT / ".ci" / "check_report.py"
-    spec = importlib.util.spec_from_file_location("check_report", path)
+def ci_module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    return ci_module("check_report")
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -84,3 +87,25 @@ def test_bigram_entropy_of_noise_and_of_certainty() -> None:
     )
     cycle = np.tile(np.arange(5, dtype=np.uint8), 100)
     assert bigram_entropy(TokenSequences(cycle, 50, Part.of(10, 0.0, held_out=False))) == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("printed", "words"),
+    [
+        ([{"name": "a", "value": 1.0, "unit": "s", "against": "b", "ratio": 2.0}], ""),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": None, "ratio": None}], "rmse": 1.1}, ""),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": 0.5, "more": None}]}, ""),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": None, "ratio": None}], "rmse": 1.6}, "rmse"),
+        ([], "not a list"),
+        ({"rows": []}, "not a list"),
+        ({}, "not a list"),
+        ([{"name": "a", "value": 1.0, "unit": "s"}], "fields"),
+        ({"rows": [{"name": "a", "value": 1.0, "unit": "s"}]}, "fields"),
+        ({"rows": [{"name": "a", "value": None, "unit": "s", "baseline": None, "ratio": None}]}, "finite"),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": None}]}, "go together"),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": math.inf}]}, "ratio"),
+    ],
+)
+def test_what_a_bench_prints_is_checked(printed: object, words: str) -> None:
+    found = ci_module("check_bench").problems(printed)
+    assert bool(found) == bool(words) and all(words in problem for problem in found)

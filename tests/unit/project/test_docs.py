@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco import main
 from diloco_operator.plan.conditions import condition_set
 from diloco_protocol import vocabulary
 from diloco_protocol.arrays import codec
@@ -166,18 +165,6 @@ def test_the_job_in_the_readme_is_one() -> None:
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     (job,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     assert parse_job(job).spec.slots == 3
-
-
-def test_commands_and_targets_in_the_readme_exist() -> None:
-    text = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "operations.md").read_text()
-    makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", text, re.M))
-    assert {"demo", "test", "setup"} <= targets
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
-    commands = {c.name or c.callback.__name__ for c in main.app.registered_commands if c.callback}
-    commands |= {group.typer_instance.info.name for group in main.app.registered_groups if group.typer_instance}
-    assert {word for word in re.findall(r"`diloco ([a-z]+)", text)} <= commands
 
 
 def test_metrics_that_operations_names_exist() -> None:

@@ -9,36 +9,50 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from repository import ROOT
 
-HEAVY = ("torch", "transformers", "datasets", "tensorboard")
+HEAVY = ("torch", "transformers", "datasets", "tensorboard", "matplotlib")
 
 # Imports every module of a package except programs (`__main__`), then prints what is loaded.
 PROBE = """
-import importlib, json, pkgutil, sys
+import importlib, json, os, pkgutil, sys
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+threads = len(os.listdir("/proc/self/task"))
 package = importlib.import_module(sys.argv[1])
 names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in names:
     if not name.endswith(".__main__"):
         importlib.import_module(name)
-print(json.dumps({"modules": names, "loaded": sorted({name.partition(".")[0] for name in sys.modules})}))
+used = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
+loaded = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"modules": names, "loaded": loaded, "threads": threads, "device_used": used}))
 """
 
 
-def probe(package: str) -> tuple[list[str], set[str]]:
-    """(modules of the package, top-level names in sys.modules once all of them are imported)."""
+def probe(package: str, *first: str) -> dict[str, Any]:
+    """``modules`` of the package, ``loaded``: top-level names in sys.modules once all of them are imported;
+    ``threads`` after the modules ``first``, which are imported before; ``device_used``: CUDA was."""
+    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # as the runner starts the fork server
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, package], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", PROBE, package, *first],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=environ,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found["modules"], set(found["loaded"])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -47,24 +61,30 @@ def probe(package: str) -> tuple[list[str], set[str]]:
         ("diloco_protocol", ("diloco_syncer", "diloco_worker", "diloco")),
         ("diloco_syncer", ("diloco_worker", "diloco")),
         ("diloco_operator", ("diloco_syncer", "diloco_worker", "diloco")),
-        ("diloco", ()),
+        ("diloco", ("kubernetes", "urllib3", "websocket", "kopf")),
     ],
 )
 def test_importing_every_module_of_a_package_loads_no_torch(package: str, closed: tuple[str, ...]) -> None:
-    modules, loaded = probe(package)
+    found = probe(package)
+    modules, loaded = found["modules"], set(found["loaded"])
     assert modules, f"{package} has no modules: the probe looked at nothing"
     assert package in loaded
     assert not loaded & set(HEAVY)
     assert not loaded & set(closed)
 
 
-def test_the_worker_knows_neither_syncer_nor_command_line() -> None:
-    modules, loaded = probe("diloco_worker")
-    assert modules
-    assert "torch" in loaded, "the probe would not see torch elsewhere if it does not see it here"
-    assert not loaded & {"diloco_syncer", "diloco"}
+def test_the_worker_knows_neither_syncer_nor_command_line_and_importing_the_trainer_starts_nothing() -> None:
+    """The fork server forks after these imports: no thread, no RPC core, nothing of CUDA."""
+    trainer = ("torch", "diloco_worker.__main__", "diloco_worker.training.trainer", "diloco_worker.training.evaluator")
+    found = probe("diloco_worker", *trainer)
+    assert found["modules"]
+    assert "torch" in found["loaded"], "the probe would not see torch elsewhere if it does not see it here"
+    assert not set(found["loaded"]) & {"diloco_syncer", "diloco"}
+    assert found["threads"] == 1 and not found["device_used"]
 
 
+@pytest.mark.slow  # make lint asks the same
+@pytest.mark.virtual_time
 def test_the_linters_contracts_are_kept() -> None:
     """The same contracts that `make lint` checks (pyproject.toml, tool.importlinter)."""
     done = subprocess.run(

@@ -100,6 +100,9 @@ def test_what_is_caught_survives_and_is_known(project: Path) -> None:
     status, said = say(project, "--list")
     assert status == 0 and "SURVIVED same" in said and "equivalent alike: nobody gives it more" in said
     assert say(project, "--only", "le*", "--only", "most")[1].endswith("2 of 2 caught\n")
+    # In a later code the test that noticed it is tried, though it is none of those that the table names.
+    (project / "cli/diloco/numbers.py").write_text(PRODUCT + "\n")
+    assert "caught most by cli/test_most.py::test_most" in say(project, "--own", "--only", "most")[1]
 
 
 def test_a_result_holds_as_long_as_what_it_is_of(project: Path) -> None:
@@ -125,12 +128,25 @@ def test_a_result_holds_as_long_as_what_it_is_of(project: Path) -> None:
     assert known() == set()
 
 
+def test_the_test_that_noticed_a_mutant_is_tried_first_in_a_later_code(project: Path) -> None:
+    def noticers(*by: str) -> dict[str, str]:
+        rows = [mutants.Result("least", True, one, 1.0, "of another code", "likewise") for one in by]
+        (project / mutants.WORK).mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(vars(row)) + "\n" for row in rows)
+        (project / mutants.WORK / "results.jsonl").write_text(text + '{"name": "most", "cau')
+        return mutants.read_noticers(project)
+
+    there = "tests/unit/cli/test_least.py::test_least"
+    assert noticers("cli/test_least.py::test_least[with a") == noticers(there) == {"least": there}
+    assert noticers("cli/test_least.py::test_gone", "cli/test_gone.py::test_least", "the time limit") == {}
+
+
 @pytest.mark.slow
 def test_tests_that_do_not_end_or_fail_by_themselves(project: Path) -> None:
     with open(project / "tests/mutants/cli.tsv", "a") as file:
         file.write("broken\tnumbers.py\tmin(values)\t__import__('os')._exit(3)\ttest_least.py\n")
         file.write("endless\tnumbers.py\tmin(values)\t__import__('time').sleep(600)\ttest_least.py\n")
-    status, said = say(project, "--only", "broken", "--only", "endless", limit=1.0)
+    status, said = say(project, "--only", "broken", "--only", "endless", limit=10.0)
     assert status == 2 and "broken: its tests cannot be run" in said
     assert "caught endless by the time limit" in said, "though one before it cannot be run"
     status, said = say(project, "--only", "endless")
