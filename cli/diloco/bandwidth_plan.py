@@ -113,9 +113,10 @@ def _sizes_of_layout(job: DiLoCoJob, known: Layout) -> tuple[list[int], str]:
 
 
 def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Conditions) -> dict[str, Any]:
-    """Everything that is known, in bytes, bits per second and seconds; null: no bandwidth is enough."""
+    """Everything that is known, in bytes, bits per second and seconds; null: no bandwidth is enough. Of regions with
+    ``maxLearners`` it is what so many need."""
     spec, sync = job.spec, job.spec.sync
-    learners = spec.slots
+    learners = spec.most_slots
     spares = sum(region.spares for region in spec.regions)
     chosen = sync.compression
     of_turn = links.turn(sync, len(sizes), conditions.step_seconds, conditions.round_trip_seconds)
@@ -157,10 +158,10 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
         "regions": [
             {
                 "name": region.name,
-                "learners": region.learners,
+                "learners": region.most_learners,
                 "spares": region.spares,
-                "up": _finite(queued.up * region.learners),
-                "down": _finite(queued.down * (region.learners + region.spares)),
+                "up": _finite(queued.up * region.most_learners),
+                "down": _finite(queued.down * (region.most_learners + region.spares)),
             }
             for region in spec.regions
         ],
@@ -190,7 +191,7 @@ def _encodings(
     for direction, names in ROWS:
         for name in names:
             up, down = (name, chosen.down) if direction == "up" else (chosen.up, name)
-            carried = links.traffic(sizes, up, down, job.spec.slots)
+            carried = links.traffic(sizes, up, down, job.spec.most_slots)
             need = links.need_by_queue(carried, of_turn, conditions.utilisation)
             found[direction][name] = {
                 "bytes_per_merge": carried.up if direction == "up" else carried.down,

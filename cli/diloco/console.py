@@ -16,8 +16,8 @@ from diloco_protocol.common.logs import printable
 COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|min|h|d)?")
-_SECONDS = {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|min|h|d|y)?")
+_SECONDS = {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "y": 365.25 * 86400}
 
 
 class CommandError(Exception):
@@ -53,10 +53,10 @@ def print_text(text: str, file: IO[str] | None = None, flush: bool = False) -> N
 
 
 def duration(text: str) -> float:
-    """``90``, ``90s``, ``10m``, ``2h``, ``1d`` in seconds."""
+    """``90``, ``90s``, ``10m``, ``2h``, ``1d``, ``1y`` in seconds."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no duration: write 90s, 10m, 2h or 1d")
+        raise typer.BadParameter(f"{text!r} is no duration: write 90s, 10m, 2h, 1d or 1y")
     return float(match[1]) * _SECONDS[match[2]]
 
 

@@ -16,6 +16,7 @@ from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
 from diloco.console import CommandError, command, means_job, print_text
 from diloco.machines import commands as machine_commands
+from diloco.simulate import commands as simulate_commands
 
 app = typer.Typer(
     name="diloco",
@@ -69,8 +70,8 @@ def run(
         typer.Option(
             metavar="SPEC",
             help="What to break, and when: TIME:ACTION:TARGET[:DURATION], separated by commas. TIME is 20s "
-            "(from the first merge) or step=150; ACTION kill, term, pause or cut (the last two with a "
-            "DURATION); TARGET learner-2, learner (any, by the seed) or syncer.",
+            "(from the first merge) or step=150; ACTION kill (with a DURATION: that long away), term, or pause, cut or "
+            "slow with a DURATION; TARGET learner-2, learner (any, by the seed) or syncer.",
         ),
     ] = "",
     seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the job's seed.")] = None,
@@ -96,6 +97,88 @@ def run(
     from diloco.local.run import run as run_job
 
     return run_job(RunOptions(job, workdir, report, chaos, seed, overrides, http))
+
+
+@app.command()
+@command
+def chaos(
+    job: JobFile,
+    compare: Annotated[
+        str, typer.Option(metavar="NAMES", help="Baselines, separated by commas: ddp, torchft.")
+    ] = "ddp",
+    mtbf: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Mean time until a learner that is well fails (Poisson).")
+    ] = 60.0,
+    repair: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Mean time that a fault lasts (exponentiated Weibull).  [default: --mtbf / 6]"
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(metavar="N", help="Minutes of training in each arm.")] = 5.0,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where results are kept and the report goes.  [default: runs/chaos-<the job's name>]"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the faults, and instead of the job's.")] = 0,
+    spec: Annotated[
+        str, typer.Option("--chaos", metavar="SPEC", help="These faults instead of random ones, as for `diloco run`.")
+    ] = "",
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="How long a step takes.  [default: so that all steps need half of the cores]"
+        ),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two learners against ddp for 12 s: does it run, not how it ends.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the faults, as --chaos takes them, and end.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
+    context: Context = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> int:
+    """Train the same job under the same random faults, by this and by data-parallel training, and compare.
+
+    Every arm is real processes on this machine at an emulated pace: each step takes the same time, and what the
+    arithmetic leaves of it is slept. The same command goes on where it stopped; what is done is not done again.
+
+    With --context the job's pods in that cluster are deleted by the schedule instead (kills alone, at a time from now).
+    The job has to be there; nothing is compared.
+
+    Examples:
+
+        diloco chaos examples/tiny-gpt.yaml --compare ddp,torchft --mtbf 60 --minutes 5 --report out/
+
+        diloco chaos examples/tiny-gpt.yaml --mtbf 30 --seed 7 --dry-run
+
+        diloco chaos examples/tiny-gpt.yaml --mtbf 120 --minutes 10 --context my-cluster
+    """
+    from diloco.compare.command import CompareOptions
+    from diloco.compare.command import compare as compare_arms
+    from diloco.compare.command import quick as quickly
+    from diloco.compare.random_faults import text_of
+
+    options = CompareOptions(
+        job, report, compare, mtbf, repair, minutes, seed, spec, step_seconds, tuple(overrides), dry_run, as_json
+    )
+    there = where(context, namespace, kubeconfig)
+    if there.given:
+        from diloco.cluster.chaos import delete_by_schedule
+        from diloco.compare.command import pod_schedule
+
+        name, schedule = pod_schedule(options)
+        if dry_run:
+            print_text(text_of(schedule))
+            return 0
+        return delete_by_schedule(there, name, schedule, minutes * 60)
+    return compare_arms(quickly(options) if quick else options)
 
 
 @app.command()
@@ -280,9 +363,26 @@ def export(
 @app.command()
 @command
 def report(
-    what: Annotated[str, typer.Argument(metavar="WORKDIR|JOB", help="A run's directory, or a job in a cluster.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKDIR|JOB|FIGURES.json",
+            help="A run's directory, a job in a cluster, or with --html a file: what a measurement printed with "
+            "--json, or a report.json.",
+        ),
+    ],
+    page: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE", help="With --html or --markdown: the page.  [default: report.html, report.md in WORKDIR]"
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json, for programs.")] = False,
+    html: Annotated[
+        bool, typer.Option("--html", help="Write one HTML page with plots, also of a run under way.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write the same as Markdown, plots as tables.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -294,9 +394,24 @@ def report(
 
         diloco report runs/tiny-gpt
 
+        diloco report runs/tiny-gpt --html
+
+        diloco report bandwidth.json --html bandwidth.html
+
         diloco report tiny-gpt -o report.json --context my-cluster
     """
     there = where(context, namespace, kubeconfig)
+    if html or markdown:
+        from diloco.local.report import write_pages
+
+        if there.given or means_job(what):
+            raise CommandError(f"pages are made of files: diloco report {what} -o report.json, then of that")
+        if out is not None or as_json:
+            raise CommandError("--html and --markdown go without -o and --json: name the page after --html")
+        write_pages(what, page, html, markdown)
+        return
+    if page is not None:
+        raise CommandError(f"{page}: a second file is for --html or --markdown")
     from diloco.cluster.fetch import report as report_job
     from diloco.cluster.fetch import show_report
     from diloco.local.status import read_status
@@ -322,6 +437,7 @@ def version() -> None:
 
 cluster_commands.add_to(app)
 machine_commands.add_to(app)
+simulate_commands.add_to(app)
 app.add_typer(certs)
 
 

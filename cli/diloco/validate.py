@@ -66,7 +66,9 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
     unit, limit = training.stop.kind, training.stop.limit
     stop = f"{_count(limit)} {unit}" + (" per learner" if unit == "steps" else "")
     regions = ", ".join(
-        f"{region.name} {region.learners}" + (f" + {region.spares} spare" if region.spares else "")
+        f"{region.name} {region.learners}"
+        + (f" to {region.most_learners}" if region.most_learners > region.learners else "")
+        + (f" + {region.spares} spare" if region.spares else "")
         for region in spec.regions
     )
     evaluated = "no"

@@ -132,8 +132,12 @@ def _run_job(
             "bold",
         )
         if options.serving is not None:
-            port = options.serving.listen.rpartition(":")[2]
-            screen.event(f"they join from other machines: diloco learner join ADDRESS:{port}, this machine's")
+            port, what = options.serving.listen.rpartition(":")[2], "--credentials DIR"
+            if options.serving.credentials is None:
+                what = f"--join-token-file {workdir.join_token.absolute()} (or a copy of it)"
+            screen.event(
+                f"they join from other machines: diloco learner join ADDRESS:{port} {what}; ADDRESS is this one's"
+            )
             if job.spec.evaluated and not options.serving.evaluator:
                 screen.event("nobody scores the merged model (see --evaluator-credentials)", "yellow")
         return asyncio.run(

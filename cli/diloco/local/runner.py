@@ -320,7 +320,7 @@ class Runner:
             worker.name, worker.kind, how, time.monotonic(), wanted=self._is_still_needed(worker, how)
         )
         if isinstance(decision, Restart):
-            delay = max(0.0, decision.at - time.monotonic())
+            delay = max(0.0, decision.at - time.monotonic(), self.injector.away_seconds(worker.name))
             again = f"again in {delay:.1f} s" if delay > 0 else "again at once"
             self.screen.event(f"{worker.name} ended ({describe_end(worker.kind, how)}), starting it {again}", "yellow")
             self.view.notes[worker.name] = "starting"
@@ -354,7 +354,7 @@ class Runner:
         env = worker_environment(
             worker, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
         )
-        if self._serving is None:
+        if self._serving is None or self._serving.credentials is None:
             env["DILOCO_JOIN_TOKEN_FILE"] = str(self.workdir.join_token)
         elif self._serving.evaluator_credentials is not None:
             env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
@@ -428,6 +428,7 @@ class Runner:
             await asyncio.sleep(0.02)
 
     async def _cancel_tasks(self) -> None:
+        self.injector.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -89,6 +89,14 @@ class StatusWatch:
         return since + (0.0 if self.view.status is None else self.view.status.elapsed_seconds)
 
     @property
+    def greatest_step(self) -> int:
+        """The greatest slot step, as last heard."""
+        return 0 if self.view.status is None else self.view.status.step
+
+    def show_event(self, text: str, style: str) -> None:
+        self.screen.event(text, style)
+
+    @property
     def events(self) -> list[Event]:
         return list(self._events.values())
 

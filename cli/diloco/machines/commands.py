@@ -112,6 +112,10 @@ def join(
     ] = None,
     credentials: CredentialsFolder = None,
     plaintext: Plaintext = False,
+    join_token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Without certificates: join-token in the workdir of `diloco syncer serve`."),
+    ] = None,
     region: Annotated[
         str | None,
         typer.Option(metavar="R", help="One of the job's regions.  [default: the certificate's, or the only one]"),
@@ -133,14 +137,14 @@ def join(
 
         diloco learner join hub.example.org:7700 --credentials pki/default/job/learners
 
-        diloco learner join 127.0.0.1:7700 --workdir learners/second
+        diloco learner join 127.0.0.1:7700 --join-token-file runs/served/join-token --workdir learners/second
     """
     from diloco.machines.join import JoinOptions
     from diloco.machines.join import join as join_job
 
     if overrides and job is None:
         raise CommandError("--set changes a job file: give JOB.yaml too")
-    return join_job(JoinOptions(address, job, credentials, plaintext, region, workdir, overrides))
+    return join_job(JoinOptions(address, job, credentials, plaintext, region, workdir, overrides, join_token_file))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -65,6 +65,7 @@ class JoinOptions:
     region: str | None = None
     workdir: Path | None = None
     overrides: Sequence[str] = ()
+    join_token_file: Path | None = None  # in plaintext
 
 
 def join(options: JoinOptions) -> int:
@@ -72,6 +73,8 @@ def join(options: JoinOptions) -> int:
     _check(options)
     try:
         credentials = Credentials.from_directory(options.credentials)
+        if options.join_token_file is not None:
+            credentials = Credentials.from_token_file(options.join_token_file)
         named = sorted(one.region for one in credentials.names() if one.role == "learner" and one.region)
     except CredentialsError as error:
         raise CommandError(str(error)) from error
@@ -96,6 +99,8 @@ def _check(options: JoinOptions) -> None:
     match = _ADDRESS.fullmatch(options.address)
     if match is None or not 0 < int(match[2]) < 65536:
         raise CommandError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
+    if options.credentials is not None and options.join_token_file is not None:
+        raise CommandError("--join-token-file: the folder of --credentials has one; leave one of the two out")
     if options.credentials is None and not options.plaintext and not here(match[1]):
         raise CommandError(
             f"--credentials is missing: {match[1]} is another machine. Give the folder with tls.crt, "
@@ -116,8 +121,9 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
     except ServerNotTrusted as error:
         raise CommandError(str(error), FAILED) from error
     except (bulk.TransferError, limits.WireError) as error:
+        kind = "credentials" if credentials.secure else "join token (--join-token-file)"
         raise CommandError(
-            f"the syncer at {address} gave no job: {error}; is it up, and are these its credentials?", FAILED
+            f"the syncer at {address} gave no job: {error}; is it up, and is this its {kind}?", FAILED
         ) from error
     except CredentialsError as error:
         raise CommandError(str(error)) from error
@@ -190,6 +196,8 @@ class _LearnerProcess:
         }
         if options.credentials is not None:
             self._env["DILOCO_CREDENTIALS"] = str(options.credentials.absolute())
+        elif options.join_token_file is not None:
+            self._env["DILOCO_JOIN_TOKEN_FILE"] = str(options.join_token_file.absolute())
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = 0  # how often somebody wanted it to end
 

@@ -51,6 +51,14 @@ class Workdir:
         self.tensorboard = path / "tensorboard"
         self.origin = path / "origin.json"
 
+    def job_name(self) -> str | None:
+        """The name of the job that the directory belongs to; None if not known."""
+        try:
+            name = json.loads(read_bounded(self.job, MAX_REPORT_BYTES))["metadata"]["name"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return name if isinstance(name, str) else None
+
     def job_directory(self) -> Path | None:
         """Where the job file was, and so where the job's relative paths start; None if not known."""
         try:

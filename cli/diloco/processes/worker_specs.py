@@ -13,6 +13,7 @@ from diloco.processes.workdir import Workdir
 from diloco_protocol.spec.job import DiLoCoJob
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+PASSED_ON = ("DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS")
 
 # Fields below spec that only a cluster reads; *: all of the section's.
 CLUSTER_ONLY = (
@@ -82,11 +83,10 @@ def threads_each(cores: int, learners: int) -> int:
 
 
 def base_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The runner's own environment without another job's settings, with threads where
-    the user has not said how many."""
+    """The runner's own environment without another job's settings (what is not a job's is passed on), with threads
+    where the user has not said how many."""
     env = {key: value for key, value in environ.items() if not key.startswith("DILOCO_")}
-    if level := environ.get("DILOCO_LOG_LEVEL"):
-        env["DILOCO_LOG_LEVEL"] = level
+    env |= {name: environ[name] for name in PASSED_ON if environ.get(name)}
     return {**{name: str(threads) for name in THREADS}, **env}
 
 
@@ -101,10 +101,10 @@ def syncer_command(workdir: Workdir, sync: str, control: str, http: str, serving
         "--address-file": workdir.address,
         "--control-key-file": workdir.control_key,
     }
-    if serving is None:
-        options["--join-token-file"] = workdir.join_token
-    elif serving.credentials is not None:
+    if serving is not None and serving.credentials is not None:
         options["--credentials"] = serving.credentials
+    else:
+        options["--join-token-file"] = workdir.join_token
     return [sys.executable, "-m", "diloco_syncer", *(str(word) for option in options.items() for word in option)]
 
 
