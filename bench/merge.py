@@ -121,12 +121,13 @@ def measure_isotropic(width: int, rounds: int) -> list[common.Row]:
 
 def by_svd(matrix: torch.Tensor) -> torch.Tensor:
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    return left @ right * (values.norm() / len(values) ** 0.5)
+    product: torch.Tensor = left @ right * (values.norm() / len(values) ** 0.5)
+    return product
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
     """As Muon does it: all singular values come near 1, not to it."""
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x: torch.Tensor = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm()
     for _ in range(5):
         square = x @ x.T

@@ -33,6 +33,7 @@ def project(tmp_path: Path) -> Path:
     files = {
         "cli/diloco/__init__.py": "",
         "cli/diloco/numbers.py": PRODUCT,
+        f"{mutants.KERNELS}__init__.py": "",
         "tests/conftest.py": CONFTEST,
         "tests/unit/cli/test_least.py": TEST,
         "tests/unit/cli/test_most.py": WIDE,
