@@ -61,7 +61,7 @@ def goodput_text(document: Row) -> str:
             f"published first, then ours. RMSE {document['rmse']:.2f} points; farthest: {worst['name']}, "
             f"{_distance(worst):.1f}"
         )
-    parts += [text for text in (_uneven(rows), _scavenging(rows)) if text]
+    parts += [text for text in (_uneven(rows), _scavenging(rows), *_core(rows)) if text]
     if document.get("enough"):
         parts += _advice(document)
     parts.append(_parameters(document["parameters"]))
@@ -90,13 +90,43 @@ def _grid(rows: Sequence[Row]) -> str:
 
 
 def _uneven(rows: Sequence[Row]) -> str:
-    body = [[row["name"], str(row["published"]), value_text(row)] for row in rows if row["name"].startswith("unequal")]
+    unequal = [row for row in rows if row["name"].startswith("unequal") and row["method"] != "core"]
+    body = [[row["name"], str(row["published"]), value_text(row)] for row in unequal]
     return format_table(["learners that wait for a quorum, goodput in %", "published", "ours"], body) if body else ""
 
 
 def _scavenging(rows: Sequence[Row]) -> str:
     body = [[row["name"], f"{row['published']:.2f}", f"{row['value']:.2f}"] for row in rows if row["unit"] == "x"]
     return format_table(["compute that comes and goes", "published", "ours"], body) if body else ""
+
+
+def _core(rows: Sequence[Row]) -> list[str]:
+    """What the real core did: beside the fast simulator, and with learners of unequal speed."""
+    own = [row for row in rows if row["method"] == "core"]
+    fleets = [
+        [
+            row["name"],
+            value_text(row),
+            f"{row['baseline']:.1f} ± {row['baseline_half']:.1f}",
+            "yes" if row["agrees"] else "NO",
+            f"{row['responders']:.4g}",
+            f"{row['pending']:.1f}",
+            f"{row['microseconds_per_event']:.0f}",
+        ]
+        for row in own
+        if "agrees" in row
+    ]
+    unequal = [
+        [row["name"], value_text(row), f"{row['responders']:.1f}", f"{row['pace']:.2f}"]
+        for row in own
+        if "agrees" not in row
+    ]
+    by_ledger = ["the real core, goodput in %", "by its ledger", "fast simulator", "agree"]
+    merged = ["learners that do not wait, in %", "merged or on its way", "learners in a merge", "merges of those due"]
+    return [
+        format_table([*by_ledger, "learners in a merge", "turns on the way", "µs per event"], fleets) if fleets else "",
+        format_table(merged, unequal) if unequal else "",
+    ]
 
 
 def _advice(document: Row) -> list[str]:

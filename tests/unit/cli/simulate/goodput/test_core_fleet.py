@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from diloco.simulate.cells import CellCache
 from diloco.simulate.goodput import defaults, published
 from diloco.simulate.goodput.core_fleet import CoreFleet, Sync
 from diloco.simulate.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
-from diloco.simulate.goodput.fleet import Fleet
-from diloco.simulate.goodput.rows import FleetConditions
+from diloco.simulate.goodput.fleet import Fleet, Run
+from diloco.simulate.goodput.rows import FleetConditions, goodput_rows, uneven_rows
+from diloco.simulate.tables import goodput_text
 
 
 def silent(share: float) -> None:
@@ -50,6 +52,27 @@ def test_unequal_learners_do_not_wait_but_merge_more_rarely(tmp_path: Path) -> N
     assert wide["pace"] < 0.9 * grace["pace"] and wide["responders"] == 8 and grace["responders"] > 7
     # Whoever is first is merged alone, and the others' work grows too old.
     assert racing["responders"] < 2 and racing["value"] < 90
+
+
+def test_what_the_core_did_is_shown_to_people_too(tmp_path: Path) -> None:
+    run, cells = CoreRun(repetitions=3, failures=10, steps=16, learner_steps=32), CellCache(tmp_path, [])
+    fleet = Run(repetitions=3, failures=20, seed=0)
+    rows = [
+        *goodput_rows((1_200_000,), (2,), FleetConditions(), fleet, silent),
+        *uneven_rows(fleet),
+        *core_rows((1_200_000,), (2,), FleetConditions(), run, cells, silent),
+        *uneven_core_rows(FleetConditions(), run, cells, silent),
+    ]
+    document = {
+        "rows": rows,
+        "rmse": None,
+        "repetitions": 3,
+        "failures": 20,
+        "parameters": {"mtbi": {"value": 1.0, "source": "given"}},
+    }
+    text = goodput_text(document)
+    for words in (r"core, M = 2, .* (yes|NO) ", "unequal learners, core, K = 8 ", "unequal learners, K = 8 "):
+        assert re.search(words, text), text
 
 
 def test_what_was_simulated_is_kept_until_the_code_or_the_question_changes(tmp_path: Path) -> None:
