@@ -19,6 +19,8 @@ S3_SERVICE := $(VENV)/s3-service
 # Further buckets for tests, of packages that are large: only where somebody wants them.
 BUCKET_SERVICES := $(VENV)/bucket-services
 AZURITE := azurite@3.35.0
+# What builds the site of docs/, in an environment of its own: nothing else needs it.
+SITE := $(VENV)/site
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements.lock)
 # Modules with compiled loops: compiled once here, not by each of the processes that a test run starts together.
 KERNELS := diloco_protocol.arrays.codec_kernels, diloco_syncer.numerics.merge, diloco_syncer.numerics.outer
@@ -203,15 +205,29 @@ manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job
 	$(BIN)/python tools/chart.py install --write
 
 .PHONY: docs
-docs: $(STAMP) ## Regenerate docs/job.md and the tables of docs/operator.md, and the chart's README from its values
+docs: tables site ## Regenerate the tables of docs/ and the chart's README (tables), and build the site (site)
+
+.PHONY: tables
+tables: $(STAMP) ## Regenerate docs/job.md, the tables of other pages, and the chart's README from its values
 	$(BIN)/python tools/job_reference.py --write docs/job.md
 	$(BIN)/python tools/contracts.py --write docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --write docs/operator.md
 	$(BIN)/python tools/chart.py readme --write
 
+$(SITE)/.installed: pyproject.toml requirements.lock
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python tools/requirements.py --extra docs >$(SITE)/requirements.txt
+	@$(SITE)/bin/python -m pip install --disable-pip-version-check -qq -c requirements.lock -r $(SITE)/requirements.txt
+	@touch $@
+
+.PHONY: site
+site: $(SITE)/.installed ## Build docs/ as a site in build/site; a link or an anchor that leads nowhere fails it
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
+	@echo "build/site/index.html"
+
 .PHONY: lock
 lock: $(STAMP) ## Write requirements.lock from what is installed in .venv
-	$(PIP_INSTALL) -e '.[$(EXTRAS),datasets]'
+	$(PIP_INSTALL) -e '.[$(EXTRAS),datasets,docs]'
 	$(BIN)/python tools/lock.py
 
 ##@ Tidying up
