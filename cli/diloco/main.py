@@ -3,7 +3,6 @@ and status must answer at once, and without torch."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -306,20 +305,14 @@ def status(
         show(document)
 
 
-def _is_output(what: str) -> bool:
-    """Whether it names where an ``output.uri`` has led: a bucket, or a directory with a model that is whole."""
-    with contextlib.suppress(OSError):  # a name that is too long, say
-        return "://" in what or (Path(what) / "output.json").is_file()
-    return False
-
-
 @app.command()
 @command
 def export(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="WORKDIR|JOB|OUTPUT", help="A run's directory, a job in a cluster, or where output.uri has led."
+            metavar="WORKDIR|JOB|OUTPUT|ADDRESS",
+            help="A run's directory, a job in a cluster, where output.uri has led, or host:port of a syncer's export.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.")],
@@ -329,7 +322,9 @@ def export(
 ) -> None:
     """Write the merged model to a directory that transformers loads; the job may still be going on.
 
-    A job without training.model gets its parameters by name (model.safetensors) and layout.json.
+    Of a job whose loop is your own (learners.command, no training.model) the directory gets model.safetensors: every
+    merged parameter by its name in your model, in float32. Your program loads it with `load_state_dict`. layout.json
+    says how the model is cut. The directory appears whole or not at all.
 
     From a cluster it comes through a port-forward to the syncer's pod, checked by length and checksum.
 
@@ -344,20 +339,15 @@ def export(
         python -c "import transformers; transformers.AutoModelForCausalLM.from_pretrained('model/')"
     """
     there = where(context, namespace, kubeconfig)
-    if not there.given and _is_output(what):
-        from diloco.export.export import export_output
-
-        export_output(what, out)
-    elif there.given or means_job(what):
+    if there.given or means_job(what):
         from diloco.cluster.fetch import export as export_job
 
         with in_cluster(None if there.given else what):
             export_job(there, what, out)
     else:
-        from diloco.export.export import export_run
-        from diloco.processes.workdir import find
+        from diloco.export.export import read_merged, write_merged
 
-        export_run(find(what), out)
+        write_merged(read_merged(what), out)
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """The learner of Decoupled DiLoCo as a library, and the programs built on it (``python -m diloco_worker``).
 
 ``Learner`` is what a training loop of your own imports (learner.py has an example), ``Observer`` what an evaluator
-of your own does. Both are loaded on first use, so that importing this package loads no torch.
+of your own does, and ``load_merged`` gives the trained model. They are loaded on first use, so that importing this
+package loads no torch.
 
 Layers, from the top: the programs (``training``, ``forkserver``), the public API (``learner``, ``observer``), what
 happens at step boundaries (``sync``), the background thread (``net``), ``data``, ``fragments``, and the decisions
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from diloco_worker.learner import Learner as Learner
     from diloco_worker.logs import configure as configure_logging
     from diloco_worker.observer import Observer as Observer
+    from diloco_worker.standalone.merged import load_merged as load_merged
 
-__all__ = ["Learner", "Observer", "configure_logging"]
+__all__ = ["Learner", "Observer", "configure_logging", "load_merged"]
 
 _LOADED_LATER = {
     "Learner": ("diloco_worker.learner", "Learner"),
     "Observer": ("diloco_worker.observer", "Observer"),
     "configure_logging": ("diloco_worker.logs", "configure"),
+    "load_merged": ("diloco_worker.standalone.merged", "load_merged"),
 }
 
 

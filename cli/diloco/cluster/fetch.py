@@ -147,7 +147,7 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
 
 def export(where: Where, name: str, out: Path) -> None:
     """``diloco export NAME OUT``. Raises ClusterError."""
-    from diloco.export.export import ExportFailed, export_url
+    from diloco.export.export import ExportFailed, read_url, write_merged
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ClusterError(f"{out} exists already: name a new directory, or remove it", code=WRONG)
@@ -155,7 +155,7 @@ def export(where: Where, name: str, out: Path) -> None:
     job = cluster.job(name)
     with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):
         try:
-            export_url(f"http://{forward.address}", out, _Progress())
+            write_merged(read_url(f"http://{forward.address}", _Progress()), out)
         except ExportFailed as error:
             said = f"{forward.problem}: " if forward.problem else ""
             raise ClusterError(f"{said}{error}", code=FAILED) from error

@@ -9,17 +9,22 @@ takes the newest durable version, as a restart of the syncer would, and changes 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from diloco.console import CommandError, print_text
 from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
 from diloco.export.tensors import write_tensors
-from diloco.processes.workdir import Workdir
+from diloco.processes.workdir import Workdir, find
 from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.common.files import FileError, read_bounded
 from diloco_protocol.spec.job import DiLoCoJob
@@ -32,6 +37,7 @@ from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import Damaged, FormatRefused
 from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
+_ADDRESS = re.compile(r"http://.+|(\[[0-9a-fA-F:]+\]|[^:/\s]+):[0-9]{1,5}")
 TRIES = 5  # a running syncer may remove a version just as it is read
 
 
@@ -39,8 +45,31 @@ class ExportFailed(CommandError):
     """Nothing was written; the message says why and the cure."""
 
 
-def export_run(workdir: Workdir, out: Path) -> None:
-    """Write the run's merged model to ``out``. Raises ExportFailed."""
+@dataclass(frozen=True, slots=True)
+class MergedModel:
+    """The merged model of a job. ``tensors``: every parameter by name, float32, in its shape. ``directory``: where the
+    job's relative paths start; None: not known."""
+
+    job: DiLoCoJob
+    layout: Layout
+    tensors: Mapping[str, NDArray[Any]]
+    versions: Sequence[int]  # of the fragments
+    directory: Path | None = None
+
+
+def read_merged(what: str, progress: Callable[[int, int], None] = lambda done, total: None) -> MergedModel:
+    """From where ``what`` says: a run's directory; where ``output.uri`` has led, a directory or a bucket; or the
+    address of a syncer's export listener, such as 127.0.0.1:7703. ``progress`` is told bytes received and bytes in all.
+    Raises CommandError."""
+    if not os.path.exists(what) and _ADDRESS.fullmatch(what):
+        return read_url(what if "://" in what else f"http://{what}", progress)
+    if _is_output(what):
+        return read_place(what)
+    return read_run(find(what))
+
+
+def read_run(workdir: Workdir) -> MergedModel:
+    """From a run's directory. Raises ExportFailed."""
     try:
         job = read_job(workdir.job)
         if not (workdir.store / "initial.json").is_file():
@@ -51,52 +80,62 @@ def export_run(workdir: Workdir, out: Path) -> None:
         raise ExportFailed(f"{workdir.path} is no run's directory: {error.filename} is missing") from error
     except (Damaged, FormatRefused, FileError, JobError, OSError) as error:
         raise ExportFailed(str(error)) from error
-    _write_model(job, layout, tensors, versions, out, workdir.job_directory())
+    return MergedModel(job, layout, tensors, versions, workdir.job_directory())
 
 
-def export_url(url: str, out: Path, progress: Callable[[int, int], None]) -> None:
-    """The same from a syncer's export listener (remote_model.py). Raises ExportFailed."""
+def read_url(url: str, progress: Callable[[int, int], None]) -> MergedModel:
+    """From a syncer's export listener (remote_model.py). Raises ExportFailed."""
     try:
         job, tensors, versions = fetch_model(url, progress)
-        layout = fetch_layout(url)
+        return MergedModel(job, fetch_layout(url), tensors, versions)
     except RemoteModelError as error:
         raise ExportFailed(str(error)) from error
-    _write_model(job, layout, tensors, versions, out, None)
 
 
-def export_output(place: str, out: Path) -> None:
-    """The same from where ``output.uri`` has led: a directory or a bucket. Raises ExportFailed."""
+def read_place(place: str) -> MergedModel:
+    """From where ``output.uri`` has led: a directory or a bucket. Raises ExportFailed."""
     try:
-        job, layout, tensors, versions = read_output(open_store(place))
+        return MergedModel(*read_output(open_store(place)))
     except (NoOutput, OSError) as error:
         said = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ExportFailed(f"{place}: {said}") from error
-    _write_model(job, layout, tensors, versions, out, None)
 
 
-def _write_model(
-    job: DiLoCoJob,
-    layout: Layout,
-    tensors: Mapping[str, NDArray[Any]],
-    versions: Sequence[int],
-    out: Path,
-    directory: Path | None,
-) -> None:
-    """Write the directory, and say so. ``directory``: where the job's relative paths start."""
+def _is_output(what: str) -> bool:
+    """Whether it names where an ``output.uri`` has led: a bucket, or a directory with a model that is whole."""
+    with contextlib.suppress(OSError):  # a name that is too long, say
+        return "://" in what or (Path(what) / "output.json").is_file()
+    return False
+
+
+def export_run(workdir: Workdir, out: Path) -> None:
+    """Write the run's merged model to ``out``. Raises ExportFailed."""
+    write_merged(read_run(workdir), out)
+
+
+def write_merged(model: MergedModel, out: Path) -> None:
+    """Write the new directory ``out``, whole or not at all, and say what is in it. Raises ExportFailed."""
+    job, versions = model.job, model.versions
     at = f"fragments at versions {min(versions)} to {max(versions)}"
     if job.spec.training.model is None:
         try:
-            write_tensors(job.metadata.name, layout, tensors, versions, out)
+            files = write_tensors(job.metadata.name, model.layout, model.tensors, versions, out)
         except FileExistsError as error:
             raise ExportFailed(f"{error.filename} {error.strerror}") from error
-        except OSError as error:
-            raise ExportFailed(f"{out} cannot be written: {error.strerror or error}") from error
+        except (OSError, SafetensorError) as error:  # safetensors has errors of its own for a disk that is full
+            said = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ExportFailed(f"{out} cannot be written: {said}") from error
         print_text(f"{out}: the merged parameters (the job has no training.model), {at}")
+        elements = sum(values.size for values in model.tensors.values())
+        print_text(
+            f"{', '.join(files)}: {len(model.tensors)} tensors of {elements:,} elements in float32, by the names that "
+            f"the program's own model gives them"
+        )
         return
     from diloco_worker.training.export import ExportError, export
 
     try:
-        export(job, tensors, out, directory=directory)
+        export(job, model.tensors, out, directory=model.directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
     print_text(f"{out}: the merged model, {at}")

@@ -32,9 +32,10 @@ def write_tensors(
     versions: Sequence[int],
     out: Path,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write ``tensors`` (by name) to the new directory ``out``. ``versions``: of the fragments, for the files'
-    metadata. Raises OSError, FileExistsError where ``out`` is not empty."""
+) -> list[str]:
+    """Write ``tensors`` (by name) to the new directory ``out``; returns the names of its safetensors files.
+    ``versions``: of the fragments, for the files' metadata. Raises OSError, FileExistsError where ``out`` is not empty,
+    and what safetensors raises."""
     metadata = {"format": "pt", "job": job, "versions": json.dumps(list(versions)), "layout": layout.digest}
     sizes = {name: values.nbytes for name, values in tensors.items()}
     shards = split_names(sizes, shard_bytes)
@@ -44,3 +45,4 @@ def write_tensors(
         if len(shards) > 1:
             (folder / INDEX).write_text(index_text(shards, sizes), encoding="utf-8")
         (folder / "layout.json").write_text(layout.to_json() + "\n", encoding="utf-8")
+    return list(shards)

@@ -22,6 +22,7 @@ from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.control_client import ControlClient, ControlError
 from diloco_syncer.output.read_output import read_output
 from diloco_syncer.store.open import open_store
+from diloco_worker import load_merged
 from s3_service import environment, given
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
@@ -132,6 +133,10 @@ async def test_a_complete_job_is_served_again_by_a_new_syncer(tmp_path: Path) ->
         after, again = await model(syncer)
         assert again == versions and sorted(after) == sorted(before)
         assert all(np.array_equal(after[name], values) for name, values in before.items())
+        for address in (syncer.addresses["export"], f"http://{syncer.addresses['export']}"):
+            loaded = await asyncio.to_thread(load_merged, address)
+            assert sorted(loaded) == sorted(before)
+            assert all(np.array_equal(loaded[name].numpy(), values) for name, values in before.items())
         assert json.loads((syncer.store / "report.json").read_text()) == report
         late = Client(syncer)
         assert (await late.join()).welcome.phase.name == sync_pb2.PHASE_COMPLETE

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from diloco.export.export import ExportFailed, export_run, read_layout
 from diloco.processes.workdir import Workdir
-from diloco_worker import Learner, Observer
+from diloco_worker import Learner, Observer, load_merged
+from diloco_worker.settings import WorkerError
 
 pytestmark = pytest.mark.usefixtures("torch_settings")
 
@@ -56,14 +57,20 @@ def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[...
     # The job has no training.model: what is exported are the parameters by name, for the program that knows the model.
     out = service.folder / "exported"
     export_run(Workdir(service.folder), out)
-    loaded = small_model(99)
-    loaded.load_state_dict(load_file(out / "model.safetensors"))
-    for own, exported in zip(model.parameters(), loaded.parameters(), strict=True):
+    other = small_model(99)
+    other.load_state_dict(load_file(out / "model.safetensors"))
+    for own, exported in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(own, exported, rtol=0, atol=0)
+    loaded = load_merged(service.folder)  # the same without the files
+    assert loaded.keys() == dict(model.named_parameters()).keys()
+    for name, own in model.named_parameters():
+        torch.testing.assert_close(own.data, loaded[name], rtol=0, atol=0)
     for told in (out, out / "layout.json", service.folder):
         assert read_layout(told).digest == learner.layout.digest
     with pytest.raises(ExportFailed, match="exists already"):
         export_run(Workdir(service.folder), out)
+    with pytest.raises(WorkerError, match="out-of-the-way is no run's directory"):
+        load_merged(service.folder / "out-of-the-way")
 
 
 def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Syncer]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from diloco.export.export import ExportFailed, MergedModel, write_merged
 from diloco.export.tensors import write_tensors
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.spec.load import parse_job
 
 TENSORS = {name: np.full((50, 2), value, np.float32) for value, name in enumerate(("a.weight", "b.weight", "c.bias"))}
 LAYOUT = Layout.build([Tensor(name, (50, 2), "bfloat16") for name in TENSORS], 2)
@@ -42,4 +45,39 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
     wrong = {**TENSORS, "d": np.array(["text"])}
     with pytest.raises(SafetensorError, match="dtype"):
         write_tensors("j", LAYOUT, wrong, [3, 4], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+OWN = {
+    "apiVersion": "diloco.io/v1alpha1",
+    "kind": "DiLoCoJob",
+    "metadata": {"name": "own"},
+    "spec": {
+        "learners": {"command": ["python", "train.py"]},
+        "training": {"stop": {"steps": 10}},
+        "regions": [{"name": "local", "learners": 1}],
+    },
+}
+
+
+def own_model() -> MergedModel:
+    return MergedModel(parse_job(json.dumps(OWN)), LAYOUT, TENSORS, [3, 4])
+
+
+def test_it_says_what_it_wrote_and_under_which_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_merged(own_model(), tmp_path / "out")
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'out'}: the merged parameters (the job has no training.model), fragments at versions" in said
+    assert "model.safetensors: 3 tensors of 300 elements in float32, by the names that the program's own" in said
+
+
+def test_a_disk_that_is_full_leaves_nothing_and_is_told(tmp_path: Path) -> None:
+    """A file may grow to 200 bytes here, which safetensors tells by an error of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        with pytest.raises(ExportFailed, match=r"out cannot be written: .*too large"):
+            write_merged(own_model(), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

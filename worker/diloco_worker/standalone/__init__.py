@@ -1,0 +1,1 @@
+"""What a program of your own uses without a session with a syncer: the merged model of a job (``merged``)."""
