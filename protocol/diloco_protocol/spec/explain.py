@@ -10,7 +10,7 @@ import typing
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco_protocol.spec.base import (
     ADDRESS_PATTERN,
@@ -27,6 +27,7 @@ from diloco_protocol.spec.base import (
     nested_model,
     unwrap,
 )
+from diloco_protocol.spec.other_names import SAMPLES, meant_by, plain_name
 
 _PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, from a letter to a letter or digit",
@@ -108,6 +109,11 @@ def words(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
     raise TypeError(f"no words for {annotation!r}")
 
 
+def dotted(path: Path) -> str:
+    """A path as people write it."""
+    return ".".join(map(str, path))
+
+
 def locate(model: type[Spec], path: Path) -> tuple[Any, list[Any]]:
     """The annotation of what lies at ``path``, and its metadata; (None, []) where the path leaves the models:
     at an unknown field, or inside a free mapping."""
@@ -139,12 +145,39 @@ def suggestion(model: type[Spec], path: Path) -> str | None:
     if container is None:
         return None
     known = list(fields_by_alias(container))
-    plain = {name.lower().replace("_", "").replace("-", ""): name for name in known}
-    written = str(path[-1]).lower().replace("_", "").replace("-", "")
+    plain = {plain_name(name): name for name in known}
+    written = plain_name(str(path[-1]))
     if written in plain:
         return plain[written]
     near = difflib.get_close_matches(written, plain, n=1, cutoff=0.6)
     return plain[near[0]] if near else None
+
+
+def meant_field(model: type[Spec], path: Path) -> Path | None:
+    """Where the field lies that was probably meant by the unknown one at ``path``: another spelling at its level, what
+    other programs or the paper call it, a name near to it, the only field of its name elsewhere. Of a field in a
+    list's items that was written outside of the list, it is the list."""
+    if _container(model, path[:-1]) is None:
+        return None
+    near = suggestion(model, path)
+    if near is not None and plain_name(near) == plain_name(str(path[-1])):
+        return (*path[:-1], near)
+    above = tuple(step for step in path[:-1] if isinstance(step, str))
+    other = meant_by(str(path[-1]), above)
+    if other is not None:
+        if other[:-1] == above:
+            return (*path[:-1], other[-1])
+        return next((other[:n] for n in range(1, len(other)) if nested_model(locate(model, other[:n])[0])[1]), other)
+    if near is not None:
+        return (*path[:-1], near)
+    places = _nearest(model, str(path[-1]), above)
+    return places[0] if len(places) == 1 else None
+
+
+def _nearest(model: type[Spec], name: str, above: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The fields of that name below the section at ``above``; those of the whole job, if there are none."""
+    places = [tuple(place.split(".")) for place in _elsewhere(model, name)]
+    return [place for place in places if place[: len(above)] == above] or places
 
 
 def _elsewhere(model: type[Spec], name: str, path: tuple[str, ...] = ()) -> list[str]:
@@ -164,12 +197,12 @@ def explain(model: type[Spec], error: Any) -> str:
     """A pydantic error as a sentence with the cure. ``error`` is an item of ValidationError.errors()."""
     path, kind = tuple(error["loc"]), error["type"]
     if kind == "extra_forbidden":
-        meant = suggestion(model, path)
+        meant = meant_field(model, path)
         if meant is not None:
-            return f"is not a known field: did you mean {meant}?"
-        places = _elsewhere(model, str(path[-1]))
-        if len(places) == 1:
-            return f"is not a known field here: did you mean {places[0]}?"
+            return _unknown(model, path, meant, error["input"])
+        places = _nearest(model, str(path[-1]), tuple(step for step in path[:-1] if isinstance(step, str)))
+        if 1 < len(places) <= 3:
+            return f"is not a known field here: did you mean {' or '.join('.'.join(place) for place in places)}?"
         container = _container(model, path[:-1])
         return f"is not a known field: known are {', '.join(fields_by_alias(container or model))}"
     annotation, metadata = locate(model, path)
@@ -181,7 +214,7 @@ def explain(model: type[Spec], error: Any) -> str:
         return f"is required: {words(annotation, metadata)}{example}"
     if kind == "value_error":
         return str(error["ctx"]["error"])
-    said = f"must be {words(annotation, metadata)}"
+    said = f"must be {words(annotation, metadata)}{_sample(model, path, annotation, error['input'])}"
     choices = typing.get_args(unwrap(annotation)[0]) if kind == "literal_error" else ()
     if isinstance(error["input"], str):
         near = difflib.get_close_matches(error["input"].lower(), [str(choice) for choice in choices], n=1)
@@ -189,6 +222,75 @@ def explain(model: type[Spec], error: Any) -> str:
         if near and len(choices) > 1:
             said += f" (did you mean {near[0]}?)"
     return said
+
+
+def _unknown(model: type[Spec], path: Path, meant: Path, value: Any) -> str:
+    """What to say of the unknown field at ``path``. One by another's name gets an example, with its own value if
+    that field takes it."""
+    if meant[:-1] == path[:-1]:
+        said = f"is not a known field: did you mean {meant[-1]}?"
+    else:
+        said = f"is not a known field here: did you mean {dotted(meant)}?"
+    if plain_name(str(meant[-1])) == plain_name(str(path[-1])):
+        return said
+    if meant_by(str(path[-1]), tuple(step for step in path[:-1] if isinstance(step, str))) is None:
+        return said
+    first = 0 if meant[:-1] == path[:-1] else 1
+    example = _example(model, meant, value)
+    for step in reversed(meant[first:] if first else meant[-1:]):
+        example = {str(step): example}
+    return f"{said} Such as {'below spec: ' if first else ''}{_flow(example)[1:-1]}"
+
+
+def _example(model: type[Spec], path: Path, written: Any) -> Any:
+    """A value for the field at ``path``: what was written if it takes it, else its example or default."""
+    if path == ("spec", "regions"):
+        counted = isinstance(written, int) and not isinstance(written, bool) and written > 0
+        return [{"learners": written if counted else 4}]
+    annotation, metadata = locate(model, path)
+    for value in (written, [written], written.split() if isinstance(written, str) else written):
+        if _takes(annotation, metadata, value):
+            return value
+    field = fields_by_alias(_container(model, path[:-1]) or model)[str(path[-1])]
+    if field.examples:
+        return field.examples[0]
+    sample = SAMPLES.get(".".join(str(step) for step in path[:-1]), {})
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return sample.get(str(path[-1]), default) if default in (None, []) else default
+
+
+def _takes(annotation: Any, metadata: typing.Iterable[Any], value: Any) -> bool:
+    """Whether a field of that annotation takes the value."""
+    try:
+        TypeAdapter(Annotated[annotation, Field(), *metadata]).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return value is not None
+
+
+def _sample(model: type[Spec], path: Path, annotation: Any, written: Any) -> str:
+    """An example for a section that was given a single value."""
+    inner, many = nested_model(annotation)
+    if inner is None or isinstance(written, (dict, list)):
+        return ""
+    if path == ("spec", "learners"):
+        counted = _flow(_example(model, ("spec", "regions"), written))
+        return f"; how many learners there are is said for each region, such as regions: {counted}"
+    if many:
+        field = fields_by_alias(_container(model, path[:-1]) or model)[str(path[-1])]
+        return f", such as {_flow(_example(model, path, written))}" if field.examples else ""
+    sample = SAMPLES.get(".".join(step for step in path if isinstance(step, str)))
+    if sample is None:
+        return ""
+    fields = fields_by_alias(inner)
+    taken = (
+        (name, value)
+        for name in sample
+        for value in (written, [written])
+        if _takes(fields[name].annotation, fields[name].metadata, value)
+    )
+    name, value = next(taken, next(iter(sample.items())))
+    return f", such as {_flow({name: value})}"
 
 
 def _flow(value: Any) -> str:

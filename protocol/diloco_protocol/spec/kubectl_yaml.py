@@ -207,6 +207,32 @@ class _DocumentReader:
             raise YamlProblem(f"there are more than {MAX_VALUES} values (aliases count in full)", (), line)
 
 
+_IN_WORDS = (
+    ("while scanning a quoted scalar", "a quotation mark that is opened there is not closed"),
+    ("mapping values are not allowed", "a second colon in one line: put text with a colon and a space into quotes"),
+    ("did not find expected key", "this line is indented otherwise than those that it belongs to"),
+    (
+        "block sequence entries are not allowed",
+        "a list item (-) where none can be: begin the list on a line of its own",
+    ),
+    ("could not find expected ':'", "a key without its colon, on this line or the one before"),
+    ("did not find expected ',' or", "a comma or a closing bracket is missing here or before"),
+)
+"""What the parser says of common mistakes, and the same for people who do not write parsers."""
+
+
+def _in_words(said: str, text: str, mark: Any) -> str:
+    """A parser's complaint about ``text`` at ``mark`` (None: it names no place), in words with the fix."""
+    lines = text.splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    there = line[mark.column : mark.column + 1] if line else ""
+    if there == "\t" or "\t" in line[: len(line) - len(line.lstrip())]:
+        return "a tab: YAML is indented with spaces only"
+    if "cannot start any token" in said and there:
+        return f"a value that begins with {there} needs quotes"
+    return next((words for phrase, words in _IN_WORDS if phrase in said), said)
+
+
 def _line(event: Any) -> int:
     return int(event.start_mark.line) + 1
 
@@ -232,7 +258,8 @@ def parse(text: str) -> YamlDocument:
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         said = " ".join(part for part in (error.context, error.problem) if part)
-        raise YamlProblem(f"not YAML: {said}", (), None if mark is None else mark.line + 1) from None
+        line = None if mark is None else mark.line + 1
+        raise YamlProblem(f"not YAML: {_in_words(said, text, mark)}", (), line) from None
     except yaml.YAMLError as error:
         raise YamlProblem(f"not YAML: {' '.join(str(error).split())}") from None
     return result

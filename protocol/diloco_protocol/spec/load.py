@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from diloco_protocol.common.files import read_bounded
 from diloco_protocol.spec.api_server import dropped_nulls, without_server_fields
 from diloco_protocol.spec.base import Path, Spec, fields_by_alias, nested_model, unwrap
-from diloco_protocol.spec.explain import explain, suggestion
+from diloco_protocol.spec.explain import dotted, explain, meant_field
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, YamlDocument, YamlProblem, parse
 from diloco_protocol.spec.rules import violations
@@ -72,10 +72,6 @@ def show(value: Any, limit: int = 80) -> str:
     """A value as a person would write it in the file, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def dotted(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 def load_job(
@@ -258,7 +254,7 @@ def _set(document: dict[str, Any], text: str) -> Path:
     holder: Any = document
     key: str | int = "spec"
     place = document.get("spec")
-    for part in parts:
+    for number, part in enumerate(parts):
         if place is None:
             place = [] if part.isdigit() else {}
             holder[key] = place
@@ -267,6 +263,12 @@ def _set(document: dict[str, Any], text: str) -> Path:
                 raise ValueError(f"{dotted(path)} is a list of {len(place)}: name an item by its index, from 0")
             step: Any = int(part)
             if step == len(place):
+                if place and isinstance(place[0], dict) and parts[number + 1 : number + 2] not in ([], ["name"]):
+                    added = f"{'.'.join(parts[: number + 1])}={{name: ..., {parts[number + 1]}: ...}}"
+                    raise ValueError(
+                        f"{dotted(path)} has {len(place)}, and indices begin with 0, so there is no {step}: "
+                        f"change {step - 1}, or add one as a whole ({added})"
+                    )
                 place.append(None)
         elif isinstance(place, dict):
             step = part
@@ -302,8 +304,8 @@ def _validate(document: YamlDocument, overridden: Sequence[Path] = ()) -> tuple[
         value = None if error["type"] == "missing" else error["input"]
         report(path, value, explain(DiLoCoJob, error))
         refused.append(path)
-        if error["type"] == "extra_forbidden" and (meant := suggestion(DiLoCoJob, path)) is not None:
-            refused.append((*path[:-1], meant))
+        if error["type"] == "extra_forbidden" and (meant := meant_field(DiLoCoJob, path)) is not None:
+            refused.append(meant)
     if job is None:
         job = _repaired(data, errors)
     if job is not None:

@@ -538,6 +538,7 @@ def test_overrides(override: str, path: str, value: Any) -> None:
         ("", "must read path=value"),
         ("sync.every=[", "cannot be read"),
         ("regions.3.learners=3", "a list of 1"),
+        ("regions.1.learners=3", "has 1, and indices begin with 0, so there is no 1: change 0, or add one"),
         ("regions.local.learners=3", "by its index, from 0"),
         ("regions.-1.learners=3", "by its index"),
         ("training.data.paths.0.x=3", "has no fields"),
@@ -556,6 +557,31 @@ def test_wrong_overrides(override: str, said: str) -> None:
         parse_job(MINIMAL, [override])
     (problem,) = caught.value.problems
     assert said in problem.message
+
+
+def test_an_item_is_added_as_a_whole_or_by_its_name_first() -> None:
+    whole = parse_job(MINIMAL, ["regions.1={name: far, learners: 1}"])
+    assert parse_job(MINIMAL, ["regions.1.name=far", "regions.1.learners=1"]) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "line"),
+    [
+        ("spec:\n\tx: 1", "a tab: YAML is indented with spaces only", 2),
+        ("spec:\n  x: @a", "a value that begins with @ needs quotes", 2),
+        ("a: b\nc: d: e", "a second colon in one line", 2),
+        ("spec:\n  a: b\n c: d", "this line is indented otherwise", 3),
+        ("a: b\nc d\ne: f", "a key without its colon", 3),
+        ("a: {b: 1", "a comma or a closing bracket is missing", None),
+        ('a: "x', "a quotation mark that is opened there is not closed", None),
+    ],
+)
+def test_what_is_no_yaml_is_told_without_the_parsers_words(text: str, said: str, line: int | None) -> None:
+    with pytest.raises(JobError) as caught:
+        parse_job(text)
+    (problem,) = caught.value.problems
+    assert problem.message.startswith(f"not YAML: {said}"), problem
+    assert line is None or problem.line == line
 
 
 def test_later_overrides_win_and_aliases_are_not_shared() -> None:

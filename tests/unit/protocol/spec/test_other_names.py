@@ -1,0 +1,106 @@
+"""What an unknown field is taken to mean: the paper's letters, other programs' names, single values for sections."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_protocol.spec.explain import locate
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError, parse_job
+from diloco_protocol.spec.other_names import OTHERS, SAMPLES, meant_by, other_names
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: tiny}
+spec:
+  training:
+    model: {config: {model_type: llama}}
+    data: {paths: [python-stdlib]}
+  regions: [{learners: 2}]
+"""
+
+
+def said(*overrides: str) -> list[str]:
+    """What is wrong with the job, with these fields set."""
+    with pytest.raises(JobError) as caught:
+        parse_job(JOB, overrides)
+    return [f"{problem.path}: {problem.message}" for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sync.H=10", "did you mean every? Such as every: 10"),
+        ("sync.K=1", "did you mean quorum? Such as quorum: 1"),
+        ("sync.P=8", "did you mean fragments? Such as fragments: 8"),
+        ("sync.tau=2", "did you mean overlap? Such as overlap: 2"),
+        ("sync.τ=2", "did you mean overlap? Such as overlap: 2"),
+        ("H=10", "did you mean spec.sync.every? Such as below spec: sync: {every: 10}"),
+        ("training.optimizer.learning_rate=0.1", "did you mean lr? Such as lr: 0.1"),
+        ("training.learningRate=0.1", "did you mean spec.training.optimizer.lr? Such as"),
+        (
+            "training.batch_size=8",
+            "spec.training.batch.sequences? Such as below spec: training: {batch: {sequences: 8}}",
+        ),
+        ("training.max_steps=10", "did you mean spec.training.stop.steps?"),
+        ("training.data.path=a.txt", "did you mean paths? Such as paths: [a.txt]"),
+        ("training.model.hidden_size=64", "did you mean config? Such as config: {model_type: llama"),
+        ("learners.script=train.py", "did you mean command? Such as command: [train.py]"),
+        ("num_learners=3", "did you mean regions? Such as regions: [{learners: 3}]"),
+        ("regions.0.replicas=4", "did you mean learners? Such as learners: 4"),
+        ("sync.compression.bits=4", "did you mean up? Such as up: int4"),
+        ("training.lr=0.1", "did you mean spec.training.optimizer.lr?"),
+        ("sync.lr=0.1", "did you mean spec.sync.outer.lr?"),
+        ("lr=0.1", "did you mean spec.training.optimizer.lr or spec.sync.outer.lr?"),
+    ],
+)
+def test_another_name_is_told_by_the_fields_own_with_an_example(override: str, words: str) -> None:
+    (problem,) = said(override)
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.stop=1000", "must be a mapping, such as {steps: 1000}"),
+        ("training.batch=16", "must be a mapping, such as {sequences: 16}"),
+        ("training.model=./w", "must be a mapping, or null, such as {from: ./w}"),
+        ("training.data=a.txt", "must be a mapping, or null, such as {paths: [a.txt]}"),
+        ("training.optimizer=3e-4", "must be a mapping, such as {lr: 0.0003}"),
+        ("sync.compression=int8", "must be a mapping, such as {up: int8}"),
+        ("sync.outer=sgd", "must be a mapping, such as {optimizer: sgd}"),
+        ("sync.grace=often", "must be a mapping, such as {capSeconds: 10.0}"),
+        ("learners=4", "said for each region, such as regions: [{learners: 4}]"),
+        ("regions=3", "must be a list of 1 to 64 mappings, such as [{learners: 3}]"),
+    ],
+)
+def test_a_single_value_for_a_section_gets_an_example_with_that_value(override: str, words: str) -> None:
+    (problem,) = said(override)
+    assert words in problem
+
+
+def test_a_rule_does_not_speak_of_a_field_that_was_given_by_another_name() -> None:
+    """`H: 2` is refused; that 24 fragments need an `every` of 24 is no second problem."""
+    assert len(said("sync.H=2", "sync.fragments=30")) == 1
+
+
+def test_the_example_is_one_that_the_field_takes() -> None:
+    (problem,) = said("sync.H=often")
+    assert "Such as every: 24" in problem
+
+
+def test_other_names_lead_to_fields_and_samples_to_sections() -> None:
+    for path in OTHERS:
+        steps: list[str | int] = list(path.split("."))
+        if steps[1] == "regions":
+            steps.insert(2, 0)
+        assert locate(DiLoCoJob, tuple(steps))[0] is not None, path
+    assert other_names(("spec", "sync", "quorum"))[0] == "K" and other_names(("spec",)) == []
+    for path, sample in SAMPLES.items():
+        for name in sample:
+            assert locate(DiLoCoJob, (*path.split("."), name))[0] is not None, (path, name)
+    assert meant_by("h", ("spec", "training")) == ("spec", "sync", "every")
+    assert meant_by("path", ("spec", "training", "data")) == ("spec", "training", "data", "paths")
+    assert meant_by("path", ("spec", "sync")) is None  # of the model's or of the data's
+    assert meant_by("nonsense", ()) is None
