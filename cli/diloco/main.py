@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from diloco import version
+from diloco.authoring import commands as authoring_commands
 from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
@@ -20,13 +22,14 @@ from diloco.simulate import commands as simulate_commands
 app = typer.Typer(
     name="diloco",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     help="""Train one model on machines that come and go (Decoupled DiLoCo, arXiv 2604.21428).
 
-A job is one YAML file. Try it on this machine:
+A job is one YAML file. Try it on this machine, with the examples or a file of your own (`diloco init`):
+
+    diloco examples
 
     diloco validate examples/tiny-gpt.yaml
 
@@ -417,14 +420,8 @@ def report(
         show_report(document, what, out, as_json)
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from importlib.metadata import version as installed
-
-    print_text(installed("decoupled-diloco"))
-
-
+version.add_to(app)
+authoring_commands.add_to(app)
 cluster_commands.add_to(app)
 machine_commands.add_to(app)
 simulate_commands.add_to(app)

@@ -1,0 +1,3 @@
+"""Help with writing a job file: ``diloco init``, ``diloco explain`` and ``diloco examples``."""
+
+from __future__ import annotations
