@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch.utils.data import default_collate
@@ -47,6 +48,7 @@ from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.stall_rule import LifeSigns
+from diloco_worker.data.map_style import check_map_style
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.fragments import ModelFragments, build_layout, refuse_running_statistics
@@ -54,6 +56,7 @@ from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_worker.standalone.learner import StandaloneLearner, is_alone
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
@@ -150,9 +153,16 @@ class Learner:
         several, each for parameters of its own; their state is handed over between learners where it is tensors and
         numbers. One that keeps a copy of the parameters (schedule-free, float32 masters) is refused.
 
+        Where no such variable names a job or a syncer, as with plain ``python train.py``, it warns and gives a
+        ``StandaloneLearner``: the same loop in this process alone.
+
         Raises ConfigurationError. If the program does not handle it, it ends with the error's exit code.
         """
         exit_hooks.install()
+        variables = os.environ if environ is None else environ
+        if is_alone(variables):
+            # Not a subclass, which would have to build what a session needs; tests hold their public names together.
+            return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables))
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "learner":
             raise ConfigurationError(f"DILOCO_ROLE is {settings.role!r}: a training loop needs the role learner")
@@ -245,6 +255,7 @@ class Learner:
         """
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
+        check_map_style(dataset)
         self._begin_loop()
         spec = self.job.spec
         # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.

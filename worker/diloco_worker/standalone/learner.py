@@ -1,0 +1,254 @@
+"""A training script without its job: ``python train.py``, for a first try and for a debugger.
+
+``Learner.from_environment`` gives a ``StandaloneLearner`` where the environment names neither a job nor a syncer. It
+has everything that a loop uses of a ``Learner``, and the same complaints about model, optimizer and data set. There is
+one process, no syncer and no thread, so that a breakpoint holds everything, in the data set's code too. Nothing is
+merged, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils.data import default_collate
+
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError, load_job
+from diloco_protocol.vocabulary import JobPhase
+from diloco_worker.data.map_style import check_map_style
+from diloco_worker.data.shuffle import Permutation, step_seed
+from diloco_worker.fragments import build_layout, refuse_running_statistics
+from diloco_worker.settings import ConfigurationError, WorkerError
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.step_metrics import StepMetrics
+
+log = logging.getLogger(__name__)
+
+JOB_VARIABLE = "DILOCO_ALONE_JOB"
+# What says nothing of a job: everything else of ours does, and a learner that lacks a part of it must not train alone.
+_OTHER_VARIABLES = frozenset(
+    {JOB_VARIABLE, "DILOCO_LOG_FORMAT", "DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS", "DILOCO_THREADS"}
+)
+
+
+def is_alone(environ: Mapping[str, str]) -> bool:
+    """Whether nothing in the environment comes from a job."""
+    return not any(name.startswith("DILOCO_") and name not in _OTHER_VARIABLES for name in environ)
+
+
+def job_alone(environ: Mapping[str, str]) -> DiLoCoJob:
+    """The job file that DILOCO_ALONE_JOB names, as a learner of its first region has it; not set: a job of defaults.
+    Raises ConfigurationError."""
+    path = environ.get(JOB_VARIABLE)
+    try:
+        if path:
+            job = load_job(path)
+            return job.model_copy(update={"spec": job.spec.in_region(job.spec.regions[0].name)})
+    except JobError as error:
+        raise ConfigurationError(f"{JOB_VARIABLE}: {error}") from error
+    return DiLoCoJob.model_validate(
+        {
+            "apiVersion": "diloco.io/v1alpha1",
+            "kind": "DiLoCoJob",
+            "metadata": {"name": "alone"},
+            "spec": {"learners": {"command": ["python", "train.py"]}, "regions": [{"name": "local", "learners": 1}]},
+        }
+    )
+
+
+class StandaloneLearner:
+    """What a loop uses of a Learner, with nobody else there. ``job``: whose batch, seed and stop hold.
+
+    Raises ConfigurationError for a model or optimizer that a job would refuse.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        job: DiLoCoJob,
+        warning: str = "",
+    ) -> None:
+        refuse_running_statistics(model)
+        sync = job.spec.sync
+        self.layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)
+        InnerOptimizers(model, optimizers)
+        self.job = job
+        self.learners = 1
+        self.step = 0
+        self.tokens = 0
+        self._model = model
+        self._metrics = StepMetrics()
+        self._losses: list[float] = []  # the first and the last
+        self._started = False
+        self._terminated = False
+        self._began = 0.0
+        self._compute_seconds = 0.0
+        self._compute_from: float | None = None
+        self._previous_handler: Any = None
+        stop = job.spec.training.stop
+        log.warning(
+            "training alone: %s. Nothing is merged or saved; it stops after %s %s",
+            warning or "there is no syncer",
+            f"{stop.limit:,.0f}",
+            stop.kind,
+        )
+
+    @classmethod
+    def from_environment(
+        cls,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        environ: Mapping[str, str],
+    ) -> Self:
+        """With the job that DILOCO_ALONE_JOB names. Raises ConfigurationError."""
+        named = environ.get(JOB_VARIABLE)
+        cure = f"with the settings of {named}" if named else f"with default settings ({JOB_VARIABLE}=JOB.yaml: a job's)"
+        why = f"no job started this program (diloco run JOB.yaml does), {cure}"
+        return cls(model, optimizers, job_alone(environ), why)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def slot(self) -> int:
+        """0, as the first learner of a job has it."""
+        return 0
+
+    @property
+    def progress(self) -> float:
+        """How near the loop is to training.stop, 0 to 1."""
+        stop = self.job.spec.training.stop
+        seconds = time.monotonic() - self._began if self._began else 0.0
+        return min(1.0, {"steps": self.step, "tokens": self.tokens, "seconds": seconds}[stop.kind] / stop.limit)
+
+    @property
+    def seed(self) -> int:
+        """As Learner.seed, of slot 0."""
+        return step_seed(self.job.spec.seed, 0, self.step)
+
+    @property
+    def phase(self) -> str:
+        """waiting, training, draining (SIGTERM) or complete."""
+        if self.progress >= 1.0:
+            return JobPhase.COMPLETE
+        if self._terminated:
+            return JobPhase.DRAINING
+        return JobPhase.TRAINING if self._started else JobPhase.WAITING
+
+    @property
+    def draining(self) -> bool:
+        """Whether no further step is to be made."""
+        return self._terminated or self.progress >= 1.0
+
+    @property
+    def exit_code(self) -> int:
+        """0: there is no job that could fail."""
+        return 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As Learner.metrics; no bytes travel."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "loss": self._metrics.read_loss(),
+            "step_seconds": self._metrics.step_seconds,
+            "compute_seconds": self._compute_seconds,
+            "stalled_seconds": self._metrics.stalled_seconds,
+            "bytes_up": 0,
+            "bytes_down": 0,
+        }
+
+    def rewarm_scale(self) -> float:
+        """1: the optimizer is the one that began."""
+        return 1.0
+
+    # ------------------------------------------------------------------ the loop
+
+    def batches(
+        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
+    ) -> Iterator[Any]:
+        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass."""
+        batch_spec = self.job.spec.training.batch
+        count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
+        check_map_style(dataset)
+        if not 1 <= count <= len(dataset):
+            raise ConfigurationError(
+                f"the data set has {len(dataset)} sequences and a step needs {count}: "
+                "give more data, or lower batch.sequences or batch.accumulation"
+            )
+        numbers = self._numbers(len(dataset))
+        for _ in self.steps():
+            self._metrics.begin_wait()
+            batch = collate([dataset[next(numbers)] for _ in range(count)])
+            self._compute_from = self._metrics.end_wait()
+            yield batch
+
+    def _numbers(self, size: int) -> Iterator[int]:
+        """Numbers of items, pass after pass."""
+        data_epoch = 0
+        while True:
+            order = Permutation(size, step_seed(self.job.spec.seed, 0, data_epoch))
+            yield from map(order, range(size))
+            data_epoch += 1
+
+    def steps(self) -> Iterator[int]:
+        """As Learner.steps."""
+        if self._started:
+            raise WorkerError("a Learner runs one loop: make a new one for another")
+        self._started = True
+        self._began = time.monotonic()
+        while not self.draining:
+            self._compute_from = time.monotonic()
+            yield self.step
+
+    def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
+        """As Learner.after_step. ``lr`` is not written anywhere."""
+        if not self.step:
+            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
+        if self._compute_from is None:
+            raise WorkerError(
+                "after_step was called before the first batch: iterate over learner.batches(dataset), "
+                "or over learner.steps() where the loop brings its own data"
+            )
+        seconds = self._metrics.begin_wait() - self._compute_from
+        if loss is not None:
+            self._metrics.put_loss(loss)
+            if math.isfinite(known := self._metrics.read_loss()):
+                self._losses = [*self._losses[:1], known]
+        self.step += 1
+        self.tokens += int(tokens)
+        self._compute_seconds += seconds
+        self._metrics.add_step(seconds)
+        self._compute_from = self._metrics.end_wait()
+
+    # ------------------------------------------------------------------ end
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        if kind is None:
+            self.leave()
+
+    def _terminate(self, signum: int, frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def leave(self) -> None:
+        """Say what was trained: there is nobody to offer it to."""
+        losses = f", training loss {self._losses[0]:.3f} to {self._losses[-1]:.3f}" if self._losses else ""
+        log.info("trained alone: %d steps, %d tokens%s", self.step, self.tokens, losses)
