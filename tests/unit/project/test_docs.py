@@ -167,6 +167,11 @@ def test_the_job_in_the_readme_is_one() -> None:
     assert parse_job(job).spec.slots == 3
 
 
+def test_the_job_in_the_tutorial_is_one() -> None:
+    (job,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "tutorial.md").read_text(encoding="utf-8"), re.S)
+    assert parse_job(job).spec.slots == 3
+
+
 def test_metrics_that_operations_names_exist() -> None:
     text = (DOCS / "operations.md").read_text(encoding="utf-8") + PROTOCOL
     parts = ("syncer/diloco_syncer/server/pages/metrics.py", "worker/diloco_worker/status_page.py")
