@@ -106,7 +106,7 @@ def run(
 def chaos(
     job: JobFile,
     compare: Annotated[
-        str, typer.Option(metavar="NAMES", help="Baselines, separated by commas: ddp, torchft.")
+        str, typer.Option(metavar="NAMES", help="Baselines, separated by commas: ddp, ddp-elastic, torchft.")
     ] = "ddp",
     mtbf: Annotated[
         float, typer.Option(metavar="SECONDS", help="Mean time until a learner that is well fails (Poisson).")
@@ -156,7 +156,7 @@ def chaos(
 
     Examples:
 
-        diloco chaos examples/tiny-gpt.yaml --compare ddp,torchft --mtbf 60 --minutes 5 --report out/
+        diloco chaos examples/tiny-gpt.yaml --compare ddp,ddp-elastic --mtbf 60 --minutes 5 --report out/
 
         diloco chaos examples/tiny-gpt.yaml --mtbf 30 --seed 7 --dry-run
 

@@ -2,6 +2,7 @@
 
 *Rigid*: all machines start their ranks together. When one rank ends, all are ended, and start again from the checkpoint
 in memory once every machine is back.
+*Elastic*: each machine keeps an agent of torchrun's, which meet at a store and start a rank for each group they form.
 *torchft*: each machine keeps a replica, which meet by a lighthouse.
 
 The faults are those of our arm, carried out by the same injector, and hit machines: one that fails while the others
@@ -46,7 +47,7 @@ PROGRAM_SECONDS = 600.0  # for calibration and for the scores
 MOST_VAIN_STARTS = 8  # in a row, without a step in between; of each machine
 MEMORY = Path("/dev/shm")
 # Baselines whose machines meet at a server: its program, and theirs.
-SERVED = {"torchft": ("lighthouse", "replica")}
+SERVED = {"ddp-elastic": ("store", "agent"), "torchft": ("lighthouse", "replica")}
 
 
 class Machine:
@@ -273,7 +274,7 @@ class _BaselineRun:
                 machine.signal(signal.SIGKILL)
             await asyncio.wait(waits, timeout=10.0)
 
-    # -------------------------------------------------------------- torchft
+    # -------------------------------------------------------------- elastic, torchft
 
     async def keep_served(self, server: str, program: str) -> None:
         """``program`` on each machine that is there, and ``server``, where they meet. Raises ArmError."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 from runs import JOB
 
-from diloco.compare.arm import ArmResult, measure_arm
+from diloco.compare.arm import ArmResult, measure_arm, read_rows
 from diloco.compare.baselines import run_baseline
 from diloco.compare.plan import Comparison, Pace, job_overrides
 from diloco.local.chaos.schedule import parse
@@ -19,18 +20,18 @@ SECONDS, STEP, TOKENS = 8.0, 0.1, 4 * 32
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(200)]
 
 
-def train(name: str, folder: Path, chaos: str) -> ArmResult:
+def train(name: str, folder: Path, chaos: str, seconds: float = SECONDS) -> ArmResult:
     job_file = folder / "job.yaml"
     job_file.write_text(JOB.format(steps=1, learners=2))
     words = " ".join(f"word{n % 97} and {n * 7919 % 1000}" for n in range(20_000))
     (folder / "corpus.txt").write_text(words)
-    overrides = job_overrides([], SECONDS, 0)
+    overrides = job_overrides([], seconds, 0)
     plan = Comparison(
-        job_file, overrides, read_job_file(job_file, overrides), parse(chaos), SECONDS, SECONDS, Pace(STEP, TOKENS)
+        job_file, overrides, read_job_file(job_file, overrides), parse(chaos), seconds, seconds, Pace(STEP, TOKENS)
     )
     told: list[float] = []
     record = asyncio.run(run_baseline(name, plan, folder / "arm", told.append))
-    assert max(told) > SECONDS / 2, "it says how far it is"
+    assert max(told) > seconds / 2, "it says how far it is"
     return measure_arm(name, plan, record)
 
 
@@ -43,3 +44,17 @@ def test_rigid_waits_for_the_machine_and_goes_on_from_the_checkpoint(tmp_path: P
     assert -TOKENS <= got.trained_tokens - got.kept_tokens <= 10 * 2 * TOKENS
     assert got.bytes > 0 and got.losses[-1][2] < got.losses[0][2]
     assert got.losses[-1][0] == got.kept_tokens
+
+
+def test_elastic_goes_on_without_the_machine_and_with_it_again(tmp_path: Path) -> None:
+    got = train("ddp-elastic", tmp_path, "3s:kill:learner-1:12s", seconds=35.0)
+    worlds = {row["time"]: row["world"] for row in read_rows(tmp_path / "arm" / "steps-0.jsonl")}
+    groups = [world for world, _ in groupby(worlds[time] for time in sorted(worlds))]
+    assert groups == [2, 1, 2], "the survivor trains alone while the other is away, and both do after its return"
+    (fault,) = got.recoveries
+    assert fault.stall_seconds < 12.0 and fault.back_seconds is not None
+    # The survivor kept what it had at each change of the group: at most the step in flight is lost, of each rank.
+    assert abs(got.trained_tokens - got.kept_tokens) <= 2 * 2 * TOKENS
+    steps = [row["step"] for row in read_rows(tmp_path / "arm" / "steps-0.jsonl")]
+    assert steps == list(range(1, len(steps) + 1)), "no step is made twice"
+    assert got.bytes > 0 and got.losses[-1][2] < got.losses[0][2]

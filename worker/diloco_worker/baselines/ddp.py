@@ -36,13 +36,12 @@ def train_rank(job: DiLoCoJob, settings: BaselineSettings) -> int:
     place, world = dist.get_rank(), dist.get_world_size()
     state = rank.states.restore(rank.model, rank.optimizer)
     dist.barrier()  # nobody writes a checkpoint while others read one
-    wrapped = DistributedDataParallel(rank.model)
-    wrapped.config = rank.model.config  # where the loss of a mixture of experts looks
+    wrapped = wrap_model(rank)
     log.info("rank %d of %d goes on from step %d", place, world, state.step)
     if place == 0:
         rank.states.forget_scores_after(state.tokens)
         rank.mark_started()
-    checkpoints = _Checkpoints(rank, settings)
+    checkpoints = DueCheckpoints(rank, settings)
     reduced = rank.gradient_bytes * job.spec.training.batch.accumulation
     while True:
         tokens = rank.make_step(wrapped, state.sequences + place * rank.sequences, state.step, place)
@@ -60,7 +59,14 @@ def train_rank(job: DiLoCoJob, settings: BaselineSettings) -> int:
             return 0
 
 
-class _Checkpoints:
+def wrap_model(rank: Rank) -> DistributedDataParallel:
+    """The rank's model, whose gradients are averaged over the process group."""
+    wrapped = DistributedDataParallel(rank.model)
+    wrapped.config = rank.model.config  # where the loss of a mixture of experts looks
+    return wrapped
+
+
+class DueCheckpoints:
     """The first rank's: into memory, at Daly's interval for what the last one cost."""
 
     def __init__(self, rank: Rank, settings: BaselineSettings) -> None:

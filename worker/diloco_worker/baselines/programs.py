@@ -27,13 +27,16 @@ def main() -> int:
 
 
 def _run(settings: BaselineSettings) -> int:
-    from diloco_worker.baselines import ddp, score, torchft_diloco
+    from diloco_worker.baselines import ddp, elastic, score, torchft_diloco
 
     if settings.program == "lighthouse":
         return torchft_diloco.serve_lighthouse(settings)
+    if settings.program == "store":
+        return elastic.serve_store(settings)
     job = read_job(Path(os.environ["DILOCO_JOB_FILE"]))
     programs = {
         "rank": ddp.train_rank,
+        "agent": elastic.run_agent,
         "replica": torchft_diloco.train_replica,
         "score": score.write_scores,
         "calibrate": score.calibrate,

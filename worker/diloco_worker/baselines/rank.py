@@ -26,15 +26,15 @@ FLOAT_BYTES = 4
 
 
 class Rank:
-    """One rank: ``model``, ``optimizer``, ``states`` in memory, and the steps."""
+    """One rank: ``model``, ``optimizer``, ``states`` in memory, and the steps. ``writer``: see ``MemoryStates``."""
 
-    def __init__(self, job: DiLoCoJob, settings: BaselineSettings) -> None:
+    def __init__(self, job: DiLoCoJob, settings: BaselineSettings, writer: str = "") -> None:
         self._spec = spec = job.spec
         self._settings = settings
         self._dataset = data.load(spec)
         self.model = models.build(spec, spec.seed)
         self.optimizer = optimizers.build_optimizer(self.model, spec.training.optimizer)
-        self.states = MemoryStates(Path(settings.memory))
+        self.states = MemoryStates(Path(settings.memory), writer)
         self.pace = Pace.from_environment()
         self._metrics = MetricsFile(settings.steps(settings.learner))
 

@@ -14,11 +14,12 @@ VARIABLE = "DILOCO_BASELINE"
 class BaselineSettings:
     """One process of a baseline.
 
-    ``program``: ``rank`` (one rank of torch DDP), ``replica`` and ``lighthouse`` (torchft's), ``score`` (the loss of
-    was kept) or ``calibrate`` (how long a step computes). ``directory``: the arm's. ``memory``: a folder on a memory
-    file system, for checkpoints and the states to score. ``learner``: index of the machine. ``stop_seconds``: from
-    the first step to the end. ``score_tokens``: between two states that are scored. ``mtbf_seconds``: mean time
-    between two faults of the whole job that end a process. ``store``: host:port.
+    ``program``: ``rank`` (one rank of torch DDP), ``agent`` and ``store`` (elastic DDP's), ``replica`` and
+    ``lighthouse`` (torchft's), ``score`` (the loss of what was kept) or ``calibrate`` (how long a step computes).
+    ``directory``: the arm's. ``memory``: a folder on a memory file system, for checkpoints and the states to score.
+    ``learner``: index of the machine. ``stop_seconds``: from the first step to the end. ``score_tokens``: between two
+    states that are scored. ``mtbf_seconds``: mean time between two faults of the whole job that end a process.
+    ``store``: host:port.
     """
 
     program: str
@@ -59,6 +60,11 @@ class BaselineSettings:
     @property
     def store_address(self) -> Path:
         return Path(self.directory) / "store.json"
+
+    @property
+    def group(self) -> Path:
+        """Names the ranks that formed last: an older group's stop."""
+        return Path(self.directory) / "group.json"
 
     def steps(self, learner: int) -> Path:
         """A line for each step that a rank on this machine made."""

@@ -34,7 +34,7 @@ def test_in_a_cluster_there_are_kills_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--compare", "ddp,horovod"], "there is no baseline 'horovod'; there are ddp, torchft"),
+        (["--compare", "ddp,horovod"], "there is no baseline 'horovod'; there are ddp, ddp-elastic, torchft"),
         (["--mtbf", "0"], "--mtbf and --repair: they have to be above 0"),
         (["--minutes", "0"], "--minutes 0: it must be above 0"),
         (["--chaos", "5s:kill:syncer"], "a comparison takes kill, pause, cut and slow of one named learner"),

@@ -46,6 +46,15 @@ def test_scores_of_an_undone_course_are_forgotten(tmp_path: Path) -> None:
     assert [kept["tokens"] for kept in states.kept()] == [100, 200, 250], "last the checkpoint, which is ahead"
 
 
+def test_of_several_writers_the_most_advanced_state_counts(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    for writer, tokens in (("-0", 100), ("-1", 300), ("-2", 200)):
+        MemoryStates(tmp_path, writer).save(TrainState(tokens // 100, 0, tokens), model, optimizer)
+    other, others = trained(1)
+    assert MemoryStates(tmp_path, "-0").restore(other, others).tokens == 300
+    assert [kept["tokens"] for kept in MemoryStates(tmp_path).kept()] == [300]
+
+
 CUT = """
 import socket
 from diloco_worker.baselines.link import shut_connections_down
