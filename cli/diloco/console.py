@@ -67,7 +67,16 @@ def job_name(text: str) -> str:
     return text
 
 
+def run_or_job(text: str) -> str:
+    """A run's directory, or the name of a job in a cluster."""
+    if _NAME.fullmatch(text) is None and not Path(text).exists():
+        raise typer.BadParameter(
+            f"{text!r} is no run's directory, and no job's name: lower-case letters, digits and dashes, at most 30"
+        )
+    return text
+
+
 def means_job(argument: str | None) -> bool:
-    """Whether an argument of ``status``, ``export`` and ``report`` names a job in a cluster: it could be a
+    """Whether an argument of ``status``, ``logs``, ``export`` and the like names a job in a cluster: it could be a
     job's name, and nothing on this machine is called so."""
     return argument is not None and _NAME.fullmatch(argument) is not None and not Path(argument).exists()

@@ -266,14 +266,14 @@ def status(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole status document, for programs.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Of a job in a cluster: go on showing it.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it, until it is over.")] = False,
     everywhere: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="List the jobs of every namespace of the cluster.")
     ] = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
-) -> None:
+) -> int:
     """Show how a job is doing, on this machine or in a cluster.
 
     Examples:
@@ -281,6 +281,8 @@ def status(
         diloco status
 
         diloco status runs/tiny-gpt --json
+
+        diloco status runs/tiny-gpt --watch
 
         diloco status 127.0.0.1:8080
 
@@ -295,17 +297,20 @@ def status(
 
         with in_cluster(None if meant else what):
             show_status(there, what, everywhere, watch, as_json)
-        return
+        return 0
     from diloco.local.status import as_json as json_of
     from diloco.local.status import read_status, show
 
     if watch:
-        raise CommandError("--watch is for jobs in clusters: a run on this machine shows itself")
+        from diloco.local.watch_status import watch_status
+
+        return watch_status(what, as_json)
     document = read_status(what)
     if as_json:
         print_text(json.dumps(json_of(document), indent=1))
     else:
         show(document)
+    return 0
 
 
 @app.command()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.console import CommandError, command, duration, job_name
+from diloco.console import CommandError, command, duration, job_name, means_job, run_or_job
 
 DELETE_SECONDS = 120.0
 
@@ -38,6 +38,12 @@ Kubeconfig = Annotated[
     Path | None, typer.Option("--kubeconfig", metavar="FILE", help="Instead of $KUBECONFIG or ~/.kube/config.")
 ]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", callback=job_name)]
+RunOrJob = Annotated[
+    str,
+    typer.Argument(
+        metavar="WORKDIR|JOB", help="A run's directory, or the name of a job in a cluster.", callback=run_or_job
+    ),
+]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is so, with lines of progress.")]
 Timeout = Annotated[
     float | None,
@@ -116,7 +122,7 @@ def apply(
 
 
 def events(
-    job: Job,
+    job: RunOrJob,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on as they come.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object a line, for programs.")] = False,
     context: Contexts = [],  # noqa: B006
@@ -125,19 +131,31 @@ def events(
 ) -> None:
     """What has happened to a job and its pods, in sentences, as long as the cluster remembers (an hour).
 
+    Of a run on this machine, all that its syncer has logged.
+
     Examples:
+
+        diloco events runs/tiny-gpt
 
         diloco events tiny-gpt
 
         diloco events tiny-gpt --watch --context my-cluster
     """
+    there = where(context, namespace, kubeconfig)
+    if not there.given and not means_job(job):
+        from diloco.local.log_files import show_events as show_run_events
+        from diloco.processes.workdir import find
+
+        show_run_events(find(job), watch, as_json)
+        return
     from diloco.cluster.status import show_events
 
-    show_events(where(context, namespace, kubeconfig), job, watch, as_json)
+    with in_cluster(None if there.given else job):
+        show_events(there, job, watch, as_json)
 
 
 def logs(
-    job: Job,
+    job: RunOrJob,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -153,14 +171,16 @@ def logs(
     previous: Annotated[
         bool, typer.Option("--previous", "-p", help="Of the container before the last restart.")
     ] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Lines as they are (JSON), without whose.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Lines as they are, without whose.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """The logs of a job's pods, merged by time, each line with whose it is.
+    """The logs of a job's pods, or of a run's processes on this machine, merged by time, each line with whose it is.
 
     Examples:
+
+        diloco logs runs/tiny-gpt learner-1 --tail 20
 
         diloco logs tiny-gpt -f
 
@@ -168,10 +188,19 @@ def logs(
 
         diloco logs tiny-gpt syncer --since 10m --raw
     """
+    there = where(context, namespace, kubeconfig)
+    if not there.given and not means_job(job):
+        from diloco.local.log_files import LogFileOptions
+        from diloco.local.log_files import show_logs as show_run_logs
+        from diloco.processes.workdir import find
+
+        if previous:
+            raise CommandError("--previous is for pods: on this machine a process and those before it have one log")
+        return show_run_logs(find(job), LogFileOptions(target, follow, since, tail, raw))
     from diloco.cluster.logs import LogOptions, show_logs
 
-    there = where(context, namespace, kubeconfig)
-    return show_logs(LogOptions(there, job, target, follow, since, tail, previous, raw))
+    with in_cluster(None if there.given else job):
+        return show_logs(LogOptions(there, job, target, follow, since, tail, previous, raw))
 
 
 def scale(

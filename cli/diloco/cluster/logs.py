@@ -9,7 +9,6 @@ container restarted, the API server away) until its pod is gone; new pods of the
 from __future__ import annotations
 
 import heapq
-import json
 import queue
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
 from diloco.console import FAILED, WRONG, print_text
+from diloco.log_lines import rendered
 from diloco.text_console import TextConsole
 from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
@@ -30,8 +30,6 @@ SILENCE_SECONDS = 60.0  # after which a followed stream is asked for anew: it ma
 LOOK_SECONDS = 2.0  # between looks for new pods
 _CONTAINERS = ("syncer", "learner", "evaluator")
 _ONLY_THE_END = ("sinceSeconds", "tailLines")
-_STYLES = {"warning": "yellow", "error": "red", "critical": "red", "debug": "dim"}
-_KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot", "message", "traceback"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +125,6 @@ def stamped(line: str) -> tuple[str, str]:
     if not stamp.endswith("Z") or len(head) != 19 or (point and not fraction.isdigit()):
         return "", line
     return f"{head}.{fraction:0<9}", text
-
-
-def rendered(line: str) -> tuple[str, str]:
-    """A JSON log line for people, and its style; any other line as it is."""
-    if not line.startswith("{"):
-        return line, ""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return line, ""
-    if not isinstance(entry, dict) or "message" not in entry:
-        return line, ""
-    level = str(entry.get("level") or "").lower()
-    stamp = str(entry.get("time") or "").rpartition("T")[2].removesuffix("Z")
-    slot = entry.get("slot")
-    more = "".join(f"  {key}={value}" for key, value in entry.items() if key not in _KNOWN)
-    held = f"slot {slot}  " if isinstance(slot, int) and slot >= 0 else ""
-    text = f"{stamp} {level.upper():<7} {held}{entry['message']}{more}".strip()
-    if entry.get("traceback"):
-        text += "\n" + str(entry["traceback"])
-    return text, _STYLES.get(level, "")
 
 
 # ------------------------------------------------------------------ reading

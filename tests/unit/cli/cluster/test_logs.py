@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from diloco.cluster.client import ClusterError
-from diloco.cluster.logs import MAX_LINE, LogOptions, _Printer, chosen, lines, rendered, source, stamped
+from diloco.cluster.logs import MAX_LINE, LogOptions, _Printer, chosen, lines, source, stamped
+from diloco.log_lines import rendered
 from diloco_protocol.common.logs import JsonLines
 
 JOB: dict[str, Any] = {

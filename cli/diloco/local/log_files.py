@@ -1,0 +1,217 @@
+"""``diloco logs`` and ``diloco events`` of a run on this machine, from the files in its directory.
+
+Each process has one file, to which its successors add. Files are read line by line and merged by the time in each
+line (the syncer's is JSON in UTC, the others' is text in local time); a line without a time, as of a traceback, belongs
+to the one before it. A run that goes on is followed until its runner is gone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from diloco.console import FAILED, CommandError, print_text
+from diloco.log_lines import rendered
+from diloco.processes.workdir import Workdir
+from diloco.processes.worker_specs import worker_specs
+from diloco.text_console import TextConsole
+from diloco_protocol.spec.load import JobError, read_job
+from diloco_protocol.vocabulary import EventKind
+
+POLL_SECONDS = 0.5
+MAX_LINE = 256 << 10  # bytes of one line; the rest of a longer one is another
+_TEXT_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
+_EVENTS = frozenset({*EventKind, "serving", "restored", "stopping"})  # the last three are of a syncer's life
+
+
+@dataclass(frozen=True, slots=True)
+class LogFileOptions:
+    """What the command line said. ``since``: seconds; ``tail``: lines of each process."""
+
+    target: str | None = None
+    follow: bool = False
+    since: float | None = None
+    tail: int | None = None
+    raw: bool = False
+
+
+def line_time(line: str) -> float | None:
+    """The Unix time at which a line was written; None: it does not say."""
+    try:
+        if line.startswith("{"):
+            return datetime.fromisoformat(json.loads(line)["time"]).timestamp()
+        if _TEXT_TIME.match(line):
+            return datetime.fromisoformat(line[:23].replace(",", ".")).timestamp()
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        pass
+    return None
+
+
+class LogFile:
+    """A process's log, read on from where it was left. ``label``: the process's name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.label = path.stem
+        self._offset = 0
+        self._rest = b""
+        self._last = 0.0
+
+    def new_lines(self) -> Iterator[tuple[float, str, str]]:
+        """(time, label, line) of each whole line since the last call. A file that is not there has none."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise CommandError(f"{self.path} cannot be read: {error.strerror}", FAILED) from error
+        with file:
+            file.seek(self._offset)
+            while piece := file.readline(MAX_LINE):
+                self._offset += len(piece)
+                self._rest += piece
+                if self._rest.endswith(b"\n") or len(self._rest) >= MAX_LINE:
+                    yield self._take_line()
+
+    def last_line(self) -> Iterator[tuple[float, str, str]]:
+        """What is left without an end of line."""
+        if self._rest:
+            yield self._take_line()
+
+    def _take_line(self) -> tuple[float, str, str]:
+        line, self._rest = self._rest.decode("utf-8", "replace").rstrip("\r\n"), b""
+        self._last = line_time(line) or self._last
+        return self._last, self.label, line
+
+
+def is_running(workdir: Workdir) -> bool:
+    """Whether the run's own process is there: it wrote its id into the lock that it holds."""
+    try:
+        pid = int(workdir.lock.read_text(encoding="ascii").strip())
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def chosen_files(workdir: Workdir, target: str | None) -> Callable[[str], bool]:
+    """Which processes ``target`` means, by name: a process (syncer, evaluator, learner-1), a region, REGION-N; None:
+    all. Raises CommandError for one that the job does not have."""
+    if target is None:
+        return lambda label: True
+    means: dict[str, set[str]] = {}
+    try:
+        for worker in worker_specs(read_job(workdir.job)):
+            means.setdefault(worker.name, set()).add(worker.name)
+            if worker.name != "evaluator":
+                means.setdefault(f"{worker.region}-{worker.ordinal}", set()).add(worker.name)
+                means.setdefault(worker.region, set()).add(worker.name)
+    except (OSError, JobError):
+        pass  # the names of the files are still good
+    for path in workdir.logs.glob("*.log"):
+        means.setdefault(path.stem, set()).add(path.stem)
+    if target not in means:
+        raise CommandError(f"the run in {workdir.path} has no {target}; it has {', '.join(means)}")
+    return means[target].__contains__
+
+
+def show_logs(workdir: Workdir, options: LogFileOptions) -> int:
+    """Print the logs of a run: the exit code. Raises CommandError."""
+    wanted = chosen_files(workdir, options.target)
+    files: dict[Path, LogFile] = {}
+    width = 0
+
+    def found() -> list[LogFile]:
+        nonlocal width
+        for path in sorted(workdir.logs.glob("*.log")):
+            if wanted(path.stem) and path not in files:
+                files[path] = LogFile(path)
+                width = max(width, len(path.stem))
+        return list(files.values())
+
+    def show(lines: Iterable[tuple[float, str, str]]) -> None:
+        for _, label, line in lines:
+            _print_line(line, f"{label:<{width}}  " if options.target is None or len(files) > 1 else "", options.raw)
+
+    since = 0.0 if options.since is None else time.time() - options.since
+    show(heapq.merge(*(_part(one, since, options.tail) for one in found()), key=lambda line: line[0]))
+    if not files and not options.follow:
+        raise CommandError(
+            f"the run in {workdir.path} has no log{'' if options.target is None else 's of that'} yet", FAILED
+        )
+    while options.follow:
+        running = is_running(workdir)
+        show(heapq.merge(*(one.new_lines() for one in found()), key=lambda line: line[0]))
+        if not running:
+            print_text(f"the run in {workdir.path} is not going on", file=sys.stderr)
+            break
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def _part(one: LogFile, since: float, tail: int | None) -> Iterable[tuple[float, str, str]]:
+    """The lines of a log that are new enough; of them the last."""
+    lines = (line for part in (one.new_lines, one.last_line) for line in part() if line[0] >= since)
+    return lines if tail is None else deque(lines, maxlen=tail)
+
+
+def _print_line(line: str, prefix: str, raw: bool) -> None:
+    if raw:
+        print_text(line, flush=True)
+        return
+    text, style = rendered(line)
+    for part in text.split("\n"):
+        if style and sys.stdout.isatty():
+            TextConsole(soft_wrap=True, highlight=False).print(f"{prefix}{part}", style=style)
+        else:
+            print_text(f"{prefix}{part}", flush=True)
+
+
+# ------------------------------------------------------------------ events
+
+
+def event_in(line: str) -> dict[str, object] | None:
+    """The event that a line of the syncer's log tells of: its time (text, UTC), kind, slot and message."""
+    try:
+        entry = json.loads(line)
+        kind, said = entry["message"].split(":" if ": " in entry["message"] else " ", 1)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    kind, _, more = kind.partition(" ")
+    if kind not in _EVENTS or (more and kind in set(EventKind)):
+        return None
+    said = f"{more}: {said}" if more else said.strip()
+    return {"time": entry.get("time"), "kind": kind, "slot": entry.get("slot", -1), "message": said}
+
+
+def show_events(workdir: Workdir, watch: bool, as_json: bool) -> None:
+    """Print what happened to a run, oldest first: all that its syncers have logged. Raises CommandError."""
+    log = LogFile(workdir.log("syncer"))
+    shown = 0
+    while True:
+        running = is_running(workdir)
+        for _, _, line in log.new_lines():
+            event = event_in(line)
+            if event is None:
+                continue
+            shown += 1
+            stamp = str(event["time"]).replace("T", " ").partition(".")[0]
+            print_text(json.dumps(event) if as_json else f"{stamp}  {event['kind']:<13} {event['message']}", flush=True)
+        if not watch or not running:
+            break
+        time.sleep(POLL_SECONDS)
+    if not shown and not as_json:
+        print_text(f"no events in {workdir.path} yet: its syncer has logged none")
+    if watch and not running:
+        print_text(f"the run in {workdir.path} is not going on", file=sys.stderr)

@@ -1,0 +1,71 @@
+"""``diloco status --watch`` of a run on this machine or of an address: the run's own screen, from outside of it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from diloco.console import COMPLETE, FAILED, CommandError, print_text
+from diloco.local.screen import RunView, Screen, make_screen, summary
+from diloco.local.status import as_json as json_of
+from diloco.local.status import read_status
+from diloco.local.watch import EVENT_STYLES, QUIET_EVENTS
+from diloco.text_console import TextConsole
+from diloco_protocol.documents import RunReport, StatusDocument
+from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase
+
+POLL_SECONDS = 1.0
+SILENT_SECONDS = 60.0  # of a syncer that has answered before: it may be starting again
+
+
+def watch_status(where: str | None, as_json: bool) -> int:
+    """Show how the run is doing until it is over; the exit code: 0, or 1 if it has failed. Raises CommandError, also
+    when a run that was shown does not answer any more and has left no report."""
+    console = TextConsole(soft_wrap=False)
+    screen = None if as_json else make_screen(console)
+    shown: set[tuple[int, int]] = set()
+    began, heard, view = time.time(), float("-inf"), None
+    try:
+        while True:
+            try:
+                document = read_status(where)
+            except CommandError:
+                if view is None or time.monotonic() > heard + SILENT_SECONDS:
+                    raise
+                view.serving = False
+                if screen is not None:
+                    screen.update(view)
+                time.sleep(POLL_SECONDS)
+                continue
+            if screen is None:
+                print_text(json.dumps(json_of(document)), flush=True)
+            if isinstance(document, RunReport):
+                break
+            heard = time.monotonic()
+            names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}
+            view = RunView(document.job, None, document, names, serving=True)
+            if screen is not None:
+                _show_events(screen, document, shown, began)
+                screen.update(view)
+            if document.phase in ENDED_PHASES:
+                return FAILED if document.phase == JobPhase.FAILED else COMPLETE
+            time.sleep(POLL_SECONDS)
+    finally:
+        if screen is not None:
+            screen.close()
+    if screen is not None:
+        console.print("not running; its last report:")
+        console.print(summary(document))
+    return FAILED if document.outcome == "failed" else COMPLETE
+
+
+def _show_events(screen: Screen, document: StatusDocument, shown: set[tuple[int, int]], began: float) -> None:
+    """What has happened since the last look, or since the watch began."""
+    for event in document.events:
+        key = (document.epoch, event.n)
+        if key in shown:
+            continue
+        shown.add(key)
+        if event.time >= began - 1.0 and event.kind not in QUIET_EVENTS:
+            prefix = "" if event.kind is EventKind.PHASE else f"{event.kind}: "
+            screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))

@@ -1,0 +1,29 @@
+"""Lines of our programs' logs, for people."""
+
+from __future__ import annotations
+
+import json
+
+LEVEL_STYLES = {"warning": "yellow", "error": "red", "critical": "red", "debug": "dim"}
+_KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot", "message", "traceback"})
+
+
+def rendered(line: str) -> tuple[str, str]:
+    """A JSON log line for people, and its style; any other line as it is."""
+    if not line.startswith("{"):
+        return line, ""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return line, ""
+    if not isinstance(entry, dict) or "message" not in entry:
+        return line, ""
+    level = str(entry.get("level") or "").lower()
+    stamp = str(entry.get("time") or "").rpartition("T")[2].removesuffix("Z")
+    slot = entry.get("slot")
+    more = "".join(f"  {key}={value}" for key, value in entry.items() if key not in _KNOWN)
+    held = f"slot {slot}  " if isinstance(slot, int) and slot >= 0 else ""
+    text = f"{stamp} {level.upper():<7} {held}{entry['message']}{more}".strip()
+    if entry.get("traceback"):
+        text += "\n" + str(entry["traceback"])
+    return text, LEVEL_STYLES.get(level, "")

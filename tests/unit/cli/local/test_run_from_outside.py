@@ -1,0 +1,217 @@
+"""``logs``, ``events`` and ``status --watch`` of a run on this machine, from another terminal than its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import RootModel
+from typer.testing import CliRunner
+
+from diloco.local.log_files import event_in, is_running, line_time
+from diloco.main import app
+from diloco.processes.workdir import Workdir, claim, locked
+from diloco_protocol.common.http_server import HttpServer, json_page
+from diloco_protocol.common.logs import JsonLines, TextLines
+from diloco_protocol.spec.load import parse_job
+from status_documents import job_report, status_document
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: tiny}
+spec:
+  learners: {command: [python, train.py]}
+  regions: [{name: east, learners: 1}, {name: west, learners: 1, spares: 1}]
+"""
+AT = 1_700_000_000.0
+
+
+def diloco(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def line(message: str, at: float, form: logging.Formatter, level: int = logging.INFO) -> str:
+    """A line as our programs log it."""
+    record = logging.LogRecord("diloco.part", level, "", 0, message, (), None)
+    record.created, record.msecs = at, at % 1 * 1000
+    return form.format(record) + "\n"
+
+
+SYNCER = JsonLines({"job": "tiny"})
+WORKER = TextLines()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Workdir]:
+    """A run's directory with logs, whose runner is this process."""
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, parse_job(JOB), tmp_path)
+        workdir.log("syncer").write_text(
+            line("serving on 127.0.0.1:1, epoch 1", AT, SYNCER)
+            + line("session 1: abc east-0 joins", AT + 1, SYNCER)
+            + line("joined: east-0 took slot 0 at step 0", AT + 1.5, SYNCER)
+            + line("process-ended: slot 0: its process ended (SIGKILL)", AT + 6, SYNCER, logging.WARNING)
+        )
+        workdir.log("learner-0").write_text(
+            line("step 1", AT + 2, WORKER) + line("it broke", AT + 5, WORKER) + "Traceback (most recent call last):\n"
+        )
+        workdir.log("learner-1").write_text(line("step 1", AT + 3, WORKER) + line("step 2", AT + 5.5, WORKER))
+        yield workdir
+
+
+def test_the_logs_of_all_processes_are_merged_by_time(run: Workdir) -> None:
+    code, said = diloco("logs", run.path)
+    assert code == 0
+    assert [(one.split()[0], one.rpartition(": ")[2]) for one in said.splitlines()] == [
+        ("syncer", said.splitlines()[0].rpartition(": ")[2]),
+        ("syncer", "abc east-0 joins"),
+        ("syncer", "east-0 took slot 0 at step 0"),
+        ("learner-0", "step 1"),
+        ("learner-1", "step 1"),
+        ("learner-0", "it broke"),
+        ("learner-0", said.splitlines()[6].rpartition(": ")[2]),
+        ("learner-1", "step 2"),
+        ("syncer", "its process ended (SIGKILL)"),
+    ]
+    assert "Traceback" in said.splitlines()[6] and "serving on" in said and '{"time"' not in said
+
+
+def test_of_one_process_by_any_of_its_names(run: Workdir) -> None:
+    said = {target: diloco("logs", run.path, target) for target in ("learner-1", "west-0", "west")}
+    assert len(set(said.values())) == 1
+    code, text = said["west-0"]
+    assert code == 0 and "step 2" in text and "it broke" not in text and not text.startswith("learner-1")
+    code, text = diloco("logs", run.path, "learner-7")
+    assert code == 2 and "has no learner-7; it has" in text and "west-0" in text
+
+
+def test_only_the_end_and_only_what_is_new(run: Workdir) -> None:
+    assert diloco("logs", run.path, "--tail", "1")[1].count("\n") == 3
+    now = time.time()
+    with run.log("learner-1").open("a") as log:
+        log.write(line("step 3", now, WORKER))
+    code, said = diloco("logs", run.path, "--since", "10m")
+    assert code == 0 and "step 3" in said and said.count("\n") == 1
+    raw = diloco("logs", run.path, "syncer", "--raw")[1]
+    assert raw == run.log("syncer").read_text()
+
+
+def test_what_is_for_pods_alone_is_said(run: Workdir) -> None:
+    code, said = diloco("logs", run.path, "--previous")
+    assert code == 2 and "--previous is for pods" in said
+    code, said = diloco("logs", run.path.parent)
+    assert code == 2 and "no run's directory" in said
+    code, said = diloco("events", "No Such")
+    assert code == 2 and "no run's directory" in said
+
+
+def test_events_are_what_the_syncer_has_logged(run: Workdir) -> None:
+    code, said = diloco("events", run.path)
+    assert code == 0 and [one.split(None, 2)[2] for one in said.splitlines()] == [
+        "serving       on 127.0.0.1:1, epoch 1",
+        "joined        east-0 took slot 0 at step 0",
+        "process-ended slot 0: its process ended (SIGKILL)",
+    ]
+    events = [json.loads(one) for one in diloco("events", run.path, "--json")[1].splitlines()]
+    assert [event["kind"] for event in events] == ["serving", "joined", "process-ended"]
+    assert events[1]["message"] == "east-0 took slot 0 at step 0" and line_time(json.dumps(events[1])) == AT + 1.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"message": 3}',
+        '{"message": "joinedness: x"}',
+        '{"message": "session 1: x"}',
+        "1",
+        '{"time": 3}',
+    ],
+)
+def test_lines_that_tell_of_no_event_and_have_no_time(text: str) -> None:
+    assert event_in(text) is None and line_time(text) is None
+
+
+def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
+    """In a program of its own, as on another terminal: new lines and new files come as they are written."""
+    assert is_running(run)
+    program = [sys.executable, "-m", "diloco.main", "logs", str(run.path), "-f", "--tail", "1"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None and reader.stderr is not None
+        shown = [reader.stdout.readline() for _ in range(3)]
+        assert "process-ended" in "".join(shown)
+        with run.log("learner-1").open("a") as log:
+            log.write(line("step 3 of a run that goes on", AT + 9, WORKER))
+        assert "step 3 of a run" in reader.stdout.readline()
+        run.log("spare-0").write_text(line("I stand by", AT + 10, WORKER))
+        assert "spare-0" in reader.stdout.readline()
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        run.lock.write_text(f"{ended.pid}\n")
+        assert reader.wait(30) == 0
+        assert "is not going on" in reader.stderr.read()
+    assert not is_running(run)
+
+
+# ------------------------------------------------------------------ status --watch
+
+
+class Pages:
+    """A status page that tells another thing at each look."""
+
+    def __init__(self, *documents: Any) -> None:
+        self._documents = [document.model_dump(mode="json") for document in documents]
+
+    def next(self) -> RootModel[Any]:
+        return RootModel(self._documents.pop(0) if len(self._documents) > 1 else self._documents[0])
+
+
+def event(n: int, message: str, kind: str = "joined") -> dict[str, Any]:
+    return {"n": n, "time": time.time() + 60, "kind": kind, "slot": 0, "incarnation": 1, "message": message}
+
+
+@pytest.mark.parametrize(("phase", "code"), [("complete", 0), ("suspended", 0), ("failed", 1)])
+async def test_a_run_is_watched_until_it_is_over(run: Workdir, phase: str, code: int) -> None:
+    first = status_document(job="tiny", phase="training", step=3, versions=[1], events=[event(1, "east-0 took slot 0")])
+    more = [event(1, "east-0 took slot 0"), event(2, "west-0 took slot 1")]
+    last = status_document(job="tiny", phase=phase, step=9, versions=[2], events=more)
+    pages = Pages(first, first, last)
+    server = HttpServer({"/status": json_page(pages.next)})
+    port = await server.start("127.0.0.1", 0)
+    address = {
+        "sync": "127.0.0.1:1",
+        "control": "127.0.0.1:1",
+        "http": f"127.0.0.1:{port}",
+        "pid": os.getpid(),
+        "epoch": 1,
+    }
+    run.address.write_text(json.dumps(address))
+    program = [sys.executable, "-m", "diloco.main", "status", str(run.path), "--watch"]
+    watcher = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
+    said, _ = await asyncio.wait_for(watcher.communicate(), 60)
+    text = said.decode()
+    assert watcher.returncode == code, text
+    assert text.count("joined: east-0 took slot 0") == 1 and text.count("joined: west-0 took slot 1") == 1
+    assert "step 3" in text and "training" in text
+    await server.stop()
+
+
+def test_of_a_run_that_is_over_the_watch_shows_the_report(run: Workdir) -> None:
+    run.report.write_text(job_report(outcome="failed").model_dump_json())
+    code, said = diloco("status", run.path, "--watch")
+    assert code == 1 and "its last report" in said and "failed" in said
+    assert json.loads(diloco("status", run.path, "--watch", "--json")[1])["report"]["outcome"] == "failed"
