@@ -164,6 +164,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/python tools/chart.py readme --check
 	$(BIN)/python tools/chart.py install --check
 	$(BIN)/python tools/lock.py --check
+	$(BIN)/python tools/version.py --check
 
 .PHONY: format
 format: $(STAMP) ## Format the code and sort its imports
@@ -229,6 +230,27 @@ site: $(SITE)/.installed ## Build docs/ as a site in build/site; a link or an an
 lock: $(STAMP) ## Write requirements.lock from what is installed in .venv
 	$(PIP_INSTALL) -e '.[$(EXTRAS),datasets,docs]'
 	$(BIN)/python tools/lock.py
+
+##@ Releases
+# Of dist: the repository's address and the tag, for the README's links; without them the links are plain text.
+REPOSITORY ?=
+REF ?= main
+.PHONY: dist
+dist: $(STAMP) ## Build sdist and wheel in dist/ (REPOSITORY=https://HOST/OWNER/NAME and REF=v1.2.3 for absolute links)
+	$(BIN)/python tools/dist.py $(if $(REPOSITORY),--repository "$(REPOSITORY)" --ref "$(REF)")
+
+# Words for the next one: WHEEL_ARGS="--extra base --extra local".
+WHEEL_ARGS ?=
+.PHONY: wheel-check
+wheel-check: $(STAMP) ## Install the wheel in empty environments, one for each extra, and use it there (ten minutes)
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/wheel_check.py $(WHEEL_ARGS)
+
+# The version to set: VERSION=1.2.3; empty: print it.
+VERSION ?=
+.PHONY: version
+version: $(STAMP) ## Print the version, or set it in every file (VERSION=1.2.3), with what is made from them
+	$(BIN)/python tools/version.py $(VERSION)
+	$(if $(VERSION),$(MAKE) --no-print-directory manifests tables)
 
 ##@ Tidying up
 .PHONY: clean

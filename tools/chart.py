@@ -2,6 +2,9 @@
 
     python tools/chart.py readme --write|--check     charts/diloco/README.md, from the comments in values.yaml
     python tools/chart.py install --write|--check    manifests/install.yaml, from the chart by `helm template`
+    python tools/chart.py package --registry HOST/FOLDER [--out DIR]
+                                                     the chart as a release publishes it, and its install.yaml,
+                                                     both with the registry that has the release's images
     python tools/chart.py check                      helm lint and helm template with each file of
                                                      charts/diloco/ci; and what that makes, to the API server
                                                      of KUBECONFIG, if that is set, as a dry run
@@ -20,6 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,15 +145,15 @@ def template(*words: str, namespace: str = NAMESPACE, release: str = "diloco") -
 # ---------------------------------------------------------------- manifests/install.yaml
 
 
-def install_manifest() -> str:
-    """The chart's objects for `kubectl apply`, with their namespace, without what is Helm's own."""
+def install_manifest(*words: str) -> str:
+    """The chart's objects for `kubectl apply`, with their namespace, without what is Helm's own. ``words``: helm's."""
     namespace = {
         "apiVersion": "v1",
         "kind": "Namespace",
         "metadata": {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
     }
     lines = []
-    for line in template("--no-hooks").splitlines():
+    for line in template("--no-hooks", *words).splitlines():
         if line.strip() == "helm.sh/resource-policy: keep" and lines[-1].strip() == "annotations:":
             lines.pop()
         elif line.strip() == "app.kubernetes.io/managed-by: Helm" or "helm.sh/" in line:
@@ -201,6 +205,29 @@ def check() -> None:
         print("no dry run on an API server: KUBECONFIG is not set")
 
 
+def with_registry(values: str, registry: str) -> str:
+    """values.yaml with ``registry`` as the default of images.registry. Raises Problem: it has no such line."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*(:\d+)?(/[a-z0-9._-]+)*", registry):
+        raise Problem(f"{registry!r} is no registry: write HOST or HOST/FOLDER, in lower case")
+    filled, count = re.subn(r'(?m)^  registry: ""$', f'  registry: "{registry}"', values)
+    if count != 1:
+        raise Problem(f'values.yaml has {count} lines `registry: ""` below images, not one')
+    return filled
+
+
+def package(registry: str, out: Path) -> None:
+    """The chart's archive and install.yaml in ``out``, whose images are those of ``registry``."""
+    helm = needed("helm")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name) / CHART.name
+        shutil.copytree(CHART, copy)
+        values = copy / "values.yaml"
+        values.write_text(with_registry(values.read_text(encoding="utf-8"), registry), encoding="utf-8")
+        print(run(helm, "package", str(copy), "--destination", str(out)).strip())
+    (out / "install.yaml").write_text(install_manifest("--set", f"images.registry={registry}"), encoding="utf-8")
+
+
 def settle(path: Path, wanted: str, write: bool, how: str) -> int:
     """Write the file, or compare it; the exit code."""
     if write:
@@ -221,7 +248,9 @@ def settle(path: Path, wanted: str, write: bool, how: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("readme", "install", "check"))
+    parser.add_argument("what", choices=("readme", "install", "check", "package"))
+    parser.add_argument("--registry", help="package: where the release's images are")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="package: where to (default: dist)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--write", action="store_true")
     how.add_argument("--check", action="store_true")
@@ -229,6 +258,11 @@ def main() -> int:
     try:
         if arguments.what == "check":
             check()
+            return 0
+        if arguments.what == "package":
+            if not arguments.registry:
+                parser.error("package --registry HOST/FOLDER")
+            package(arguments.registry, arguments.out)
             return 0
         if not arguments.write and not arguments.check:
             parser.error("--write or --check")

@@ -19,6 +19,7 @@ from diloco.local.run import check_listen
 from diloco.main import app
 from diloco.processes.workdir import WorkdirError, claim, locked
 from diloco_protocol.spec.load import parse_job
+from repository import VERSION
 from status_documents import job_report
 
 JOB = """
@@ -275,7 +276,7 @@ def test_export_of_nothing(tmp_path: Path) -> None:
 
 
 def test_version() -> None:
-    assert diloco("version") == (0, "0.1.0")
+    assert diloco("version") == (0, VERSION)
 
 
 # ------------------------------------------------------------------ imports

@@ -19,7 +19,7 @@ from diloco.authoring.job_template import SIZES, name_for
 from diloco.console import CommandError
 from diloco.main import app
 from diloco_protocol.spec.load import load_job, parse_job
-from repository import ROOT
+from repository import ROOT, VERSION
 
 EXAMPLES = {path.name: path.read_bytes() for path in (ROOT / "examples").iterdir() if path.is_file()}
 
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_version_by_an_option_and_by_a_word() -> None:
-    assert diloco("--version") == diloco("-V") == diloco("version") == (0, "0.1.0\n")
+    assert diloco("--version") == diloco("-V") == diloco("version") == (0, f"{VERSION}\n")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
