@@ -351,7 +351,17 @@ class Report(Document):
     output: OutputRow | None = Field(None, description="the merged model at output.uri; null: the job has none")
 
 
+class TrainingLoss(Document):
+    first: float = Field(description="of the first step that has a loss, nats per token")
+    last: float = Field(description="of the last one")
+
+
 class RunReport(Report):
     """The report of `diloco run`: with ``faults``, and its own ``wall_seconds`` and count of restarts."""
 
     message: str = Field("", description="with `diloco run`: why it ended so")
+    training_loss: TrainingLoss | None = Field(
+        None,
+        description="with `diloco run`: the learners' own training loss, their mean, where nobody scored the merged "
+        "model; null: somebody did, or no loss is known",
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diloco.local.chaos import fault_report
 from diloco.local.chaos.fault_report import Event, Injected
+from diloco.local.training_loss import read_training_loss
 from diloco_protocol.documents import Report, ReportSyncer, RunReport, StatusDocument, Tokens, VersionRange
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.vocabulary import JobPhase
@@ -42,10 +44,12 @@ class RunResult:
     complete_already: bool = False  # before this run began
 
 
-def complete_report(result: RunResult, job: DiLoCoJob) -> RunReport:
-    """report.json: the syncer's report with what only the runner knows."""
+def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path) -> RunReport:
+    """report.json: the syncer's report with what only the runner knows. ``metrics``: the folder of the processes'
+    metrics files."""
     report = result.report or _report_without_syncer(result.status, job)
     own = {
+        "training_loss": None if is_scored(report) else read_training_loss(metrics),
         "outcome": result.ended.outcome,
         "message": result.ended.message,
         "wall_seconds": round(result.wall_seconds, 3),
@@ -57,6 +61,11 @@ def complete_report(result: RunResult, job: DiLoCoJob) -> RunReport:
         ),
     }
     return RunReport.model_validate({**dict(report), **own})
+
+
+def is_scored(report: Report) -> bool:
+    """Whether an evaluator has scored the merged model at any time."""
+    return bool(report.eval_loss) or (report.initial_loss, report.final_loss) != (None, None)
 
 
 def _report_without_syncer(status: StatusDocument | None, job: DiLoCoJob) -> Report:

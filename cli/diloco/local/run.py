@@ -61,7 +61,7 @@ def run(options: RunOptions) -> int:
         earlier = workdir.earlier_report() if result.complete_already else None
         if earlier is not None and result.status is not None:
             earlier = earlier.model_copy(update={"output": result.status.output})
-        report = earlier or complete_report(result, job)
+        report = earlier or complete_report(result, job, workdir.metrics)
         data = report.model_dump_json(indent=1).encode() + b"\n"
         wanted: list[tuple[Path, int | None]] = [(workdir.report, None)]
         if options.report is not None:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from diloco.console import print_text
 from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
-from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report, SlotRow, StatusDocument
+from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report, RunReport, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, SlotState
 
 EVENTS_SHOWN = 14
@@ -216,7 +216,12 @@ def summary(report: Report, outcome: str = "") -> Table:
     table.add_column()
     row = table.add_row
     row("outcome", outcome or report.outcome)
-    row("loss", f"{nats(report.initial_loss)} at the start, {nats(report.final_loss)} at the end")
+    own = report.training_loss if isinstance(report, RunReport) else None
+    if own is not None:
+        ends = f"{nats(own.first)} in the first step, {nats(own.last)} in the last"
+        row("training loss", f"{ends}: the learners' own; no evaluator scored the model")
+    else:
+        row("loss", f"{nats(report.initial_loss)} at the start, {nats(report.final_loss)} at the end")
     row("tokens", ", ".join(f"{number(count)} {name}" for name, count in report.tokens))
     versions = report.versions
     row("merges", f"{number(report.merges)}, versions {versions.min} to {versions.max}, {number(report.steps)} steps")

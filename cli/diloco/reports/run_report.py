@@ -221,7 +221,14 @@ def _rows(document: StatusDocument | RunReport) -> list[dict[str, Scalar]]:
     if isinstance(document, StatusDocument):
         figures += [("tokens per second", document.tokens_per_second, "tokens/s"), ("loss", document.loss, LOSS.unit)]
     else:
-        figures += [("loss at the start", document.initial_loss, LOSS.unit), ("loss", document.final_loss, LOSS.unit)]
+        own = document.training_loss
+        if own is not None:
+            figures += [("training loss, first", own.first, LOSS.unit), ("training loss, last", own.last, LOSS.unit)]
+        else:
+            figures += [
+                ("loss at the start", document.initial_loss, LOSS.unit),
+                ("loss", document.final_loss, LOSS.unit),
+            ]
     return [{"name": name, "value": value, "unit": unit} for name, value, unit in figures]
 
 

@@ -92,6 +92,10 @@ def test_the_pages_job_trains_and_its_model_is_had(folder: Path, evaluator: bool
     assert report["outcome"] == "complete" and report["merges"] > 0
     if evaluator:
         assert report["final_loss"] < 5.0  # a uniform guess has 5.545; the evaluator may come too late for version 0
+        assert report["training_loss"] is None
+    else:
+        assert report["final_loss"] is None
+        assert report["training_loss"]["last"] < report["training_loss"]["first"] < 6.0
     said = run("-m", "diloco.main", "export", "runs/own-loop", "model/")
     assert "model.safetensors: 7 tensors of " in said
     assert sorted(path.name for path in (folder / "model").iterdir()) == ["layout.json", "model.safetensors"]

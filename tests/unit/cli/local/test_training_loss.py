@@ -1,0 +1,68 @@
+"""The training loss that a report shows where nobody scored the model."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.local.outcome import RunOutcome, RunResult, complete_report
+from diloco.local.screen import summary
+from diloco.local.training_loss import read_training_loss
+from diloco_protocol.documents import TrainingLoss
+from diloco_protocol.spec.job import DiLoCoJob
+from status_documents import job_report
+
+JOB = DiLoCoJob.model_validate(
+    {
+        "apiVersion": "diloco.io/v1alpha1",
+        "kind": "DiLoCoJob",
+        "metadata": {"name": "own"},
+        "spec": {"learners": {"command": ["python", "train.py"]}, "regions": [{"learners": 2}]},
+    }
+)
+
+
+def write(folder: Path, ordinal: int, losses: list[float | None]) -> None:
+    rows = ({"step": step, "loss": loss, "lr": 0.1, "pad": "x" * 90} for step, loss in enumerate(losses))
+    (folder / f"learner-local-{ordinal}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def shown(report: object) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(summary(report))  # type: ignore[arg-type]
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_it_is_the_mean_of_the_learners_first_and_last_steps(tmp_path: Path) -> None:
+    write(tmp_path, 0, [None, 6.0, *[5.0] * 2000, 2.0, None])
+    write(tmp_path, 1, [4.0, 3.0])
+    write(tmp_path, 2, [None])
+    (tmp_path / "evaluator-local-0.jsonl").write_text('{"loss": 99.0}\n')
+    with (tmp_path / "learner-local-1.jsonl").open("a") as file:
+        file.write('[1]\nnot json\n{"loss": "high"}\n{"loss": NaN}\n{"lo')  # as a kill leaves it
+    assert read_training_loss(tmp_path) == TrainingLoss(first=5.0, last=2.5)
+    assert read_training_loss(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_report_of_a_run_has_it_where_nobody_scored_the_model(tmp_path: Path, scored: bool) -> None:
+    write(tmp_path, 0, [6.0, 2.0])
+    report = job_report(**({"initial_loss": 5.5, "final_loss": 1.5} if scored else {}))
+    result = RunResult(RunOutcome("complete", 0), report, None, [], [], 0, 0, 1.0)
+    completed = complete_report(result, JOB, tmp_path)
+    if scored:
+        assert completed.training_loss is None
+        assert "5.500 at the start, 1.500 at the end" in shown(completed) and "training loss" not in shown(completed)
+    else:
+        assert completed.training_loss == TrainingLoss(first=6.0, last=2.0)
+        assert "training loss  6.000 in the first step, 2.000 in the last: the learners' own" in shown(completed)
+        assert "at the start" not in shown(completed)
+
+
+def test_a_report_without_any_loss_says_so(tmp_path: Path) -> None:
+    result = RunResult(RunOutcome("failed", 1), job_report(), None, [], [], 0, 0, 1.0)
+    assert "- at the start, - at the end" in shown(complete_report(result, JOB, tmp_path))
