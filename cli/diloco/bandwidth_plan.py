@@ -74,11 +74,11 @@ def plan(
         raise CommandError("--params and --layout both say how large the model is: leave one of them out")
     count = None if parameters is None else parameters_from(parameters)
     job = read_job_file(path, overrides)
-    sizes, note = _sizes(job, count, path.resolve().parent) if layout is None else _sizes_of_layout(job, layout)
+    sizes, note = fragment_sizes(job, count, path.resolve().parent) if layout is None else _sizes_of_layout(job, layout)
     return document(job, sizes, note, conditions)
 
 
-def _sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[list[int], str]:
+def fragment_sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> tuple[list[int], str]:
     """Elements of each fragment, and what was lowered and why."""
     sync = job.spec.sync
     if parameters is not None:

@@ -16,6 +16,7 @@ from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
 from diloco.console import CommandError, command, means_job, print_text
+from diloco.doctor import commands as doctor_commands
 from diloco.machines import commands as machine_commands
 from diloco.simulate import commands as simulate_commands
 
@@ -427,6 +428,7 @@ def report(
 
 version.add_to(app)
 authoring_commands.add_to(app)
+doctor_commands.add_to(app)
 cluster_commands.add_to(app)
 machine_commands.add_to(app)
 simulate_commands.add_to(app)

@@ -1,0 +1,190 @@
+"""This machine: cores, memory, disk, Python, the packages that commands need, torch and its devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from diloco.doctor.findings import Finding
+from diloco_protocol.common.cpu_quota import usable_cores
+from diloco_protocol.common.format_units import size_text
+
+_GIB = 1 << 30
+LITTLE_MEMORY, NO_MEMORY = 2 * _GIB, _GIB // 2
+LITTLE_DISK, NO_DISK = 5 * _GIB, _GIB // 2
+FEW_FILES = 1024
+TORCH_SECONDS = 120.0
+
+EXTRAS = {
+    "syncer": "`diloco run` and `diloco syncer serve`",
+    "worker": "`diloco run` and `diloco learner join`",
+    "kube": "clusters: `diloco apply` and the like",
+    "datasets": "`source: datasets`",
+    "tensorboard": "TensorBoard's events",
+    "report": "plots in `diloco report --html`",
+}
+"""Extras of the package, and what needs them. Without the first two no job runs here."""
+NEEDED_HERE = ("syncer", "worker")
+
+_TORCH = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+devices = [torch.cuda.get_device_properties(n) for n in range(count)]
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda,
+    "devices": [{"name": d.name, "memory": d.total_memory} for d in devices],
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What torch says of itself, asked in a process of its own. ``devices``: name and bytes of each GPU."""
+
+    version: str
+    cuda: str | None
+    devices: tuple[tuple[str, int], ...]
+
+
+def check_machine(directory: Path) -> Iterator[Finding]:
+    """``directory``: where a run would keep its files."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("machine", "python", "ok", f"{version}, decoupled-diloco {metadata.version('decoupled-diloco')}")
+    cores, there = usable_cores(), os.cpu_count() or 1
+    said = f"{cores}" + (f" of {there}: what this process may use" if cores < there else "")
+    few = cores < 2
+    yield Finding(
+        "machine",
+        "cores",
+        "warning" if few else "ok",
+        said,
+        "syncer and learners share one core: expect little" if few else "",
+    )
+    yield _graded("memory", free_memory(), LITTLE_MEMORY, NO_MEMORY, "end other programs, or use a larger machine")
+    try:
+        free = shutil.disk_usage(directory).free
+        yield _graded(
+            "disk", free, LITTLE_DISK, NO_DISK, f"make room below {directory}, or run with --workdir elsewhere"
+        )
+    except OSError as error:
+        yield Finding("machine", "disk", "error", f"{directory}: {error.strerror}", "run from another directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        yield Finding("machine", "directory", "error", f"{directory} cannot be written", "run with --workdir elsewhere")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < FEW_FILES:
+        yield Finding("machine", "open files", "warning", f"at most {files}", f"ulimit -n {FEW_FILES} or more")
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            pass
+    except OSError as error:
+        yield Finding(
+            "machine",
+            "network",
+            "error",
+            f"nothing can listen on 127.0.0.1: {error.strerror}",
+            "bring up the loopback device",
+        )
+
+
+def _graded(about: str, free: int, little: int, none: int, fix: str) -> Finding:
+    level = "error" if free < none else "warning" if free < little else "ok"
+    return Finding("machine", about, level, f"{size_text(free)} free", "" if level == "ok" else fix)  # type: ignore[arg-type]
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that programs can still have: of the machine, or of what the container is given if that is less."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.M)
+    free = int(found[1]) * 1024 if found else 0
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            granted = int((cgroups / limit).read_text()) - int((cgroups / used).read_text())
+        except (OSError, ValueError):  # no such file, or `max`
+            continue
+        return max(0, min(free, granted))
+    return free
+
+
+# ------------------------------------------------------------------ packages
+
+
+def absent_packages() -> dict[str, list[str]]:
+    """Packages of each extra that are not installed; extras that are whole have none."""
+    found: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
+    for line in metadata.requires("decoupled-diloco") or ():
+        match = re.match(r"""([A-Za-z0-9._-]+).*extra\s*==\s*["']([a-z]+)["']""", line)
+        if match and match[2] in found and not _is_installed(match[1]):
+            found[match[2]].append(match[1])
+    return found
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def check_packages(absent: Mapping[str, list[str]]) -> Iterator[Finding]:
+    """``absent``: of absent_packages."""
+    for extra, packages in absent.items():
+        use = EXTRAS[extra]
+        if not packages:
+            yield Finding("packages", extra, "ok", f"installed, for {use}")
+            continue
+        level = "error" if extra in NEEDED_HERE else "ok"
+        said = f"not installed ({', '.join(packages)}); {'needed' if level == 'error' else 'only'} for {use}"
+        yield Finding("packages", extra, level, said, f"pip install 'decoupled-diloco[{extra}]'")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ torch
+
+
+def check_torch(installed: bool) -> tuple[Torch | None, list[Finding]]:
+    """torch as a learner would find it; None: it is not there or cannot be loaded."""
+    cards = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    if not installed:
+        return None, []  # the packages say so
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=TORCH_SECONDS, check=False
+        )
+        told = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        told, why = None, f"it does not load within {TORCH_SECONDS:.0f} s"
+    except (OSError, ValueError, IndexError) as error:
+        told, why = None, str(error)
+    if told is None:
+        return None, [
+            Finding("gpu", "torch", "error", f"cannot be loaded: {why}", "install torch again, as its page says")
+        ]
+    devices = tuple((str(one["name"]), int(one["memory"])) for one in told["devices"])
+    torch = Torch(told["version"], told["cuda"], devices)
+    built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
+    found = [Finding("gpu", "torch", "ok", f"{torch.version}, {built}")]
+    for name, memory in devices:
+        found.append(Finding("gpu", "device", "ok", f"{name}, {size_text(memory)}"))
+    if cards and not devices:
+        fix = (
+            "the driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides them: see nvidia-smi"
+            if torch.cuda
+            else "install the torch that is built for your CUDA version, as PyTorch's install page says"
+        )
+        found.append(Finding("gpu", "device", "warning", f"torch does not see {', '.join(cards)}", fix))
+    elif not devices:
+        found.append(Finding("gpu", "device", "ok", "none: learners train on the CPU"))
+    return torch, found
