@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from diloco_operator.plan.conditions import condition_set
 from diloco_protocol import vocabulary
@@ -170,6 +172,19 @@ def test_the_job_in_the_readme_is_one() -> None:
 def test_the_job_in_the_tutorial_is_one() -> None:
     (job,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "tutorial.md").read_text(encoding="utf-8"), re.S)
     assert parse_job(job).spec.slots == 3
+
+
+def test_settings_that_pages_show_are_those_of_a_job() -> None:
+    """Blocks that show a part of a job, each put into one that is whole."""
+    shown = 0
+    for page in (DOCS / "gpu-machines.md", DOCS / "clouds.md"):
+        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+            job = yaml.safe_load((ROOT / "examples" / "minimal.yaml").read_text(encoding="utf-8"))
+            for section, fields in yaml.safe_load(block)["spec"].items():
+                job["spec"][section] = {**job["spec"].get(section, {}), **fields}
+            parse_job(json.dumps(job))
+            shown += 1
+    assert shown >= 4
 
 
 def test_metrics_that_operations_names_exist() -> None:
