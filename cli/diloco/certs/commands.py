@@ -47,8 +47,13 @@ def _explained() -> Iterator[None]:
         yield
     except (CertificateError, IdentityError) as error:
         raise CommandError(str(error)) from None
+    except FileExistsError as error:
+        raise CommandError(f"{error.filename} is there already and is no folder: name another one", FAILED) from None
     except OSError as error:
-        raise CommandError(str(error), FAILED) from None
+        where, why = error.filename or "a file", error.strerror or error
+        raise CommandError(
+            f"{where} cannot be read or written ({why}): check its owner and free space, or name another folder", FAILED
+        ) from None
 
 
 @certs.command()

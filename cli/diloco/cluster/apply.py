@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,9 @@ def _with_namespace(where: Where, job: DiLoCoJob) -> Where:
 
 def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int:
     """What became of it: whether an operator took note, and with --wait how it ended."""
-    code = 0
+    code, began = 0, time.monotonic()
+    timeout = options.timeout if options.wait else None
+    heard_by = HEARD_SECONDS if timeout is None else min(HEARD_SECONDS, timeout)  # a part of the whole wait
 
     def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
         unseen = job is not None and not (job.get("status") or {}).get("observedGeneration")
@@ -79,7 +82,7 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int
         ]
 
     try:
-        for cluster, outcome, job in follow(clusters, name, seen, HEARD_SECONDS, _tell, quiet=True):
+        for cluster, outcome, job in follow(clusters, name, seen, heard_by, _tell, quiet=True):
             if outcome is None:
                 print_text(f"warning: {no_operator(cluster, name)}", file=sys.stderr)
             elif job is not None and (refused := invalid(job)) is not None and not options.wait:
@@ -91,7 +94,8 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int
                 _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
         if not options.wait:
             return code
-        return max(code, wait_for(clusters, name, ended, options.timeout, unfinished))
+        left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
+        return max(code, wait_for(clusters, name, ended, left, unfinished))
     except KeyboardInterrupt:
         flags = clusters[0].flags
         print_text(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")

@@ -180,7 +180,7 @@ def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
                 console.print(place + event_line(event, name, time.time()))
         if not watch:
             if not new and not as_json:
-                console.print(f"nothing was told of {name} within the time that the cluster keeps events")
+                console.print(f"no events for {name} (the cluster keeps them for about an hour)")
             return
         time.sleep(max(0.0, began + POLL_SECONDS - time.monotonic()))
 

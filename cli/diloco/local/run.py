@@ -158,7 +158,8 @@ def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
     if ended.outcome == "complete" and ended.exit_code:
         print_text(f"error: {ended.message}", file=sys.stderr)
     if ended.outcome == "interrupted":
-        console.print(f"the same command goes on from {workdir.store}", highlight=False)
+        begun = f"goes on from {workdir.store}" if workdir.has_begun() else "begins anew: nothing was trained yet"
+        console.print(f"the same command {begun}", highlight=False)
     if ended.outcome == "failed":
         print_text(f"error: {ended.message or 'the job failed'}", file=sys.stderr)
         if ended.log_of:

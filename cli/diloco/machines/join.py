@@ -20,6 +20,7 @@ import random
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
 FETCH_SECONDS = 20.0
 MAX_JOB_BYTES = 16 << 20
+CONNECT_SECONDS = 3.0
 IN_VAIN = 5  # ends in a row before LIVED_SECONDS, after which it is given up
 LIVED_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
@@ -121,6 +123,8 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
     except ServerNotTrusted as error:
         raise CommandError(str(error), FAILED) from error
     except (bulk.TransferError, limits.WireError) as error:
+        if why := unreachable(address):
+            raise CommandError(f"the syncer at {address} gave no job: {why}", FAILED) from error
         kind = "credentials" if credentials.secure else "join token (--join-token-file)"
         raise CommandError(
             f"the syncer at {address} gave no job: {error}; is it up, and is this its {kind}?", FAILED
@@ -135,6 +139,22 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
         raise CommandError(
             f"the job of the syncer at {address} is not understood here ({error}): run the same release", FAILED
         ) from error
+
+
+def unreachable(address: str) -> str:
+    """Why no connection to ``address`` (host:port) comes about, with the fix; empty: it does."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS):
+            return ""
+    except ConnectionRefusedError:
+        return f"nothing listens on {address}; is the syncer up (`diloco syncer serve`), and is that its port?"
+    except socket.gaierror:
+        return f"there is no host called {host} for this machine; check the name, or write its address"
+    except TimeoutError:
+        return f"{address} does not answer; is that the right host, and does a firewall let its port through?"
+    except OSError as error:
+        return f"{address} cannot be reached ({error.strerror or error}); is this machine's network up?"
 
 
 def _without_code(job: DiLoCoJob) -> DiLoCoJob:

@@ -80,6 +80,13 @@ class Workdir:
         report = _read_report(self.report)
         return report if report is not None and report.outcome == "complete" else None
 
+    def has_begun(self) -> bool:
+        """Whether there is something to go on from: the store holds version 0, or more."""
+        try:
+            return any(entry.name not in _NOT_BEGUN for entry in self.store.iterdir())
+        except OSError:
+            return False
+
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 

@@ -140,6 +140,17 @@ def test_what_is_refused_names_the_cure(pki: Path, tmp_path: Path, arguments: li
     assert sorted(tmp_path.rglob("*.crt")) == before
 
 
+def test_what_the_disk_refuses_is_said_without_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for out, said in [
+        (file, "is there already and is no folder"),
+        (Path("/proc/x"), "cannot be read or written (No such"),
+    ]:
+        result = CliRunner().invoke(app, ["certs", "init", "--out", str(out)])
+        assert result.exit_code == 1 and f"error: {out} {said}" in result.output and "Errno" not in result.output
+
+
 def test_nothing_is_overwritten_but_by_renewal(pki: Path) -> None:
     assert diloco("issue", "tiny", "--syncer", "--region", "eu-1", "--pki", pki)[0] == 0
     folder = pki / "default" / "tiny" / "eu-1"

@@ -4,6 +4,7 @@ runs. tests/integration/run/test_bare_machines.py runs them."""
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,17 @@ def test_what_is_wrong_is_named_before_anything_runs(
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "FETCH_SECONDS", 1.0)
     code, output = diloco("learner", "join", "127.0.0.1:1")
-    assert code == 1 and "the syncer at 127.0.0.1:1 gave no job" in output
+    assert code == 1 and "the syncer at 127.0.0.1:1 gave no job: nothing listens on 127.0.0.1:1" in output
+    assert "UNKNOWN" not in output and "`diloco syncer serve`" in output
+
+
+def test_why_an_address_is_not_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert joining.unreachable(address) == ""
+    assert f"nothing listens on {address}" in joining.unreachable(address)
+    assert "there is no host called nowhere.invalid" in joining.unreachable("nowhere.invalid:7700")
+    assert joining.unreachable("[::1]:1")
 
 
 @pytest.mark.parametrize("command", [["syncer"], ["syncer", "serve"], ["learner"], ["learner", "join"]])

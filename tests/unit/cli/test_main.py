@@ -181,6 +181,14 @@ def test_a_start_that_came_to_nothing_does_not_fix_what_was_wrong_with_it(tmp_pa
         assert not list(workdir.store.iterdir())
 
 
+def test_only_a_store_with_a_version_is_gone_on_from(tmp_path: Path) -> None:
+    with locked(tmp_path / "run") as workdir:
+        (workdir.store / "epochs").mkdir()
+        assert not workdir.has_begun()
+        (workdir.store / "initial.json").write_text("{}")
+        assert workdir.has_begun()
+
+
 def test_directories_that_cannot_be_a_workdir(tmp_path: Path, job: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

@@ -243,6 +243,20 @@ def test_a_file_of_another_namespace_is_not_applied(serve: Callable[[Answer], Cl
     assert told.value.code == 2 and asked == []
 
 
+def test_the_wait_for_an_operator_is_a_part_of_the_timeout(
+    serve: Callable[[Answer], Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody takes note of the job: after the two seconds that were given it ends, and not ten seconds later."""
+    job = {"metadata": {"name": "tiny", "namespace": "lab", "uid": "u", "generation": 1}, "spec": {"regions": []}}
+    serve(lambda method, path: (200, {"items": [], "metadata": {}} if "events" in path else job))
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB)
+    began = time.monotonic()
+    code = apply(ApplyOptions(Where(kubeconfig=tmp_path / "config"), file, wait=True, timeout=2.0))
+    assert code == 1 and time.monotonic() - began < 7.0
+    assert "has not ended within 2 s" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------ following
 
 

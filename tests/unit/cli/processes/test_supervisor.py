@@ -119,6 +119,7 @@ def test_the_evaluator_never_fails_the_job() -> None:
         assert isinstance(supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True), Restart)
     decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True)
     assert isinstance(decision, Abandon) and "goes on without" in decision.message
+    assert decision.message.startswith("giving up on the evaluator: ")
     assert isinstance(make().ended("evaluator", Kind.EVALUATOR, Exit(code=2), 0.0, wanted=True), Abandon)
     assert not supervisor.since_merge
 
