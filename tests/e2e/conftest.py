@@ -30,6 +30,8 @@ SYSTEM = "diloco-system"
 # These files come first, in this order, on a cluster without the operator: the next test to ask for `cluster`
 # installs it, and it stays.
 FIRST = ("test_before_install", "test_cli_api", "test_cli_pods", "test_chart")
+# Seconds for a test that names no limit: whichever comes first waits for the cluster and its images too.
+LIMIT = 900
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(LIMIT))
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
