@@ -76,6 +76,10 @@ demo: $(STAMP) ## Train a small model with three learners, kill one, and show wh
 	  rm -rf $(DEMO_DIR); fi
 	$(BIN)/diloco run $(DEMO_JOB) --workdir $(DEMO_DIR) --chaos $(DEMO_CHAOS)
 
+.PHONY: recording
+recording: $(STAMP) ## Record the demo in a terminal, as a picture that plays (docs/pictures/demo.svg)
+	$(BIN)/python tools/recording.py --svg docs/pictures/demo.svg --title "make demo" -- $(MAKE) --no-print-directory demo
+
 ##@ Tests
 .PHONY: test
 test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (within 5 minutes on two cores)
