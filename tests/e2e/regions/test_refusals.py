@@ -194,12 +194,12 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
     (stranger := foreign.learner("stranger", EU)).joinpath("ca.crt").write_bytes(insider.authority.certificate)
     with Flood(world.address(), insider, stranger) as flood:
         until("it is a flood", lambda: job.training()["tls"]["handshakes"] > 100, 60)
-        job.merging_on(merges=8)
+        job.merging_on(120, merges=8)
         # A learner whose pod is deleted meanwhile comes in again.
         there = world.job(job.name, US)
         there.cluster.kubectl("delete", "pod", f"{job.name}-{US}-0", "-n", world.namespace, "--wait=false")
-        until("its successor", lambda: there.identities().keys() and there.identities() != pods[US], 60)
-        contributes(job, US, 120)
+        until("its successor", lambda: there.identities().keys() and there.identities() != pods[US], 120)
+        contributes(job, US, 240)
         assert min(flood.counts.values()) > 20, flood.counts
     assert world.identities(job.name, EU)[EU] == pods[EU] and job.training()["tls"]["handshakes"] <= 256
     counts = refused(job)
