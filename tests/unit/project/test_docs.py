@@ -101,7 +101,7 @@ def test_the_limits_are_those_of_the_code() -> None:
 
 
 def test_the_bounds_of_the_syncers_memory_are_those_of_the_code() -> None:
-    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    text = (DOCS / "running-in-a-cluster.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*\| ([\d.]+) ?([A-Za-z/]*) \| `(\w+)\.([A-Z_]+)` \|$", text, re.M)
     assert len(rows) >= 12
     for number, unit, module, constant in rows:
@@ -187,8 +187,9 @@ def test_settings_that_pages_show_are_those_of_a_job() -> None:
     assert shown >= 4
 
 
-def test_metrics_that_operations_names_exist() -> None:
-    text = (DOCS / "operations.md").read_text(encoding="utf-8") + PROTOCOL
+def test_metrics_that_pages_name_exist() -> None:
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("monitoring.md", "running-in-a-cluster.md"))
+    text += PROTOCOL
     parts = ("syncer/diloco_syncer/server/pages/metrics.py", "worker/diloco_worker/status_page.py")
     source = "".join((DOCS.parent / part).read_text(encoding="utf-8") for part in parts)
     names = set(re.findall(r"`(?:increase\()?diloco_([a-z_]+)[`{\[]", text)) - {"syncer", "worker"}
