@@ -19,11 +19,11 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.reconcile_seconds = self._histogram("reconcile_seconds", "Seconds that looking at one job took.")
+        self.reconcile_seconds = self._histogram("reconcile_seconds", "Duration of one look at a job, in seconds.")
         self.reconcile_errors = self._counter(
             "reconcile_errors",
-            "Looks at a job that failed, by kind: api, unreachable (the API server), conflict (a write on an "
-            "old version, tried again), internal.",
+            "Failed looks at a job, by kind: api, unreachable (the API server), conflict (a write on an old version, "
+            "which is retried), internal.",
             "kind",
         )
         self.apply_errors = self._counter(
@@ -31,11 +31,11 @@ class Metrics:
             "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, quota, other.",
             "reason",
         )
-        self.leads = self._gauge("leader", "1: this operator leads, and acts; 0: it stands by.")
+        self.leads = self._gauge("leader", "1: this operator is the leader and acts; 0: it stands by.")
         self.queue_depth = self._gauge("queue_depth", "Jobs that are due and wait for a worker.")
         self.queue_lag = self._gauge(
             "queue_lag_seconds",
-            "Seconds that the most overdue job has waited, or the longest look has taken, if that is more.",
+            "Seconds that the most overdue job has waited, or the duration of the longest look if that is more.",
         )
         self.api_requests = self._counter(
             "api_requests",
@@ -44,15 +44,15 @@ class Metrics:
         )
         self.api_seconds = self._histogram(
             "api_request_seconds",
-            "Seconds that a request to the API server took, by verb; those of the streams are not counted.",
+            "Duration of requests to the API server, in seconds, by verb, without the watches' streams.",
             "verb",
         )
         self.watch_restarts = self._counter(
-            "watch_restarts", "Streams that had to list anew, by resource (all: every one).", "resource"
+            "watch_restarts", "Watches that had to list again, by resource (all: every watch).", "resource"
         )
-        self.jobs = self._gauge("jobs", "Jobs by phase; an empty phase: none written yet.", "phase")
+        self.jobs = self._gauge("jobs", "Jobs by phase; the phase is empty until one is written.", "phase")
         self.objects = self._gauge("cached_objects", "Objects in memory, by kind.", "kind")
-        self.replacements = self._counter("replacements", "Learners and syncers that had to be replaced.")
+        self.replacements = self._counter("replacements", "Learners and syncers that were replaced.")
         self.deletions = self._counter(
             "deletions", "Objects that the operator deleted, by kind and whether by force.", "kind", "force"
         )
@@ -62,7 +62,7 @@ class Metrics:
             "ports (learner-status), by outcome: ok, unreachable, refused, failed.",
             *("method", "outcome"),
         )
-        self.syncer_seconds = self._histogram("syncer_call_seconds", "Seconds that such a call took.")
+        self.syncer_seconds = self._histogram("syncer_call_seconds", "Duration of such a call, in seconds.")
         self.before: Callable[[], None] = lambda: None  # sets gauges, before they are shown
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -102,19 +102,22 @@ class Settings(PlanSettings):
         None,
         _name,
         "NAME",
-        "This cluster's name, as jobs that span clusters say it in `syncer.cluster` and `regions[].cluster`. "
-        "Without one only what names no cluster is placed here.",
+        "This cluster's name, as jobs over several clusters write it in `syncer.cluster` and `regions[].cluster`. "
+        "Without a name, only jobs that name no cluster are placed here.",
         "none",
     )
-    namespace: str = _setting("diloco-system", _name, "NAME", "The operator's own namespace: its root key lies there.")
+    namespace: str = _setting("diloco-system", _name, "NAME", "The operator's own namespace; its root key is there.")
     syncer_image: str = _setting(
         f"diloco-syncer:{RELEASE}",
         _image,
         "IMAGE",
-        "Image of the syncers of jobs that start from now on; running jobs keep theirs.",
+        "Image of the syncer, for jobs that start from now on; running jobs keep theirs.",
     )
     worker_image: str = _setting(
-        f"diloco-worker:{RELEASE}", _image, "IMAGE", "Image of learners and evaluators, likewise."
+        f"diloco-worker:{RELEASE}",
+        _image,
+        "IMAGE",
+        "Image of learners and evaluators, for jobs that start from now on.",
     )
     image_pull_policy: str = _setting(
         "IfNotPresent",
@@ -126,57 +129,57 @@ class Settings(PlanSettings):
         None,
         _name,
         "NAME",
-        "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: every namespace's.",
+        "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: all namespaces.",
         "none",
     )
     pull_secrets: tuple[str, ...] = _setting(
         (),
         _object_names,
         "A,B",
-        "Secrets of a registry's credentials, in each job's namespace, for the pods of all jobs; a job's podTemplates "
-        "add to them.",
+        "Pull secrets for the pods of all jobs; they must exist in each job's namespace. A job's podTemplates can add "
+        "more.",
         "none",
     )
     priority_class: str | None = _setting(
         None,
         _object_name,
         "NAME",
-        "PriorityClass of the pods of jobs whose podTemplates name none; none: the cluster's default.",
+        "PriorityClass for pods whose podTemplates name none; none: the cluster's default.",
         "none",
     )
     watch_namespaces: tuple[str, ...] = _setting(
         (),
         _names,
         "A,B",
-        "Namespaces whose jobs are looked after; empty: all, which needs a ClusterRole. "
-        "With names, Roles in them are enough, and nodes are not read: a lost node is then seen by its pods' "
-        "silence alone.",
+        "Namespaces whose jobs the operator looks after; empty: all, which needs a ClusterRole. "
+        "With names, Roles in these namespaces are enough. The operator then cannot read nodes, and notices a lost "
+        "node only by its silent pods.",
         "all",
     )
     resync_seconds: float = _setting(
-        20.0, _number(5, 300), "SECONDS", "The longest that a job goes without being looked at when nothing happens."
+        20.0, _number(5, 300), "SECONDS", "The longest time between two looks at a job when nothing happens."
     )
-    workers: int = _setting(8, _whole(1, 64), "N", "Jobs that are looked at side by side.")
-    api_threads: int = _setting(8, _whole(1, 64), "N", "Requests to the API server side by side (watches not counted).")
-    api_timeout_seconds: float = _setting(15.0, _number(1, 120), "SECONDS", "The longest that one of them may take.")
-    syncer_calls: int = _setting(32, _whole(1, 512), "N", "Calls to syncers and learners side by side.")
-    syncer_timeout_seconds: float = _setting(3.0, _number(0.5, 30), "SECONDS", "The longest that one of them may take.")
+    workers: int = _setting(8, _whole(1, 64), "N", "Jobs that are looked at in parallel.")
+    api_threads: int = _setting(8, _whole(1, 64), "N", "Parallel requests to the API server (watches not counted).")
+    api_timeout_seconds: float = _setting(15.0, _number(1, 120), "SECONDS", "The longest time for one such request.")
+    syncer_calls: int = _setting(32, _whole(1, 512), "N", "Parallel calls to syncers and learners.")
+    syncer_timeout_seconds: float = _setting(3.0, _number(0.5, 30), "SECONDS", "The longest time for one such call.")
     lease: str = _setting(
         "diloco-operator",
         _name,
         "NAME",
-        "The Lease in the operator's own namespace by which several operators choose one that acts; the same for all "
-        "that look after the same jobs, and for no others.",
+        "The Lease, in the operator's own namespace, by which several operators elect a leader. Use one name for all "
+        "operators that look after the same jobs, and another for all others.",
     )
     http: str = _setting("[::]:7720", _address, "HOST:PORT", "Where `/healthz`, `/readyz` and `/metrics` are served.")
     key_file: str = _setting(
         "/etc/diloco/key/key",
         _path,
         "FILE",
-        "The root key, from the Secret `diloco-operator-key`. If it is not there, the operator makes the Secret.",
+        "The root key, from the Secret `diloco-operator-key`. If there is none, the operator creates the Secret.",
     )
-    log_level: str = _setting("INFO", _word(*LEVELS), "LEVEL", "From which level on it logs.")
-    log_format: str = _setting("json", _word(*FORMATS), "FORMAT", "json: an object a line; text: for people.")
+    log_level: str = _setting("INFO", _word(*LEVELS), "LEVEL", "The lowest level that is logged.")
+    log_format: str = _setting("json", _word(*FORMATS), "FORMAT", "json: one object per line; text: for people.")
 
     @property
     def watches_nodes(self) -> bool:
@@ -210,10 +213,10 @@ def parser() -> argparse.ArgumentParser:
     """Of the command line; values are read by ``load``, so that flags and environment err alike."""
     made = argparse.ArgumentParser(
         prog="python -m diloco_operator",
-        description="The operator: makes DiLoCoJobs true on this cluster and keeps them true. It finds the "
-        "API server by its pod's ServiceAccount, else by KUBECONFIG or ~/.kube/config.",
-        epilog="Every flag is a variable too, which the flag beats: --watch-namespaces is "
-        f"{variable('watch_namespaces')}. docs/operator.md says more.",
+        description="The operator creates the pods, services and volumes of each DiLoCoJob and repairs them when they "
+        "fail. It finds the API server by its pod's ServiceAccount, else by KUBECONFIG or ~/.kube/config.",
+        epilog="Every flag can be set as a variable too, such as --watch-namespaces as "
+        f"{variable('watch_namespaces')}; the flag overrides the variable. More is in docs/operator.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
