@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The whole tour on a real cluster: images, chart, a job, a deleted pod, the model at the end.
 #
-#   tools/cluster_demo.sh [localkube|kind|current]
+#   [IMAGE_REGISTRY=HOST/FOLDER] tools/cluster_demo.sh [localkube|kind|current]
 #
 # localkube: $LOCALKUBE or on PATH; kind: makes a cluster `diloco-demo`; current: the one of KUBECONFIG, whose
-# nodes can pull the images. The cluster stays, for looking around; the last lines say how to take it away.
+# nodes have the images, or pull them from IMAGE_REGISTRY. The cluster stays, for looking around; the last lines say how to take it away.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 KIND=${1:-}
@@ -41,7 +41,8 @@ export KUBECONFIG
 for program in kubectl helm; do command -v $program >/dev/null || die "needs $program on PATH"; done
 
 say "The operator"
-show helm upgrade --install diloco charts/diloco -n diloco-system --create-namespace --wait --timeout 5m
+show helm upgrade --install diloco charts/diloco -n diloco-system --create-namespace --wait --timeout 5m \
+  --set "images.registry=${IMAGE_REGISTRY:-}"
 say "A job"
 show kubectl apply -f manifests/examples/$JOB.yaml
 if ! show kubectl wait --for=condition=QuorumMet --timeout=5m dilocojob/$JOB; then

@@ -257,7 +257,7 @@ class Kind(Cluster):
 
 
 class Current(Cluster):
-    """The cluster of KUBECONFIG; its nodes must be able to pull the images (IMAGE_REPOSITORY, IMAGE_TAG)."""
+    """The cluster of KUBECONFIG; its nodes have the images, or pull them from IMAGE_REGISTRY."""
 
     def __init__(self) -> None:
         path = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config")

@@ -110,6 +110,8 @@ def install(cluster: Cluster, *values: str, anywhere: bool = False, timeout: int
     nodes = cluster.nodes()
     if "node" in cluster.can and len(nodes) > 1 and not anywhere:  # the node that tests lose is another
         values = (*values, rf"nodeSelector.kubernetes\.io/hostname={nodes[0]}")
+    if registry := os.environ.get("IMAGE_REGISTRY"):
+        values = (*values, f"images.registry={registry}")
     # In a cluster that was kept the image may be new under its old tag: the pod is made anew.
     values = (*values, rf"podAnnotations.diloco\.io/installed=at-{time.time():.0f}")
     settings = [word for value in values for word in ("--set", value)]

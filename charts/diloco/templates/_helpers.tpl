@@ -48,6 +48,14 @@ app.kubernetes.io/part-of: diloco
 {{- $image.repository -}}:{{- $image.tag | default $root.Chart.AppVersion -}}
 {{- end -}}
 
+{{- define "diloco.pullPolicy" -}}
+{{- $named := .Values.images.registry -}}
+{{- range $role := list "operator" "syncer" "worker" -}}
+{{- if contains "/" (index $.Values.images $role).repository -}}{{- $named = "in the repository" -}}{{- end -}}
+{{- end -}}
+{{- .Values.images.pullPolicy | default (ternary "IfNotPresent" "Never" (not (empty $named))) -}}
+{{- end -}}
+
 {{- define "diloco.podSecurity" -}}
 {{- toYaml .Values.podSecurityContext }}
 {{- end -}}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import yaml
 
 from diloco_operator import names, settings, uninstall
 from diloco_operator.kube.kinds import OWN_NEEDS, Need, needs
+from diloco_operator.model import RELEASE
 from diloco_operator.objects import pods
 from diloco_operator.reconcile import root_key
 from diloco_protocol.vocabulary import HTTP_PORT, WORKER_PORT
@@ -196,8 +199,24 @@ def environment(objects: tuple[Object, ...]) -> dict[str, str]:
 
 
 def test_the_defaults_are_the_operators_own() -> None:
-    made = settings.load([], environment(render()))
-    assert made == settings.Settings()
+    made = settings.load([], environment(render("--set", "images.registry=registry.example.com")))
+    at = {f"{role}_image": f"registry.example.com/diloco-{role}:{RELEASE}" for role in ("syncer", "worker")}
+    assert made == replace(settings.Settings(), **at)  # type: ignore[arg-type]
+
+
+def test_a_name_without_a_registry_is_never_pulled() -> None:
+    """It would be somebody else's of the registry that nodes have by default."""
+    for words, policy in (
+        ((), "Never"),
+        (("images.registry=registry.example.com/team",), "IfNotPresent"),
+        (("images.worker.repository=registry.example.com/worker",), "IfNotPresent"),
+        (("images.pullPolicy=IfNotPresent",), "IfNotPresent"),
+        (("images.registry=registry.example.com", "images.pullPolicy=Always"), "Always"),
+    ):
+        objects = render(*(part for word in words for part in ("--set", word)))
+        assert settings.load([], environment(objects)).image_pull_policy == policy
+        found = re.findall(r'"imagePullPolicy": "(\w+)"', json.dumps(objects))
+        assert len(found) >= 2 and set(found) == {policy}, words
 
 
 def test_every_value_reaches_the_operator() -> None:
