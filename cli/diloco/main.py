@@ -413,17 +413,13 @@ def report(
         raise CommandError(f"{page}: a second file is for --html or --markdown")
     from diloco.cluster.fetch import report as report_job
     from diloco.cluster.fetch import show_report
-    from diloco.local.status import read_status
-    from diloco_protocol.documents import Report
+    from diloco.local.status import read_report
 
     with in_cluster(None if there.given else what):
         if there.given or means_job(what):
             report_job(there, what, out, as_json)
             return
-        document = read_status(what)
-        if not isinstance(document, Report):
-            raise CommandError(f"the run in {what} is going on and has no report yet: diloco status {what}")
-        show_report(document, what, out, as_json)
+        show_report(read_report(what), what, out, as_json)
 
 
 version.add_to(app)

@@ -323,8 +323,9 @@ class Report(Document):
     status has the report without its lists."""
 
     schema_: Count = Field(1, alias="schema", description="format of this document")
-    outcome: Literal["complete", "failed", "interrupted"] = Field(
-        description="`interrupted`: it has not ended, or was suspended"
+    outcome: Literal["complete", "failed", "interrupted", "running", "killed"] = Field(
+        description="`running`: it has not ended; `interrupted`: it was stopped or suspended, and can go on; `killed`: "
+        "as `diloco status` tells of a run that left no report, in the figures that were seen last"
     )
     seed: Count = Field(description="spec.seed")
     spec_digest: str = Field(description="SHA-256 of the spec, hex")

@@ -18,7 +18,7 @@ from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
 from diloco.console import FAILED, WRONG, print_text
-from diloco.local.screen import summary
+from diloco.local.summary import summary
 from diloco.syncer_client import SyncerError, fetch_document
 from diloco.text_console import TextConsole
 from diloco_protocol.common.files import PUBLIC, write_whole

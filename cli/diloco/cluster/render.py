@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cluster.client import Object
-from diloco.local.screen import RunView, nats, number, picture, progress, progress_line, summary
+from diloco.local.screen import RunView, picture, progress, progress_line
+from diloco.local.summary import nats, number, summary
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import FAULT_CONDITIONS

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import os
 import re
 import sys
 import time
@@ -95,14 +94,7 @@ class LogFile:
 
 def is_running(workdir: Workdir) -> bool:
     """Whether the run's own process is there: it wrote its id into the lock that it holds."""
-    try:
-        pid = int(workdir.lock.read_text(encoding="ascii").strip())
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True
+    return workdir.runner() is not None
 
 
 def chosen_files(workdir: Workdir, target: str | None) -> Callable[[str], bool]:

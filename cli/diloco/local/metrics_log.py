@@ -20,7 +20,7 @@ from diloco_protocol.documents import StatusDocument
 MAX_READ_BYTES = 1 << 20  # of one process's file, each time
 MAX_LINE_BYTES = 1 << 16
 SAMPLED = {
-    *("phase", "epoch", "elapsed_seconds", "merges", "tokens", "tokens_per_second", "goodput", "uptime"),
+    *("phase", "epoch", "elapsed_seconds", "step", "merges", "tokens", "tokens_per_second", "goodput", "uptime"),
     *("bytes_up", "bytes_down"),
 }
 

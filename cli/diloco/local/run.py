@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from diloco.console import CommandError, print_text
 from diloco.local.chaos import schedule as chaos
 from diloco.local.outcome import RunResult, complete_report
 from diloco.local.runner import Runner
-from diloco.local.screen import make_screen, summary
+from diloco.local.screen import make_screen
+from diloco.local.summary import summary
 from diloco.processes.launch import check_free
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco.processes.worker_specs import ServeOptions, without_meaning
@@ -153,13 +155,15 @@ def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
     if not console.is_terminal:
         console.width = 200  # nobody's window: lines stay whole
     console.print()
-    console.print(summary(report))
+    console.print(summary(report, ended.outcome))  # why is said below
     console.print(f"report: {workdir.report}", highlight=False)
     if ended.outcome == "complete" and ended.exit_code:
         print_text(f"error: {ended.message}", file=sys.stderr)
     if ended.outcome == "interrupted":
         begun = f"goes on from {workdir.store}" if workdir.has_begun() else "begins anew: nothing was trained yet"
         console.print(f"the same command {begun}", highlight=False)
+    if report.merges and not ended.message:
+        console.print(f"next: {' · '.join(next_commands(workdir))}", highlight=False)
     if ended.outcome == "failed":
         print_text(f"error: {ended.message or 'the job failed'}", file=sys.stderr)
         if ended.log_of:
@@ -167,6 +171,16 @@ def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
             print_text(f"the end of {log}:", file=sys.stderr)
             for line in tail(log, LOG_LINES):
                 print_text(f"  {line}", file=sys.stderr)
+
+
+def next_commands(workdir: Workdir) -> list[str]:
+    """What a person does with a model that was trained: the commands."""
+    here = workdir.path
+    with contextlib.suppress(ValueError):
+        here = here.relative_to(Path.cwd())
+    model = Path("model") if not Path("model").exists() else Path(f"{workdir.path.name}-model")
+    commands = [f"diloco export {here} {model}/", f"diloco report {here} --html"]
+    return [*commands, f"tensorboard --logdir {here / 'tensorboard'}"] if workdir.tensorboard.is_dir() else commands
 
 
 def tail(path: Path, lines: int) -> list[str]:

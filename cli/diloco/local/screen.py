@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.console import print_text
-from diloco_protocol.common.format_units import rate_text, seconds_text, size_text
-from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report, RunReport, SlotRow, StatusDocument
+from diloco.local.summary import nats, number
+from diloco_protocol.common.format_units import rate_text, seconds_text
+from diloco_protocol.documents import SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, SlotState
 
 EVENTS_SHOWN = 14
@@ -59,14 +60,6 @@ class Screen(Protocol):
 
 
 # ------------------------------------------------------------------ figures
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def nats(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def merged_loss(status: StatusDocument | None) -> float | None:
@@ -207,60 +200,6 @@ def slow_links(status: StatusDocument) -> list[tuple[str, str]]:
         for slot in status.slots
         if slot.link is not None and slot.link.too_slow
     ]
-
-
-def summary(report: Report, outcome: str = "") -> Table:
-    """The report as a small table. ``outcome``: what to say in the place of the report's."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    row = table.add_row
-    row("outcome", outcome or report.outcome)
-    own = report.training_loss if isinstance(report, RunReport) else None
-    if own is not None:
-        ends = f"{nats(own.first)} in the first step, {nats(own.last)} in the last"
-        row("training loss", f"{ends}: the learners' own; no evaluator scored the model")
-    else:
-        row("loss", f"{nats(report.initial_loss)} at the start, {nats(report.final_loss)} at the end")
-    row("tokens", ", ".join(f"{number(count)} {name}" for name, count in report.tokens))
-    versions = report.versions
-    row("merges", f"{number(report.merges)}, versions {versions.min} to {versions.max}, {number(report.steps)} steps")
-    if report.goodput is not None:
-        row("goodput", f"{report.goodput:.3f}, uptime {report.uptime or 0:.3f}")
-    row("wire", f"{number(report.bytes_up)} bytes up, {number(report.bytes_down)} down")
-    regions = report.regions or []
-    for region in regions if len(regions) > 1 else ():
-        row(f"wire {region.name or 'others'}", carried_text(region))
-    if report.output is not None:
-        row("model", output_text(report.output))
-    row("time", f"{report.wall_seconds or 0:.1f} s")
-    for fault in report.faults:
-        row("fault", fault_text(fault))
-    return table
-
-
-def carried_text(region: RegionRow) -> str:
-    text = f"{number(region.bytes_up)} bytes up, {number(region.bytes_down)} down"
-    if region.wire_bytes_up is None:
-        return text
-    up, down = number(region.wire_bytes_up), number(region.wire_bytes_down)
-    return f"{text}; with all beside it and TLS {up} up, {down} down"
-
-
-def output_text(output: OutputRow) -> str:
-    """Where the merged model lies, or why it does not."""
-    if output.state == "written":
-        return f"{output.uri}, {size_text(output.size)}"
-    return f"not in {output.uri} ({output.state}){': ' if output.message else ''}{output.message}"
-
-
-def fault_text(fault: FaultRow) -> str:
-    """One fault and what it cost, in a sentence."""
-    parts = []
-    for name in ("detected", "joined", "first_step", "recovered"):
-        seconds = getattr(fault, f"{name}_seconds")
-        parts.append(f"{name.replace('_', ' ')} {'-' if seconds is None else f'{seconds:.2f} s'}")
-    return f"{fault.action} {fault.target} at {fault.at_seconds:.1f} s: {', '.join(parts)}"
 
 
 # ------------------------------------------------------------------ where it goes

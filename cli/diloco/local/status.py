@@ -6,14 +6,17 @@ import asyncio
 import json
 import os
 import re
+from datetime import UTC, datetime
 from typing import Any
 
 from diloco.console import CommandError
-from diloco.processes.workdir import MAX_REPORT_BYTES, WorkdirError, find, read_address
+from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, WorkdirError, find, read_address
 from diloco.syncer_client import SyncerError, fetch_document
 from diloco_protocol.common.files import read_bounded
-from diloco_protocol.documents import DocumentError, RunReport, StatusDocument, read_document
+from diloco_protocol.documents import DocumentError, Report, RunReport, StatusDocument, read_document
 
+REPORT_SECONDS = 30.0
+SAMPLE_BYTES = 1 << 20  # of the end of metrics.jsonl
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})(?:/status)?/?")
 
 
@@ -23,11 +26,8 @@ def read_status(where: str | None) -> StatusDocument | RunReport:
     None: the newest run below ./runs. An address is that of the status page (HTTP) or of
     the syncer's own port. Of a run that is not going on it is the last report. Raises CommandError.
     """
-    address = None if where is None or os.path.exists(where) else _ADDRESS.fullmatch(where)
-    if address is not None:
-        if int(address[2]) > 65535:
-            raise CommandError(f"{where}: there is no port {address[2]}; a port is at most 65535")
-        return _from_address(f"{address[1]}:{address[2]}")
+    if (address := _as_address(where)) is not None:
+        return _from_address(address)
     try:
         workdir = find(where)
     except WorkdirError as error:
@@ -36,20 +36,85 @@ def read_status(where: str | None) -> StatusDocument | RunReport:
     unread = ""
     try:
         document = asyncio.run(fetch_document(str(read_address(workdir.address)["http"]), "/status", StatusDocument))
-        name = json.loads(workdir.job.read_text(encoding="utf-8"))["metadata"]["name"]
-        if document.job == name:  # else the port is another's by now
+        if document.job == workdir.job_name():  # else the port is another's by now
             return document
-    except (OSError, WorkdirError, SyncerError, ValueError, KeyError) as error:
+    except (OSError, WorkdirError, SyncerError) as error:
         # It is not running, or the port is another's: what it left is shown.
         unread = f" ({error})" if isinstance(error.__cause__, DocumentError) else ""
+    killed = workdir.was_killed()
+    if killed and (last := report_of_killed(workdir)) is not None:
+        return last
     try:
-        return read_document(RunReport, read_bounded(workdir.report, MAX_REPORT_BYTES))
+        report = read_document(RunReport, read_bounded(workdir.report, MAX_REPORT_BYTES))
+        if killed:
+            before = f"the last run was killed before anything was seen of it; this is the run before: {report.outcome}"
+            report = report.model_copy(update={"outcome": "killed", "message": before})
+        return report
     except FileNotFoundError as error:
         raise CommandError(
             f"the run in {workdir.path} is not going on and has left no report{unread}; `diloco run` goes on with it"
         ) from error
     except (OSError, ValueError) as error:
         raise CommandError(f"{workdir.report} cannot be read: {error}") from error
+
+
+def _as_address(where: str | None) -> str | None:
+    """host:port, where that is what the user has named. Raises CommandError."""
+    named = None if where is None or os.path.exists(where) else _ADDRESS.fullmatch(where)
+    if named is not None and int(named[2]) > 65535:
+        raise CommandError(f"{where}: there is no port {named[2]}; a port is at most 65535")
+    return None if named is None else f"{named[1]}:{named[2]}"
+
+
+def read_report(where: str | None) -> Report:
+    """The report of a run on this machine; of one that goes on, as it stands. Raises CommandError."""
+    document = read_status(where)
+    if isinstance(document, Report):
+        return document
+    try:
+        address = _as_address(where) or str(read_address(find(where).address)["http"])
+        return asyncio.run(fetch_document(address, "/report", Report, REPORT_SECONDS))
+    except (OSError, WorkdirError, SyncerError) as error:
+        raise CommandError(f"the run goes on, and its report is not to be had ({error}): try again") from error
+
+
+def report_of_killed(workdir: Workdir) -> RunReport | None:
+    """What is known of a run that left no report: the last sample of its status; None: there is none of it."""
+    try:
+        with workdir.metrics_file.open("rb") as file:
+            file.seek(max(0, workdir.metrics_file.stat().st_size - SAMPLE_BYTES))
+            lines = file.read().splitlines()
+        job = json.loads(read_bounded(workdir.job, MAX_REPORT_BYTES))
+        sample = next(row for row in map(_status_sample, reversed(lines)) if row is not None)
+        seen = datetime.fromtimestamp(sample["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        if sample["time"] < workdir.lock.stat().st_mtime:
+            return None  # of the run before
+        low, high = sample["versions"]
+        score = sample["eval_loss"]
+        content = {
+            **{name: sample[name] for name in ("merges", "tokens", "goodput", "uptime", "bytes_up", "bytes_down")},
+            "outcome": "killed",
+            "message": f"the run ended without a report: it was killed, or this machine went down. The figures are "
+            f"those last seen, at {seen}; `diloco run` continues from its last checkpoint",
+            "seed": job["spec"]["seed"],
+            "spec_digest": "",
+            "wall_seconds": sample["elapsed_seconds"],
+            "steps": sample.get("step", 0),
+            "versions": {"min": low, "max": high},
+            "eval_loss": [] if score is None else [score],
+            "syncer": {"epoch": sample["epoch"], "restarts": 0, "peak_rss_bytes": 0},
+        }
+        return read_document(RunReport, content)
+    except (OSError, StopIteration, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _status_sample(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # cut at the start of what was read, or torn by the kill
+        return None
+    return row if isinstance(row, dict) and row.get("source") == "status" else None
 
 
 def _from_address(address: str) -> StatusDocument:
@@ -85,13 +150,21 @@ def as_json(document: StatusDocument | RunReport) -> dict[str, Any]:
     return {"running": False, "report": content}
 
 
+def ended_words(report: RunReport) -> str:
+    """What is said above the report of a run that does not answer."""
+    if report.outcome == "killed":
+        return "not running: killed, without a report; what was last seen of it"
+    return "not running; its last report"
+
+
 def show(document: StatusDocument | RunReport) -> None:
-    from diloco.local.screen import RunView, picture, summary
+    from diloco.local.screen import RunView, picture
+    from diloco.local.summary import summary
     from diloco.text_console import TextConsole
 
     console = TextConsole(soft_wrap=True)
     if isinstance(document, RunReport):
-        console.print("not running; its last report:")
+        console.print(f"{ended_words(document)}:")
         console.print(summary(document))
         return
     names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}

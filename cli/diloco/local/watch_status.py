@@ -6,9 +6,10 @@ import json
 import time
 
 from diloco.console import COMPLETE, FAILED, CommandError, print_text
-from diloco.local.screen import RunView, Screen, make_screen, summary
+from diloco.local.screen import RunView, Screen, make_screen
 from diloco.local.status import as_json as json_of
-from diloco.local.status import read_status
+from diloco.local.status import ended_words, read_status
+from diloco.local.summary import summary
 from diloco.local.watch import EVENT_STYLES, QUIET_EVENTS
 from diloco.text_console import TextConsole
 from diloco_protocol.documents import RunReport, StatusDocument
@@ -54,9 +55,9 @@ def watch_status(where: str | None, as_json: bool) -> int:
         if screen is not None:
             screen.close()
     if screen is not None:
-        console.print("not running; its last report:")
+        console.print(f"{ended_words(document)}:")
         console.print(summary(document))
-    return FAILED if document.outcome == "failed" else COMPLETE
+    return FAILED if document.outcome in ("failed", "killed") else COMPLETE
 
 
 def _show_events(screen: Screen, document: StatusDocument, shown: set[tuple[int, int]], began: float) -> None:

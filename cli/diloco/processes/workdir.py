@@ -75,6 +75,37 @@ class Workdir:
             return None
         return "suspended" if report.outcome == "interrupted" else report.outcome
 
+    def runner(self) -> int | None:
+        """The process id of the run that has the directory; None: none has. A run that ends by itself leaves none: see
+        ``was_killed``."""
+        pid = self._last_runner()
+        try:
+            if pid is not None:
+                os.kill(pid, 0)
+        except PermissionError:
+            pass
+        except (OSError, OverflowError):
+            return None
+        return pid
+
+    def was_killed(self) -> bool:
+        """Whether the last run ended without a word: its process is gone, and it has not taken its id out of the lock
+        nor written a report since it began."""
+        if self._last_runner() is None or self.runner() is not None:
+            return False
+        try:
+            return self.lock.stat().st_mtime >= self.report.stat().st_mtime
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
+    def _last_runner(self) -> int | None:
+        try:
+            return int(self.lock.read_text(encoding="ascii").strip())
+        except (OSError, ValueError):
+            return None
+
     def earlier_report(self) -> RunReport | None:
         """report.json of an earlier run that completed the job; None: there is none."""
         report = _read_report(self.report)
@@ -127,7 +158,11 @@ def locked(path: Path) -> Iterator[Workdir]:
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             raise _unusable(path, error) from error
-        yield workdir
+        try:
+            yield workdir
+        finally:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)  # it was not killed
     finally:
         os.close(descriptor)  # and with it the lock
 

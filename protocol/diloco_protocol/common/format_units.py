@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 
 def _scaled(value: float, unit: str) -> str:
@@ -29,3 +30,15 @@ def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def duration_text(seconds: float) -> str:
+    """A length of time by its two largest units, as it is said: ``8.4 s``, ``54 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for (large, of_large), (small, of_small) in pairwise((("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))):
+        if whole >= of_large:
+            count, rest = divmod(whole, of_large)
+            return f"{count} {large}" + (f" {rest // of_small} {small}" if rest // of_small else "")
+    return f"{whole} s"

@@ -24,11 +24,11 @@ from diloco_protocol.documents import (
     Tokens,
     VersionRange,
 )
-from diloco_protocol.vocabulary import JobPhase, SlotState
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.state import JobState
 
-_OUTCOMES = {JobPhase.COMPLETE: "complete", JobPhase.FAILED: "failed"}
+_OUTCOMES = {JobPhase.COMPLETE: "complete", JobPhase.FAILED: "failed"}  # of those that have ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +164,13 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
     """report.json, once the job has ended or as it stands, without ``faults``, which only whoever causes them knows.
 
     ``restarts`` counts the syncers that this store has had before this one, those of earlier runs included.
-    ``outcome`` of a job that has not ended, or was suspended, is interrupted.
+    ``outcome`` of a job that has not ended is running; of one that was suspended or deleted, interrupted.
     """
     versions = state.versions or [0]
     end = state.clock.elapsed(now)
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
     return Report(
-        outcome=_OUTCOMES.get(state.phase, "interrupted"),
+        outcome=_OUTCOMES.get(state.phase, "interrupted" if state.phase in ENDED_PHASES else "running"),
         seed=state.config.seed,
         spec_digest=spec_digest,
         layout_digest=state.layout_digest,

@@ -279,12 +279,16 @@ class Ledger:
         return rows
 
     def totals(self) -> Tokens:
-        """Whole tokens: merged and dropped rounded down, the rest pending."""
+        """Whole tokens: dropped rounded down, merged too, the rest pending. Where no part of any token is pending, what
+        rounding leaves is merged: else a job that has lost nothing would seem to wait for a token."""
         trained = self.total_trained()
         parts = max(1, self.fragments)
-        merged = sum(book.take_sums().merged for book in self.books) // parts
+        merged = sum(book.take_sums().merged for book in self.books)
         dropped = sum(book.take_sums().dropped for book in self.books)
-        dropped = (dropped + sum(book.report_age().dropped for book in self.books if book.report is not None)) // parts
+        dropped += sum(book.report_age().dropped for book in self.books if book.report is not None)
+        none_pending = merged + dropped == trained * parts
+        dropped //= parts
+        merged = trained - dropped if none_pending else merged // parts
         return Tokens(trained=trained, merged=merged, pending=trained - merged - dropped, dropped=dropped)
 
     def imbalances(self, slot: int) -> list[str]:

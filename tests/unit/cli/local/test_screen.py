@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco.local.screen import Lines, Live, RunView, fault_text, progress, progress_line, summary, version_strip
+from diloco.local.screen import Lines, Live, RunView, progress, progress_line, version_strip
+from diloco.local.summary import fault_text, summary
 from diloco_protocol.documents import FaultRow
 from status_documents import job_report, slot_row, status_document
 
@@ -168,7 +169,8 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
         recovered_seconds=None,
     )
     assert fault_text(fault) == (
-        "kill learner-1 at 20.0 s: detected 0.05 s, joined 1.00 s, first step 2.00 s, recovered -"
+        "learner-1 killed at 20.0 s: noticed after 50 ms, replaced after 1 s, training again after 2 s,"
+        " not merged again before the end"
     )
     full = job_report(
         outcome="complete",
@@ -180,6 +182,7 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
         faults=[fault],
         regions=[
             {"name": "eu", "bytes_up": 7, "bytes_down": 8, "wire_bytes_up": 9, "wire_bytes_down": 11},
+            {"name": "us", "bytes_up": 0, "bytes_down": 0, "wire_bytes_up": None, "wire_bytes_down": None},
             {"name": "", "bytes_up": 0, "bytes_down": 5, "wire_bytes_up": None, "wire_bytes_down": None},
         ],
     )
@@ -187,6 +190,7 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     console.print(summary(full))
     console.print(summary(job_report()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "5.500 at the start, 2.000 at the end" in text and "10 trained, 9 merged" in text and "recovered -" in text
-    assert "wire eu" in text and "7 bytes up, 8 down; with all beside it and TLS 9 up, 11 down" in text
-    assert re.search(r"wire others +0 bytes up, 5 down +\n", text)
+    assert "5.500 at the start, 2.000 at the end" in text and "10 trained, 9 merged" in text
+    assert "not merged again before the end" in text
+    assert re.search(r"  eu +7 B up, 8 B down; with all beside it and TLS 9 B up, 11 B down +\n", text)
+    assert re.search(r"  evaluator +0 B up, 5 B down +\n", text)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from diloco.local.outcome import RunOutcome, RunResult, complete_report
-from diloco.local.screen import summary
+from diloco.local.summary import summary
 from diloco.local.training_loss import read_training_loss
 from diloco_protocol.documents import TrainingLoss
 from diloco_protocol.spec.job import DiLoCoJob

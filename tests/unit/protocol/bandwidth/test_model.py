@@ -233,6 +233,9 @@ def test_nothing_is_judged_before_anything_is_known() -> None:
 def test_texts() -> None:
     assert format_units.bits_text(1.4e9) == "1.4 Gbit/s" and format_units.rate_text(125_000) == "1 Mbit/s"
     assert format_units.size_text(999.9e6) == "1 GB" and format_units.seconds_text(0.0123) == "12.3 ms"
+    lengths = {0.04: "0.0 s", 9.94: "9.9 s", 54.4: "54 s", 60: "1 min", 200: "3 min 20 s", 7500: "2 h 5 min"}
+    lengths |= {86_399: "23 h 59 min", 86_400: "1 d", 100_000: "1 d 3 h"}
+    assert {seconds: format_units.duration_text(seconds) for seconds in lengths} == lengths
 
 
 def test_what_a_broken_transfer_took_says_nothing_of_the_link() -> None:

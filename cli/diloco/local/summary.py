@@ -1,0 +1,175 @@
+"""A report as a person reads it at the end of a run: what came of it, what went wrong on the way and what that cost.
+
+Times are as people say them, sizes have three digits. What is not known has no line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.table import Table
+
+from diloco_protocol.common.format_units import duration_text, seconds_text, size_text
+from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report, RunReport
+
+_DONE = {"kill": "killed", "term": "told to leave", "pause": "paused", "cut": "cut off", "slow": "slowed down"}
+_PASSING = frozenset({"pause", "cut", "slow"})
+_REASONS = {
+    "died": "with a process that ended",
+    "drain": "not merged before their learner left",
+    "overlap": "trained while a newer version was on its way",
+    "stale": "on a version too old",
+    "rolled-back": "in versions that the store lost",
+}
+_PENDING = {
+    "complete": "offered at the end by fewer learners than a merge needs",
+    "interrupted": "kept in the store, merged when the job continues",
+    "killed": "on their way when it was killed",
+    "running": "on their way",
+}
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def nats(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def summary(report: Report, outcome: str = "") -> Table:
+    """The report as a small table. ``outcome``: what to say in the place of the report's."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    row = table.add_row
+    row("outcome", outcome or _outcome(report))
+    if report.tokens.trained or report.merges:
+        row(*_loss(report))
+        row("tokens", tokens_text(report))
+        row("merges", _merges(report))
+        if report.goodput is not None:
+            row("goodput", _goodput(report))
+        row("traffic", f"{size_text(report.bytes_up)} up, {size_text(report.bytes_down)} down")
+        regions = report.regions or []
+        for region in regions if sum(bool(region.name) for region in regions) > 1 else ():
+            row(f"  {region.name or 'evaluator'}", carried_text(region))
+    if report.output is not None:
+        row("model", output_text(report.output))
+    row("time", duration_text(report.wall_seconds or 0))
+    for fault in report.faults:
+        row("fault", fault_text(fault, report))
+    return table
+
+
+def _outcome(report: Report) -> str:
+    message = report.message if isinstance(report, RunReport) and report.outcome in ("failed", "killed") else ""
+    return f"{report.outcome}: {message}" if message else report.outcome
+
+
+def _loss(report: Report) -> tuple[str, str]:
+    own = report.training_loss if isinstance(report, RunReport) else None
+    if own is not None:
+        ends = f"{nats(own.first)} in the first step, {nats(own.last)} in the last"
+        return "training loss", f"{ends}: the learners' own; no evaluator scored the model"
+    scored = [loss for _, loss in report.eval_loss if loss is not None]
+    if report.initial_loss is None and report.final_loss is None and scored:
+        return "loss", f"{nats(scored[-1])}, the last score of the merged model (nats per token)"
+    return "loss", f"{nats(report.initial_loss)} at the start, {nats(report.final_loss)} at the end (nats per token)"
+
+
+def tokens_text(report: Report) -> str:
+    """What became of the tokens; of what is not in the model, why."""
+    tokens = report.tokens
+    pending = f"{number(tokens.pending)} pending"
+    if not tokens.pending:
+        pending = "nothing pending"
+    elif report.outcome in _PENDING:
+        pending += f" ({_PENDING[report.outcome]})"
+    dropped = "nothing dropped"
+    if tokens.dropped:
+        reasons = ", ".join(f"{number(count)} {_REASONS.get(name, name)}" for name, count in dropped_by_reason(report))
+        dropped = f"{number(tokens.dropped)} dropped ({share_text(tokens.dropped / max(1, tokens.trained))}"
+        dropped += f": {reasons})" if reasons else ")"
+    return f"{number(tokens.trained)} trained, {number(tokens.merged)} merged, {pending}, {dropped}"
+
+
+def dropped_by_reason(report: Report) -> list[tuple[str, int]]:
+    """Whole tokens that were dropped, by reason, of reasons with at least one; the most first."""
+    parts: Counter[str] = Counter()
+    for row in report.ledger or []:
+        parts.update(row.reasons)
+    whole = [(name, round(count / len(report.ledger or [0]))) for name, count in parts.most_common()]
+    return [(name, count) for name, count in whole if count]
+
+
+def _merges(report: Report) -> str:
+    versions = report.versions
+    times = f"{versions.min}" if versions.min == versions.max else f"{versions.min} to {versions.max}"
+    return f"{number(report.merges)}; each fragment {times} times, in {number(report.steps)} steps of a learner"
+
+
+def _goodput(report: Report) -> str:
+    text = f"{share_text(report.goodput or 0.0)} of the learners' time is in the merged model"
+    if report.uptime is None:
+        return text
+    return f"{text}; training went on {share_text(report.uptime)} of the time"
+
+
+def share_text(share: float) -> str:
+    """A share in per cent, with as many digits as say something."""
+    percent = 100 * share
+    return f"{percent:.2g} %" if 0 < percent < 0.995 else f"{percent:.1f} %".replace(".0 %", " %")
+
+
+def carried_text(region: RegionRow) -> str:
+    text = f"{size_text(region.bytes_up)} up, {size_text(region.bytes_down)} down"
+    if region.wire_bytes_up is None:
+        return text
+    up, down = size_text(region.wire_bytes_up), size_text(region.wire_bytes_down or 0)
+    return f"{text}; with all beside it and TLS {up} up, {down} down"
+
+
+def output_text(output: OutputRow) -> str:
+    """Where the merged model lies, or why it does not."""
+    if output.state == "written":
+        return f"{output.uri}, {size_text(output.size)}"
+    return f"not in {output.uri} ({output.state}){': ' if output.message else ''}{output.message}"
+
+
+def fault_text(fault: FaultRow, report: Report | None = None) -> str:
+    """One fault and what it cost, in a sentence."""
+    lasting = f" for {seconds_text(fault.lasts_seconds)}" if fault.lasts_seconds else ""
+    if fault.action == "kill" and lasting:
+        lasting = f" and kept away{lasting}"
+    said = f"{fault.target} {_DONE.get(fault.action, fault.action)}{lasting} at {fault.at_seconds:.1f} s"
+    if fault.detected_seconds is None and fault.joined_seconds is None:
+        return f"{said}; {'nothing was lost' if fault.action in _PASSING else 'nothing was seen of it'}"
+    back = "replaced" if fault.action in ("kill", "term") and fault.target != "syncer" else "learners joined again"
+    parts = [
+        f"{words} after {seconds_text(seconds)}"
+        for words, seconds in (
+            ("noticed", fault.detected_seconds),
+            (back if fault.action not in _PASSING else "back", fault.joined_seconds),
+            ("training again", fault.first_step_seconds),
+            ("merging again", fault.recovered_seconds),
+        )
+        if seconds is not None
+    ]
+    text = f"{said}: {', '.join(parts)}"
+    if fault.recovered_seconds is None:
+        text += ", not merged again before the end"
+    if report is None:
+        return text
+    if len(report.faults) == 1 and fault.action == "kill" and dict(dropped_by_reason(report)).get("died"):
+        lost = dict(dropped_by_reason(report))["died"]
+        text += f"; {number(lost)} tokens lost ({share_text(lost / max(1, report.tokens.trained))})"
+    if fault.target != "syncer" and report.holds is not None and not _held(report, fault):
+        text += "; merges went on meanwhile"
+    return text
+
+
+def _held(report: Report, fault: FaultRow) -> bool:
+    """Whether the job held between a fault and its end."""
+    until = float("inf") if fault.recovered_seconds is None else fault.at_seconds + fault.recovered_seconds
+    return any(hold.from_seconds < until and hold.to_seconds > fault.at_seconds for hold in report.holds or [])
