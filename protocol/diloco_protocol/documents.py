@@ -184,12 +184,18 @@ class OutputRow(Document):
         return self.state in ("waiting", "writing")
 
 
+class StopGoal(Document):
+    kind: Literal["steps", "tokens", "seconds"] = Field(description="what `training.stop` counts")
+    limit: float = Field(description="how many end the job")
+
+
 class StatusDocument(Document):
     job: str = Field(description="name of the job")
     phase: JobPhase = Field(description="the job's phase")
     message: str = Field(description="why, or what is wrong with the store")
     epoch: Count = Field(description="how many syncers this store has had")
     elapsed_seconds: float = Field(description="from the job's first step to its end or now, without suspensions")
+    stop: StopGoal | None = Field(None, description="where the job ends; null: of a syncer that does not say")
     step: Count = Field(description="the greatest slot step")
     loss: Number = Field(description="last score of the merged model; before there is one, the active learners' mean")
     quorum: Quorum = Field(description="who can take part")

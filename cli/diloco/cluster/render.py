@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cluster.client import Object
-from diloco.local.screen import RunView, picture, progress, progress_line
+from diloco.local.screen import RunView, blocked_by, picture, progress, progress_line
 from diloco.local.summary import nats, number, summary
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
@@ -264,7 +264,7 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
         # A slot that nobody has had has no place yet.
         names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in page.slots if slot.region}
         parts.append(picture(RunView(name, stop(job), page, names, serving=True), []))
-        if page.message:
+        if page.message and not blocked_by(page):
             parts.append(Text(page.message))
     else:
         parts += [_head(job, now), ""]

@@ -135,7 +135,7 @@ class Runner:
             outcome = await self._outcome
             await self._wait_for_exits(outcome)
             for fault in self.injector.waiting:
-                self.screen.event(f"chaos: it did not come to {fault.text}: the job ended first", "yellow")
+                self.screen.event(f"chaos: {fault.text} was never reached: the job ended first", "yellow")
         finally:
             self._stopping = True
             await self._cancel_tasks()

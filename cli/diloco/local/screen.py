@@ -10,23 +10,27 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from diloco.console import print_text
 from diloco.local.summary import nats, number
-from diloco_protocol.common.format_units import rate_text, seconds_text
+from diloco_protocol.common.format_units import duration_text, rate_text, seconds_text
 from diloco_protocol.documents import SlotRow, StatusDocument
-from diloco_protocol.vocabulary import ENDED_PHASES, SlotState
+from diloco_protocol.vocabulary import ENDED_PHASES, TRAINING_PHASES, JobPhase, SlotState
 
 EVENTS_SHOWN = 14
 LEAST_ROOM = 3  # lines of events, on a small terminal
 LINE_SECONDS = 5.0  # between plain progress lines
+SAME_LINE_SECONDS = 60.0  # while nothing changes
+LEAST_STEP_SECONDS = 0.02  # of steps shorter than this it says nothing that a learner is late
+WIDE, NARROW = 100, 60  # columns of a terminal: for all figures, for the most important ones
+GAP = "   "
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES: dict[str, str] = {
     SlotState.ACTIVE: "green",
@@ -78,11 +82,52 @@ def progress(stop: tuple[str, float] | None, step: int | None, tokens: int | Non
     return text if unit == "tokens" else f"{text}, {number(tokens)} tokens"
 
 
+def _goal(view: RunView) -> tuple[str, float] | None:
+    """Where the job ends, by the job file or by its syncer."""
+    if view.stop is not None or view.status is None or view.status.stop is None:
+        return view.stop
+    return view.status.stop.kind, view.status.stop.limit
+
+
 def _progress(view: RunView) -> str:
     status = view.status
     if status is None:
         return progress(view.stop, 0, 0, 0.0)
-    return progress(view.stop, status.step, status.tokens.trained, status.elapsed_seconds)
+    return progress(_goal(view), status.step, status.tokens.trained, status.elapsed_seconds)
+
+
+def time_left(view: RunView) -> str:
+    """What share of the job is done, and about how long the rest takes at its present pace; empty: not known."""
+    status, goal = view.status, _goal(view)
+    if status is None or goal is None or not status.tokens.trained or goal[1] <= 0:
+        return ""
+    unit, limit = goal
+    reached = {"steps": status.step, "tokens": status.tokens.trained, "seconds": status.elapsed_seconds}[unit]
+    text = f"{int(100 * min(1.0, reached / limit))} %"
+    seconds = _seconds_left(status, unit, limit - reached)
+    if seconds is None or status.phase not in TRAINING_PHASES:
+        return text
+    return f"{text}, about {duration_text(max(1.0, seconds))} left"
+
+
+def _seconds_left(status: StatusDocument, unit: str, rest: float) -> float | None:
+    if rest <= 0:
+        return None
+    if unit == "seconds":
+        return rest
+    if unit == "tokens":
+        return rest / status.tokens_per_second if status.tokens_per_second else None
+    ahead = [slot for slot in status.slots if slot.step == status.step and slot.state is SlotState.ACTIVE]
+    if not ahead or not ahead[0].step_seconds:
+        return None
+    return rest * ahead[0].step_seconds / max(0.05, 1.0 - (_waited(ahead[0]) or 0.0))
+
+
+def _waited(slot: SlotRow) -> float | None:
+    """The share of its time in which the training thread waited for the library, 0 to 1; None: nothing was measured."""
+    stalled = slot.stalled_seconds or 0.0
+    seconds = stalled + (slot.compute_seconds or 0.0)
+    return stalled / seconds if seconds > 0 else None
 
 
 def silence(view: RunView) -> str:
@@ -90,6 +135,15 @@ def silence(view: RunView) -> str:
     if view.serving or view.status is None or view.status.phase in ENDED_PHASES:
         return ""
     return "the syncer does not answer"
+
+
+def blocked_by(status: StatusDocument | None) -> str:
+    """Why nothing is merged at the moment; empty: nothing is in the way."""
+    if status is None:
+        return ""
+    if status.store_problem:
+        return status.store_problem
+    return status.message if status.phase in (JobPhase.WAITING, JobPhase.HOLDING) else ""
 
 
 def version_strip(versions: list[int], width: int = 64) -> str:
@@ -107,32 +161,64 @@ def progress_line(view: RunView) -> str:
     if status is None:
         return "starting"
     versions = status.versions or [0]
-    losses = " ".join(nats(slot.loss if slot.state is SlotState.ACTIVE else None) for slot in status.slots)
+    pace = "; ".join(part for part in (time_left(view), f"{number(status.tokens_per_second)}/s") if part)
+    reasons = "".join(f"  ({reason})" for reason in (blocked_by(status), silence(view)) if reason)
     return (
-        f"{status.elapsed_seconds:7.1f} s  {status.phase}  {_progress(view)}"
-        f" ({number(status.tokens_per_second)}/s)  loss {losses}  merged {nats(merged_loss(status))}"
+        f"{status.elapsed_seconds:7.1f} s  {status.phase}  {_progress(view)} ({pace})"
+        f"  loss {_losses(status)}  merged {nats(merged_loss(status))}"
         f"  versions {min(versions)}..{max(versions)}"
-        f"  quorum {status.quorum.active}/{status.quorum.required}" + (f"  ({silence(view)})" if silence(view) else "")
+        f"  quorum {status.quorum.active}/{status.quorum.required}{reasons}"
     )
+
+
+def _losses(status: StatusDocument) -> str:
+    return " ".join(nats(slot.loss if slot.state is SlotState.ACTIVE else None) for slot in status.slots)
+
+
+class _ByWidth:
+    """Something that is made for the width that there is."""
+
+    def __init__(self, make: Callable[[int], RenderableType]) -> None:
+        self._make = make
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._make(options.max_width)
+
+
+def _lines_of(cells: Sequence[Text], width: int) -> RenderableType:
+    """Cells beside each other with ``GAP`` between them, in as many lines as they need."""
+    lines: list[Text] = []
+    for cell in cells:
+        if not cell.plain:
+            continue
+        if lines and lines[-1].cell_len + len(GAP) + cell.cell_len <= width:
+            lines[-1] = lines[-1] + Text(GAP) + cell
+        else:
+            lines.append(cell)
+    return Group(*lines)
 
 
 def picture(view: RunView, events: list[Text]) -> RenderableType:
     """The run as a person sees it on a terminal; ``events``: the newest, below it."""
     status = view.status
-    head = Table.grid(padding=(0, 3))
-    head.add_row(
+    cells = [
         Text(view.job, style="bold"),
         Text(status.phase if status else "starting", style="bold cyan"),
-        f"{status.elapsed_seconds if status else 0:.0f} s",
-        _progress(view),
-        f"{number(status.tokens_per_second if status else None)} tokens/s",
-        f"merged loss {nats(merged_loss(status))}",
+        Text(duration_text(status.elapsed_seconds) if status and status.elapsed_seconds else "0 s"),
+        Text(_progress(view)),
+        Text(time_left(view)),
+        Text(f"{number(status.tokens_per_second if status else None)} tokens/s"),
+        Text(f"merged loss {nats(merged_loss(status))}"),
         Text(silence(view), style="red"),
-    )
+    ]
+    head: list[RenderableType] = [_ByWidth(lambda width: _lines_of(cells, width))]
+    if blocked := blocked_by(status):
+        head.append(Text(blocked, style="yellow"))
     foot = Table.grid(padding=(0, 2))
-    foot.add_row(Text("fragments", style="dim"), version_strip(status.versions if status else []))
+    strip = _ByWidth(lambda width: Text(version_strip(status.versions if status else [], max(8, min(64, width - 16)))))
+    foot.add_row(Text("fragments", style="dim"), strip)
     if status is None:
-        return Group(head, "", foot, "", *events)
+        return Group(*head, "", foot, "", *events)
     waiting = f", {status.standby} standing by" if status.standby else ""
     quorum = f"{status.quorum.active} active, {status.quorum.required} needed{waiting}"
     foot.add_row(Text("quorum", style="dim"), quorum)
@@ -145,29 +231,38 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
         foot.add_row(Text("links", style="dim"), links)
     for who, message in slow_links(status):
         foot.add_row("", Text(f"{who}: {message}", style="yellow"))
-    return Group(head, "", _slots_table(view, status.slots), "", foot, "", *events)
+    slots = status.slots
+    return Group(*head, "", _ByWidth(lambda width: _slots_table(view, slots, width)), "", foot, "", *events)
 
 
-def _slots_table(view: RunView, slots: Sequence[SlotRow]) -> Table:
+def _slots_table(view: RunView, slots: Sequence[SlotRow], width: int) -> Table:
+    """A row for each slot, with as many columns as the width has room for. The slot's number is shown only where it is
+    not the learner's own."""
+    titles = ["learner", "slot", "state", "step", "tokens", "loss", "s/step", "waited", "merged", ""]
+    if width < WIDE or all(slot.slot == slot.ordinal for slot in slots):
+        titles.remove("slot")
+    for title, least in (("waited", WIDE), ("merged", NARROW), ("s/step", NARROW)):
+        if width < least:
+            titles.remove(title)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("learner", "slot", "state", "step", "tokens", "loss", "s/step", "waited", "merged", ""):
+    for title in titles:
         table.add_column(title, justify="left" if title in ("learner", "state", "") else "right", no_wrap=True)
     for slot in slots:
         name = view.processes.get((slot.region, slot.ordinal), "-")
-        stalled = slot.stalled_seconds or 0.0
-        seconds = stalled + (slot.compute_seconds or 0.0)
-        table.add_row(
-            name,
-            str(slot.slot),
-            Text(slot.state, style=_STATE_STYLES.get(slot.state, "")),
-            number(slot.step),
-            number(slot.tokens),
-            nats(slot.loss),
-            f"{slot.step_seconds or 0:.3f}",
-            f"{100 * stalled / seconds:.1f} %" if seconds > 0 else "-",
-            number(slot.merged_pushes),
-            Text(view.notes.get(name, slot_note(slot)), style="yellow"),
-        )
+        waited = _waited(slot)
+        cells: dict[str, RenderableType] = {
+            "learner": name,
+            "slot": str(slot.slot),
+            "state": Text(slot.state, style=_STATE_STYLES.get(slot.state, "")),
+            "step": number(slot.step),
+            "tokens": number(slot.tokens),
+            "loss": nats(slot.loss),
+            "s/step": f"{slot.step_seconds or 0:.3f}",
+            "waited": "-" if waited is None else f"{100 * waited:.1f} %",
+            "merged": number(slot.merged_pushes),
+            "": Text(view.notes.get(name, slot_note(slot)), style="yellow"),
+        }
+        table.add_row(*(cells[title] for title in titles))
     return table
 
 
@@ -175,9 +270,15 @@ def slot_note(slot: SlotRow) -> str:
     """What is the matter with a slot, in a word."""
     if slot.diverged:
         return "diverged"
-    if slot.starved:
-        return "starved"
+    if is_late(slot):
+        return "late"
     return "slow link" if slot.link is not None and slot.link.too_slow else ""
+
+
+def is_late(slot: SlotRow) -> bool:
+    """Whether a slot's updates keep arriving after their merge, and that matters: with steps of milliseconds everybody
+    is late now and then."""
+    return slot.starved and slot.state is SlotState.ACTIVE and (slot.step_seconds or 0.0) >= LEAST_STEP_SECONDS
 
 
 def links_text(status: StatusDocument) -> str:
@@ -206,19 +307,28 @@ def slow_links(status: StatusDocument) -> list[tuple[str, str]]:
 
 
 class Lines:
-    """Plain lines, at most one of progress every ``LINE_SECONDS``."""
+    """Plain lines: one of progress when something has changed, at most every ``LINE_SECONDS``; every
+    ``SAME_LINE_SECONDS`` even if nothing has, as a sign of life."""
 
-    def __init__(self, out: IO[str] | None = None) -> None:
+    def __init__(self, out: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = out or sys.stdout
-        self._next = 0.0
+        self._clock = clock
+        self._printed_at = float("-inf")
+        self._figures: tuple[object, ...] = ()
 
     def event(self, text: str, style: str = "") -> None:
         self._print(text)
 
     def update(self, view: RunView) -> None:
-        now = time.monotonic()
-        if now >= self._next and view.status is not None:
-            self._next = now + LINE_SECONDS
+        status, now = view.status, self._clock()
+        if status is None:
+            return
+        figures = (
+            *(status.phase, blocked_by(status), silence(view), status.step, status.tokens.trained, status.merges),
+            *(status.versions, status.quorum.active, merged_loss(status), _losses(status)),
+        )
+        if now >= self._printed_at + (LINE_SECONDS if figures != self._figures else SAME_LINE_SECONDS):
+            self._printed_at, self._figures = now, figures
             self._print(progress_line(view))
 
     def close(self) -> None:

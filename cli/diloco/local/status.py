@@ -158,16 +158,18 @@ def ended_words(report: RunReport) -> str:
 
 
 def show(document: StatusDocument | RunReport) -> None:
-    from diloco.local.screen import RunView, picture
+    from diloco.local.screen import RunView, blocked_by, picture
     from diloco.local.summary import summary
     from diloco.text_console import TextConsole
 
     console = TextConsole(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200  # nobody's window: lines stay whole
     if isinstance(document, RunReport):
         console.print(f"{ended_words(document)}:")
         console.print(summary(document))
         return
     names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}
     console.print(picture(RunView(document.job, None, document, names, serving=True), []))
-    if document.message:
+    if document.message and not blocked_by(document):
         console.print(document.message, highlight=False)

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.local.chaos.fault_report import Event
-from diloco.local.screen import RunView, Screen
+from diloco.local.screen import RunView, Screen, is_late
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.worker_specs import WorkerSpec
 from diloco.syncer_client import SyncerClient, SyncerError
 from diloco_protocol.documents import DocumentError, OutputRow, Report, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind, JobPhase, SlotState
 
-QUIET_EVENTS = frozenset({EventKind.FIRST_STEP})
-STARVED_SECONDS = 60.0  # between two words on the screen that one slot starves
+# Not for the screen: a hold and its end are told by the phase, and that a slot is late is told once it has lasted.
+QUIET_EVENTS = frozenset({EventKind.FIRST_STEP, EventKind.HOLD, EventKind.RESUME, EventKind.STARVED})
+LATE_SECONDS = 30.0  # of a learner whose updates keep arriving too late, before that is said
 EVENT_STYLES: dict[str, str] = {
     EventKind.LOST: "red",
     EventKind.PROCESS_ENDED: "red",
@@ -52,7 +53,7 @@ class StatusWatch:
     _told_resumed: bool = False
     _problem: str = ""
     _unreadable: str = ""
-    _told_starved: dict[int, float] = field(default_factory=dict)  # slot -> the event's time
+    _late_since: dict[int, float] = field(default_factory=dict)  # slot -> when it began; inf: that was said
 
     @property
     def phase(self) -> str:
@@ -126,6 +127,7 @@ class StatusWatch:
         self._tell_problem(status.store_problem)
         self._follow_merges(status)
         self._follow_events(status)
+        self._tell_late(status)
         places = {(m.region, m.ordinal): m.name for m in self.workers if m.kind is Kind.LEARNER}
         for slot in status.slots:
             if (worker := self.worker_of(slot)) is not None:  # a spare may sit in it
@@ -176,6 +178,22 @@ class StatusWatch:
             self.screen.event(text, "bold red" if problem else "green")
         self._problem = problem
 
+    def _tell_late(self, status: StatusDocument) -> None:
+        """Say of whom the updates have arrived too late for a while, what that means, and what helps."""
+        now = time.monotonic()
+        for slot in status.slots:
+            if not is_late(slot):
+                self._late_since.pop(slot.slot, None)
+                continue
+            if now < self._late_since.setdefault(slot.slot, now) + LATE_SECONDS:
+                continue
+            self._late_since[slot.slot] = float("inf")
+            self.screen.event(
+                f"late: {slot.region}-{slot.ordinal}'s updates have arrived after the merge for {LATE_SECONDS:.0f} s; "
+                "they count in a later one. If it goes on, raise sync.every or sync.grace.capSeconds",
+                "yellow",
+            )
+
     def _follow_events(self, status: StatusDocument) -> None:
         slots = {slot.slot: slot for slot in status.slots}
         for row in status.events:
@@ -187,10 +205,6 @@ class StatusWatch:
             worker = self.worker_of(slots[event.slot]) if event.slot in slots else None
             if event.kind is EventKind.FIRST_MERGE and worker is not None:
                 self.supervisor.healthy(worker.name)
-            if event.kind is EventKind.STARVED:
-                if event.time < self._told_starved.get(event.slot, 0.0) + STARVED_SECONDS:
-                    continue
-                self._told_starved[event.slot] = event.time
             if event.kind not in QUIET_EVENTS:
                 prefix = "" if event.kind is EventKind.PHASE else f"{event.kind}: "
                 self.screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))

@@ -20,6 +20,7 @@ from diloco_protocol.documents import (
     SlotRow,
     Span,
     StatusDocument,
+    StopGoal,
     TlsStatus,
     Tokens,
     VersionRange,
@@ -109,12 +110,14 @@ def _token_totals(state: JobState) -> Tokens:
 
 def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusDocument:
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
+    kind, limit = state.config.stop
     return StatusDocument(
         job=shell.job,
         phase=state.phase,
         message=shell.store_problem or state.phase_message,
         epoch=state.epoch,
         elapsed_seconds=state.clock.elapsed(now),
+        stop=StopGoal.model_validate({"kind": kind, "limit": limit}),
         step=max((slot.step for slot in slots), default=0),
         loss=newest_loss(state),
         quorum=Quorum(active=sum(slot.in_quorum for slot in slots), required=state.config.rules.quorum),

@@ -1,0 +1,80 @@
+"""How much is done, how long the rest takes, and a picture that fits the terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from core_desk import Desk, config
+from diloco.local.screen import RunView, picture, progress_line, time_left
+from diloco_syncer.core.documents import status_document as syncers_status
+from shell_figures import SHELL
+from status_documents import slot_row, status_document
+
+ROW: dict[str, Any] = {"region": "local", "state": "active", "step": 1125, "tokens": 389_120, "loss": 1.986,
+                       "step_seconds": 0.06, "compute_seconds": 57.0, "stalled_seconds": 3.0,
+                       "merged_pushes": 412}  # fmt: skip
+STATUS: dict[str, Any] = {
+    "phase": "training",
+    "elapsed_seconds": 60.0,
+    "step": 1125,
+    "quorum": {"active": 3, "required": 1},
+    "versions": list(range(14, 38)),
+    "tokens": {"trained": 716_800, "merged": 700_000, "pending": 16_800, "dropped": 0},
+    "tokens_per_second": 19_535.0,
+    "merges": 600,
+    "eval_loss": [[0, 5.6], [700_000, 2.123]],
+    "slots": [slot_row(index, ordinal=index, **ROW) for index in range(3)],
+    "rounds": [],
+}
+
+
+def view(goal: tuple[str, float] | None = ("tokens", 1_800_000), **changes: Any) -> RunView:
+    names = {("local", index): f"local-{index}" for index in range(3)}
+    return RunView("tiny-gpt", goal, status_document(**{**STATUS, **changes}), names, serving=True)
+
+
+def drawn(shown: RunView, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(picture(shown, []))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_m7_what_is_done_and_how_long_the_rest_takes() -> None:
+    assert time_left(view()) == "39 %, about 55 s left"
+    assert time_left(view(("seconds", 300.0))) == "20 %, about 4 min left"
+    # By the pace of the learner that is ahead: 0.06 s of computing are 95 % of its step.
+    assert time_left(view(("steps", 4500.0))) == "25 %, about 3 min 33 s left"
+    assert time_left(view(("steps", 4500.0), slots=[])) == "25 %"
+    assert time_left(view(tokens_per_second=None)) == "39 %" == time_left(view(phase="draining"))
+    assert time_left(view(None)) == "" == time_left(RunView("tiny-gpt", ("steps", 10)))
+    assert "39 %, about 55 s left" in progress_line(view())
+
+
+def test_m7_status_from_outside_knows_the_goal() -> None:
+    """The syncer's status has it, so that an address is enough."""
+    desk = Desk(config(stop=("steps", 4500)))
+    stop = syncers_status(desk.core._state, 0.0, SHELL).stop
+    assert stop is not None and (stop.kind, stop.limit) == ("steps", 4500)
+    text = progress_line(view(None, stop={"kind": "tokens", "limit": 1_800_000}))
+    assert "716,800 of 1,800,000 tokens (39 %, about 55 s left" in text
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_m7_the_picture_fits_and_no_cell_is_cut(width: int) -> None:
+    lines = drawn(view(), width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width and "…" not in text
+    for words in ("tiny-gpt", "716,800 of 1,800,000 tokens", "39 %, about 55 s left", "19,535 tokens/s",
+                  "merged loss 2.123", "local-2", "active", "389,120", "1.986", "14 to 37"):  # fmt: skip
+        assert words in text, words
+    assert ("waited" in text, "s/step" in text) == (width >= 100, width >= 60)
+
+
+def test_m7_a_slot_has_a_column_only_where_its_number_is_not_the_learners() -> None:
+    assert "slot" not in "\n".join(drawn(view(), 120))
+    moved = [slot_row(index, **{**ROW, "ordinal": 2 - index}) for index in range(3)]
+    assert "slot" in "\n".join(drawn(view(slots=moved), 120))

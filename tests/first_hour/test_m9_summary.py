@@ -1,0 +1,107 @@
+"""The summary at a run's end tells what happened, in units that people read, and what to do next."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diloco.local.run import next_commands
+from diloco.local.summary import share_text, summary
+from diloco.processes.workdir import Workdir
+from diloco_protocol.documents import Report
+from status_documents import job_report
+
+KILL = {"at_seconds": 30.8, "action": "kill", "target": "local-1", "detected_seconds": 0.03, "joined_seconds": 0.23,
+        "first_step_seconds": 0.31, "recovered_seconds": 0.9}  # fmt: skip
+DEMO: dict[str, Any] = {
+    "outcome": "complete",
+    "initial_loss": 5.545,
+    "final_loss": 1.812,
+    "tokens": {"trained": 1_803_264, "merged": 1_798_230, "pending": 0, "dropped": 5_034},
+    "ledger": [{"fragment": f, "merged": 1_798_230, "pending": 0, "dropped": 5_034,
+                "reasons": {"died": 5_000, "overlap": 34}} for f in range(2)],
+    "versions": {"min": 51, "max": 53},
+    "merges": 1248,
+    "steps": 2520,
+    "goodput": 0.9804,
+    "uptime": 0.999,
+    "bytes_up": 79_196_706,
+    "bytes_down": 76_000_000,
+    "regions": [{"name": "local", "bytes_up": 79_196_706, "bytes_down": 75_000_000, "wire_bytes_up": None,
+                 "wire_bytes_down": None},
+                {"name": "", "bytes_up": 0, "bytes_down": 9_088, "wire_bytes_up": None, "wire_bytes_down": None}],
+    "wall_seconds": 95.2,
+    "holds": [],
+    "faults": [KILL],
+}  # fmt: skip
+
+
+def told(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=300)
+    console.print(summary(report))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def rows(text: str) -> dict[str, str]:
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
+
+
+def test_m9_the_demos_story() -> None:
+    text = told(job_report(**DEMO))
+    for words in (
+        "5.545 at the start, 1.812 at the end (nats per token)",
+        "1,803,264 trained, 1,798,230 merged, nothing pending, 5,034 dropped (0.28 %: 5,000 with a process that ended",
+        "1,248; each fragment 51 to 53 times, in 2,520 steps of a learner",
+        "98 % of the learners' time is in the merged model; training went on 99.9 % of the time",
+        "79.2 MB up, 76 MB down",
+        "1 min 35 s",
+        "local-1 killed at 30.8 s: noticed after 30 ms, replaced after 230 ms, training again after 310 ms, ",
+        "merging again after 900 ms; 5,000 tokens lost (0.28 %); merges went on meanwhile",
+    ):
+        assert words in text, (words, text)
+    # One region is all there is: no second line of the same traffic; and no bytes by the digit.
+    assert "79,196,706" not in text and "9,088" not in text and text.count("79.2 MB") == 1
+
+
+def test_m9_what_is_said_of_faults_is_so() -> None:
+    hold = {"from_seconds": 31.0, "to_seconds": 31.5}
+    assert "merges went on" not in told(job_report(**{**DEMO, "holds": [hold]}))
+    assert "merges went on" in told(job_report(**{**DEMO, "holds": [{"from_seconds": 40.0, "to_seconds": 41.0}]}))
+    assert "merges went on" not in told(job_report(**{**DEMO, "holds": None})), "it is not known"
+    assert "tokens lost" not in told(job_report(**{**DEMO, "faults": [KILL, KILL]})), "of which of the two?"
+    unseen = {**KILL, "action": "pause", "lasts_seconds": 2.0}
+    unseen |= dict.fromkeys(("detected_seconds", "joined_seconds", "first_step_seconds", "recovered_seconds"))
+    assert "local-1 paused for 2 s at 30.8 s; nothing was lost" in told(job_report(**{**DEMO, "faults": [unseen]}))
+    lost = {**KILL, "recovered_seconds": None}
+    assert "not merged again before the end" in told(job_report(**{**DEMO, "faults": [lost]}))
+
+
+def test_m9_a_run_that_trained_nothing_has_no_rows_of_zeros() -> None:
+    text = told(job_report(outcome="failed", wall_seconds=3.0))
+    assert rows(text) == {"outcome": "failed", "time": "3.0 s"}
+
+
+def test_m9_shares_have_the_digits_that_say_something() -> None:
+    assert [share_text(value) for value in (0.0, 0.0028, 0.00004, 0.3, 0.9804, 0.999, 1.0)] == [
+        *("0 %", "0.28 %", "0.004 %", "30 %", "98 %", "99.9 %", "100 %")
+    ]
+
+
+def test_m9_the_next_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    workdir = Workdir(tmp_path / "runs" / "demo")
+    os.makedirs(workdir.path)
+    assert next_commands(workdir) == ["diloco export runs/demo model/", "diloco report runs/demo --html"]
+    workdir.tensorboard.mkdir()
+    (tmp_path / "model").mkdir()
+    assert next_commands(workdir)[::2] == [
+        "diloco export runs/demo demo-model/",
+        "tensorboard --logdir runs/demo/tensorboard",
+    ]
+    elsewhere = Workdir(Path("/data/run"))
+    assert next_commands(elsewhere)[1] == "diloco report /data/run --html"
