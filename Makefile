@@ -28,7 +28,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 
 DEMO_JOB ?= examples/tiny-gpt.yaml
 DEMO_DIR ?= runs/demo
-DEMO_CHAOS ?= 30s:kill:learner-1
+DEMO_CHAOS ?= 30s:kill:local-1
 # The definition of DiLoCoJob, and the copy that the chart holds.
 CRDS := manifests/crd.yaml charts/diloco/files/crd.yaml
 # Words for pytest, for instance PYTEST_ARGS="-k ledger -x".

@@ -34,7 +34,7 @@ A job is one YAML file. Try it on this machine, with the examples or a file of y
 
     diloco validate examples/tiny-gpt.yaml
 
-    diloco run examples/tiny-gpt.yaml --chaos 20s:kill:learner-1
+    diloco run examples/tiny-gpt.yaml --chaos 20s:kill:local-1
 
     diloco export runs/tiny-gpt model/
 
@@ -74,7 +74,7 @@ def run(
             metavar="SPEC",
             help="What to break, and when: TIME:ACTION:TARGET[:DURATION], separated by commas. TIME is 20s "
             "(from the first merge) or step=150; ACTION kill (with a DURATION: that long away), term, or pause, cut or "
-            "slow with a DURATION; TARGET learner-2, learner (any, by the seed) or syncer.",
+            "slow with a DURATION; TARGET local-2 (a learner, by its region and number), learner (any, by the seed) or syncer.",
         ),
     ] = "",
     seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the job's seed.")] = None,
@@ -94,7 +94,7 @@ def run(
 
         diloco run examples/tiny-gpt.yaml --workdir runs/second --seed 1 --set regions.0.learners=2
 
-        diloco run examples/tiny-gpt.yaml --chaos 20s:kill:learner-1,step=150:cut:learner-2:5s,40s:kill:syncer
+        diloco run examples/tiny-gpt.yaml --chaos 20s:kill:local-1,step=150:cut:local-2:5s,40s:kill:syncer
     """
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job

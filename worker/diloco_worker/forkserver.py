@@ -8,7 +8,7 @@ new worker is there within a second.
 The runner and this process exchange JSON lines. Requests come on stdin: ``{"op": "spawn", "id", "env": {...},
 "log": path}`` and ``{"op": "signal", "id", "signal"}``. Events go to stdout: ``{"event": "ready"}``,
 ``{"event": "started", "id", "pid"}``, ``{"event": "exited", "id", "code"|"signal"}``, ``{"event": "error", "id",
-"message"}``. Example: spawn "learner-0" is answered by started with its pid, and, when it ends, by exited.
+"message"}``. Example: spawn "local-0" is answered by started with its pid, and, when it ends, by exited.
 
 What a fork must not inherit decides how it is built:
 

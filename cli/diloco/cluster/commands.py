@@ -180,7 +180,7 @@ def logs(
 
     Examples:
 
-        diloco logs runs/tiny-gpt learner-1 --tail 20
+        diloco logs runs/tiny-gpt local-1 --tail 20
 
         diloco logs tiny-gpt -f
 

@@ -130,9 +130,7 @@ def write_job(job: DiLoCoJob, path: Path) -> None:
     write_whole(path, job_to_json(job).encode())
 
 
-def hits_of(rows: Sequence[tuple[str, str, float, float]]) -> list[Hit]:
-    """From action, target, time and duration."""
-    return [
-        Hit(action, int(target.removeprefix("learner-")) if target.startswith("learner-") else None, time, lasted)
-        for action, target, time, lasted in rows
-    ]
+def hits_of(rows: Sequence[tuple[str, str, float, float]], names: Sequence[str]) -> list[Hit]:
+    """From action, target, time and duration. ``names``: of the job's learners, in the job's order."""
+    learners = {name: index for index, name in enumerate(names)}
+    return [Hit(action, learners.get(target), time, lasted) for action, target, time, lasted in rows]

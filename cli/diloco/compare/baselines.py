@@ -309,7 +309,7 @@ class _BaselineRun:
         cores = len(os.sched_getaffinity(0))
         return Record(
             [StepEnd(learner, row["time"]) for learner, own in rows.items() for row in own],
-            hits_of(told),
+            hits_of(told, list(self._machines)),
             self._view.started,
             int(scores[-1][0]),
             sum(int(row["tokens"]) for own in rows.values() for row in own),

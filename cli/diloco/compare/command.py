@@ -33,6 +33,7 @@ from diloco.compare.random_faults import draw_kills, draw_schedule, mean_seconds
 from diloco.compare.report import document
 from diloco.console import COMPLETE, FAILED, CommandError, print_text
 from diloco.local.chaos.schedule import ChaosError, Fault, check, parse
+from diloco.processes.worker_specs import learner_names
 from diloco.reports.document import ResultDocument
 from diloco.reports.files import write_text
 from diloco.reports.html import render_html
@@ -140,8 +141,7 @@ def _schedule(options: CompareOptions, job: DiLoCoJob, seconds: float) -> tuple[
     try:
         if not options.chaos:
             return draw_schedule(options.seed, learners, options.mtbf, repair, seconds)
-        schedule = parse(options.chaos)
-        check(schedule, learners)
+        schedule = check(parse(options.chaos), learner_names(job))
     except ChaosError as error:
         raise CommandError(str(error)) from error
     for fault in schedule:

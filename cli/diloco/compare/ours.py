@@ -18,7 +18,7 @@ from diloco.local.run import tail
 from diloco.processes.launch import Child, StartError, end_all
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
-from diloco.processes.worker_specs import worker_specs
+from diloco.processes.worker_specs import learner_names, worker_specs
 from diloco_protocol.common.files import read_bounded
 from diloco_protocol.documents import RunReport, read_document
 
@@ -102,7 +102,9 @@ def _read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
     cores = len(os.sched_getaffinity(0))
     return Record(
         steps,
-        hits_of([(row.action, row.target, row.time, row.lasts_seconds) for row in report.faults]),
+        hits_of(
+            [(row.action, row.target, row.time, row.lasts_seconds) for row in report.faults], learner_names(plan.job)
+        ),
         started,
         report.tokens.merged,
         report.tokens.trained,

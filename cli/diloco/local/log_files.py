@@ -98,21 +98,25 @@ def is_running(workdir: Workdir) -> bool:
 
 
 def chosen_files(workdir: Workdir, target: str | None) -> Callable[[str], bool]:
-    """Which processes ``target`` means, by name: a process (syncer, evaluator, learner-1), a region, REGION-N; None:
-    all. Raises CommandError for one that the job does not have."""
+    """Which processes ``target`` means: a process by its name (syncer, evaluator, local-1), a region, or learner-N
+    (counted over all regions); None: all. Raises CommandError for one that the job does not have."""
     if target is None:
         return lambda label: True
     means: dict[str, set[str]] = {}
+    also: dict[str, str] = {}
     try:
         for worker in worker_specs(read_job(workdir.job)):
             means.setdefault(worker.name, set()).add(worker.name)
             if worker.name != "evaluator":
-                means.setdefault(f"{worker.region}-{worker.ordinal}", set()).add(worker.name)
                 means.setdefault(worker.region, set()).add(worker.name)
+            if worker.learner is not None:
+                also[f"learner-{worker.learner}"] = worker.name
     except (OSError, JobError):
         pass  # the names of the files are still good
     for path in workdir.logs.glob("*.log"):
         means.setdefault(path.stem, set()).add(path.stem)
+    if target not in means and target in also:
+        target = also[target]
     if target not in means:
         raise CommandError(f"the run in {workdir.path} has no {target}; it has {', '.join(means)}")
     return means[target].__contains__

@@ -18,7 +18,7 @@ from diloco.local.screen import make_screen
 from diloco.local.summary import summary
 from diloco.processes.launch import check_free
 from diloco.processes.workdir import Workdir, claim, locked
-from diloco.processes.worker_specs import ServeOptions, without_meaning
+from diloco.processes.worker_specs import ServeOptions, learner_names, without_meaning
 from diloco.text_console import TextConsole
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import PUBLIC, FileError, write_whole
@@ -47,8 +47,7 @@ def run(options: RunOptions) -> int:
     """Run the job; returns the exit code. Raises CommandError."""
     job = read_job_file(options.job, [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])])
     try:
-        schedule = chaos.parse(options.chaos)
-        chaos.check(schedule, job.spec.slots)
+        schedule = chaos.check(chaos.parse(options.chaos), learner_names(job))
     except chaos.ChaosError as error:
         raise CommandError(str(error)) from error
     _check_report_path(options)

@@ -33,8 +33,8 @@ CLUSTER_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker process of the job. ``learner`` is its index over all of the job's
-    learners (chaos' learner-N); None for spares and the evaluator."""
+    """One worker process of the job. ``name``: a learner's and a spare's is REGION-ORDINAL, as its pod's would end in a
+    cluster. ``learner`` is its index over all of the job's learners; None for spares and the evaluator."""
 
     name: str
     kind: Kind
@@ -70,12 +70,17 @@ def worker_specs(job: DiLoCoJob) -> list[WorkerSpec]:
     learners, spares = list[WorkerSpec](), list[WorkerSpec]()
     for region in job.spec.regions:
         for ordinal in range(region.learners):
-            index = len(learners)
-            learners.append(WorkerSpec(f"learner-{index}", Kind.LEARNER, region.name, ordinal, index))
+            name = f"{region.name}-{ordinal}"
+            learners.append(WorkerSpec(name, Kind.LEARNER, region.name, ordinal, len(learners)))
         for ordinal in range(region.learners, region.learners + region.spares):
-            spares.append(WorkerSpec(f"spare-{len(spares)}", Kind.LEARNER, region.name, ordinal))
+            spares.append(WorkerSpec(f"{region.name}-{ordinal}", Kind.LEARNER, region.name, ordinal))
     evaluator = [WorkerSpec("evaluator", Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
     return [*learners, *spares, *evaluator]
+
+
+def learner_names(job: DiLoCoJob) -> list[str]:
+    """The names of the job's learners, without spares, in the job's order."""
+    return [worker.name for worker in worker_specs(job) if worker.learner is not None]
 
 
 def threads_each(cores: int, learners: int) -> int:

@@ -175,7 +175,7 @@ class Phases:
             return False
         for slot in staying:
             slot.state = SlotState.LOST
-            self.actions.record_event(EventKind.LOST, slot, "did not drain in time")
+            self.actions.record_event(EventKind.LOST, slot, f"{slot.learner} did not drain in time")
         if staying:
             return True
         # A rebuild may be suspended, and goes on after a resume; it never ends in a complete job.

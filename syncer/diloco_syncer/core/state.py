@@ -100,7 +100,10 @@ class JobState:
         """What is said of a round that waits for long: whose pushes it lacks, and why where that is known. Holds
         nothing that changes by itself."""
         lacking = sorted(opened.pulled - opened.slots())
-        words = [f"slot {index} ({opened.refused.get(index, 'no push came')})" for index in lacking[:NAMED]]
+        words = [
+            f"{self.members.slots[index].learner} ({opened.refused.get(index, 'no push came')})"
+            for index in lacking[:NAMED]
+        ]
         words += [f"{len(lacking) - NAMED} more"] if len(lacking) > NAMED else []
         return f"fragment {opened.fragment} waits for pushes for long: {', '.join(words) or 'too few slots were asked'}"
 

@@ -111,7 +111,7 @@ def test_a_workdir_of_another_job(start: Callable[..., Run], tmp_path: Path) -> 
 def test_a_disk_that_fills_up_under_a_run(start: Callable[..., Run], mount: Callable[[str], Path]) -> None:
     disk = mount("size=16m")
     run = start(steps=900, workdir=disk / "run")
-    run.waits_for("first-merge: slot 1")
+    run.waits_for("first-merge: local-1")
     filler = fill(disk)
     run.waits_for("disk full")
     status = run.status()
@@ -132,8 +132,8 @@ def test_a_disk_that_fills_up_under_a_run(start: Callable[..., Run], mount: Call
 def test_ctrl_c_on_a_full_disk(start: Callable[..., Run], mount: Callable[[str], Path]) -> None:
     disk = mount("size=16m")
     run = start(steps=100_000, workdir=disk / "run")
-    run.waits_for("first-merge: slot 1")
-    run.waits_for("first-merge: slot 0")
+    run.waits_for("first-merge: local-1")
+    run.waits_for("first-merge: local-0")
     filler = fill(disk)
     run.waits_for("disk full")
     started = time.monotonic()

@@ -112,7 +112,7 @@ def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
 ) -> None:
     run = start(steps=100_000)
     assert answer_to_a_stranger(run) is grpc.StatusCode.UNAUTHENTICATED
-    run.waits_for("first-merge: slot 1")
+    run.waits_for("first-merge: local-1")
     status = run.status()
     assert status["running"] and status["phase"] == "training" and len(status["slots"]) == 2
     children = run.children()
@@ -176,7 +176,7 @@ def test_a_complete_job_stays_so_and_goes_on_to_a_later_stop(start: Callable[...
     again = start(steps=120)  # the job is complete: nothing is trained, that is said, and its report is kept
     assert again.ends() == 0, again.everything()
     assert time.monotonic() - began < 30
-    assert "the job is complete already" in again.output and "learner-0 ended" not in again.output
+    assert "the job is complete already" in again.output and "local-0 ended" not in again.output
     assert again.report() == report
 
     # More than were made: on a busy machine learners make many steps of 10 ms until they hear of the end.
@@ -196,8 +196,8 @@ def test_a_complete_job_stays_so_and_goes_on_to_a_later_stop(start: Callable[...
 @pytest.mark.slow
 def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> None:
     chaos = (
-        "step=20:kill:learner-1,step=60:term:learner-0,step=120:pause:learner-1:1s,"
-        "step=160:cut:learner-0:1s,step=220:kill:syncer,9999s:kill:learner"
+        "step=20:kill:local-1,step=60:term:learner-0,step=120:pause:local-1:1s,"
+        "step=160:cut:local-0:1s,step=220:kill:syncer,9999s:kill:learner"
     )
     run = start("--chaos", chaos, steps=600)
     assert run.ends(180) == 0, run.everything()
@@ -205,13 +205,13 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
     assert report["outcome"] == "complete", run.everything()
     faults = {(fault["action"], fault["target"]): fault for fault in report["faults"]}
     assert set(faults) == {
-        ("kill", "learner-1"),
-        ("term", "learner-0"),
-        ("pause", "learner-1"),
-        ("cut", "learner-0"),
+        ("kill", "local-1"),
+        ("term", "local-0"),
+        ("pause", "local-1"),
+        ("cut", "local-0"),
         ("kill", "syncer"),
     }, run.everything()
-    for name in (("kill", "learner-1"), ("term", "learner-0"), ("cut", "learner-0"), ("kill", "syncer")):
+    for name in (("kill", "local-1"), ("term", "local-0"), ("cut", "local-0"), ("kill", "syncer")):
         fault = faults[name]
         times = [fault[f"{key}_seconds"] for key in ("detected", "joined", "first_step", "recovered")]
         assert None not in times, (fault, run.everything())
@@ -219,7 +219,7 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
     assert report["syncer"]["restarts"] == 1 and report["syncer"]["epoch"] == 2
     names_are_kept(report)
     assert "chaos: 9999s:kill:learner was never reached" in run.output
-    assert "chaos: kill learner-1" in run.output and "process-ended:" in run.output and "joined:" in run.output
+    assert "chaos: kill local-1" in run.output and "process-ended:" in run.output and "joined:" in run.output
     check_ledger(report)
     assert all(row["reasons"].get("drain", 0) == 0 for row in report["ledger"]), report["ledger"]
     assert report["final_loss"] < report["initial_loss"] - 0.5
@@ -228,7 +228,7 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
-    run.waits_for("first-merge: slot 1")
+    run.waits_for("first-merge: local-1")
     children = run.children()
     for child in children:  # nobody answers the first one
         child.send_signal(signal.SIGSTOP)
@@ -245,7 +245,7 @@ def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
 @pytest.mark.slow
 def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
-    run.waits_for("first-merge: slot 1")
+    run.waits_for("first-merge: local-1")
     children = run.children()
     assert len(children) >= 5  # fork server, syncer, two learners, evaluator
     run.process.kill()
@@ -261,7 +261,7 @@ def test_what_a_command_started_goes_with_it(start: Callable[..., Run], tmp_path
     script = tmp_path / "learner.sh"
     script.write_text(f"sh -c 'exec sleep 600' {marker} &\necho started in $(pwd) $DILOCO_ROLE\nwait\n")
     run = start(change="  learners: {command: [sh, learner.sh]}\n")
-    log = run.workdir / "logs" / "learner-0.log"
+    log = run.workdir / "logs" / "local-0.log"
     run.until(lambda: log.exists() and f"started in {tmp_path} learner" in log.read_text())
     children = run.children()
     assert [c for c in children if c.name() == "sleep"]

@@ -75,7 +75,7 @@ def test_wrong_arguments_are_2(arguments: list[str]) -> None:
     ("arguments", "words"),
     [
         (["--chaos", "20s:explode:learner"], "write one of kill, term, pause, cut"),
-        (["--chaos", "20s:kill:learner-2"], "the job has no learner-2; it has learner-0 to learner-1"),
+        (["--chaos", "20s:kill:learner-2"], "the job has no learner-2; it has local-0, local-1"),
         (["--set", "sync.evry=12"], "every"),
         (["--set", "sync.every=-1"], "sync.every"),
         (["--set", "nonsense"], "path=value"),

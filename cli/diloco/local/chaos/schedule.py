@@ -7,7 +7,8 @@ A schedule is a list of faults, separated by commas; each is ``TIME:ACTION:TARGE
 * ACTION is ``kill`` (SIGKILL; with a DURATION, its machine's repair, it is started again no sooner than that), ``term``
   (SIGTERM: the learner drains), ``pause`` (SIGSTOP, and SIGCONT after DURATION), ``cut`` (its connections are dropped
   and refused for DURATION) or ``slow`` (it has half its speed for DURATION; ``slow(0.2)``: a fifth).
-* TARGET is ``learner-2`` (that process), ``learner`` (any running one, chosen by the run's seed) or ``syncer``.
+* TARGET is ``local-2`` (a learner by its name, REGION-ORDINAL), ``learner-2`` (by its number over all regions),
+  ``learner`` (any running one, chosen by the run's seed) or ``syncer``.
 
 Everything here is plain code: the runner asks which faults are due, chooses the process, and carries the fault out.
 Commas, colons and equals signs inside parentheses belong to the item, so that a later TIME such as a random process can
@@ -19,18 +20,20 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ACTIONS = ("kill", "term", "pause", "cut", "slow")
 LASTING = ("pause", "cut", "slow")  # these need a DURATION
-GRAMMAR = "TIME:ACTION:TARGET[:DURATION], as in 20s:kill:learner-2 or step=150:pause:learner:5s"
+GRAMMAR = "TIME:ACTION:TARGET[:DURATION], as in 20s:kill:local-2 or step=150:pause:learner:5s"
 MAX_FAULTS = 10_000
+NAMED = 8  # learners that an error lists
 
 # At most 9 digits: what nobody means is refused here, not where a float or a timer ends.
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _STEP = re.compile(r"step=([0-9]{1,9})")
 _LEARNER = re.compile(r"learner(?:-([0-9]{1,9}))?")
+_NAME = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,18}[a-z0-9])?-[0-9]{1,9}")
 _ACTION = re.compile(r"([a-z]+)(?:\((.*)\))?")
 _SPEED = re.compile(r"0\.[0-9]{1,3}")
 HALF_SPEED = 0.5
@@ -45,7 +48,8 @@ class Fault:
     """One thing to break. Exactly one of ``after_seconds`` and ``at_step`` is set.
 
     ``learner`` is the target's index over all learners of the job, or None for any running one; it means nothing when
-    ``syncer`` is set. ``duration`` is in seconds and 0 for actions that do not last; a kill's is how long the process
+    ``syncer`` is set. ``name``: the target's REGION-ORDINAL, empty where the schedule does not say it and ``check`` has
+    not found it yet. ``duration`` is in seconds and 0 for actions that do not last; a kill's is how long the process
     stays away at least. ``speed``: the share of its speed that ``slow`` leaves, above 0 and below 1.
     """
 
@@ -57,11 +61,14 @@ class Fault:
     learner: int | None = None
     duration: float = 0.0
     speed: float = HALF_SPEED
+    name: str = ""
 
     @property
     def target(self) -> str:
         if self.syncer:
             return "syncer"
+        if self.name:
+            return self.name
         return "learner" if self.learner is None else f"learner-{self.learner}"
 
 
@@ -75,12 +82,23 @@ def parse(spec: str) -> tuple[Fault, ...]:
     return tuple(_item(item.strip(), index) for index, item in enumerate(items, start=1))
 
 
-def check(schedule: Sequence[Fault], learners: int) -> None:
-    """Raise ChaosError where the schedule names a learner that the job does not have."""
-    for index, fault in enumerate(schedule, start=1):
-        if fault.learner is not None and fault.learner >= learners:
-            known = "only learner-0" if learners == 1 else f"learner-0 to learner-{learners - 1}"
-            raise _error(index, fault.text, f"the job has no {fault.target}; it has {known}")
+def check(schedule: Sequence[Fault], names: Sequence[str]) -> tuple[Fault, ...]:
+    """The schedule with each named learner's index and name. ``names``: of the job's learners, in the job's order.
+    Raises ChaosError where it names one that the job does not have."""
+    return tuple(_found(fault, index, names) for index, fault in enumerate(schedule, start=1))
+
+
+def _found(fault: Fault, index: int, names: Sequence[str]) -> Fault:
+    if fault.syncer or (fault.learner is None and not fault.name):
+        return fault
+    counted = f"learner-{fault.learner}"
+    if fault.name in names or counted in names:  # a region may be called learner
+        name = fault.name or counted
+        return replace(fault, learner=names.index(name), name=name)
+    if fault.learner is not None and fault.learner < len(names):
+        return replace(fault, name=names[fault.learner])
+    known = f"only {names[0]}" if len(names) == 1 else f"{', '.join(names[:NAMED])}{', …' * (len(names) > NAMED)}"
+    raise _error(index, fault.text, f"the job has no {fault.target}; it has {known}")
 
 
 def choose(fault: Fault, index: int, running: Sequence[int], seed: int) -> int | None:
@@ -149,8 +167,9 @@ def _item(item: str, index: int) -> Fault:
     action, speed = _action(action, item, index)
     after_seconds, at_step = _time(time, item, index)
     named = _LEARNER.fullmatch(target)
-    if target != "syncer" and named is None:
-        raise _error(index, item, f"there is no target {target!r}; write learner-N, learner or syncer")
+    if target != "syncer" and named is None and _NAME.fullmatch(target) is None:
+        cure = "write a learner's name such as local-1, learner (any) or syncer"
+        raise _error(index, item, f"there is no target {target!r}; {cure}")
     duration = 0.0
     if action in LASTING:
         if len(parts) == 3:
@@ -165,7 +184,8 @@ def _item(item: str, index: int) -> Fault:
     elif len(parts) == 4:
         raise _error(index, item, f"{action} takes no duration; write {time}:{action}:{target}")
     learner = int(named[1]) if named is not None and named[1] is not None else None
-    return Fault(item, action, after_seconds, at_step, target == "syncer", learner, duration, speed)
+    name = target if named is None and target != "syncer" else ""
+    return Fault(item, action, after_seconds, at_step, target == "syncer", learner, duration, speed, name)
 
 
 def _action(text: str, item: str, index: int) -> tuple[str, float]:

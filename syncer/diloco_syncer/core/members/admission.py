@@ -340,7 +340,7 @@ class Admission:
         dropped = self.state.ledger.close_tenure(slot.index, reason, self.accepted_headers())
         if dropped:
             tokens = dropped // max(1, len(self.state.versions))
-            self.actions.record_event(EventKind.DROPPED, slot, f"{tokens} tokens dropped ({reason})")
+            self.actions.record_event(EventKind.DROPPED, slot, f"{tokens} tokens of {slot.learner} dropped ({reason})")
 
     def connection_lost(self, connection: int) -> None:
         """A session ended. A broken stream alone proves nothing: the slot is suspect, and the timeout, or a party
@@ -355,7 +355,7 @@ class Admission:
         slot.connection = None
         if slot.occupied:
             slot.state = SlotState.SUSPECT
-            self.actions.record_event(EventKind.SUSPECT, slot, f"slot {slot.index}: connection lost")
+            self.actions.record_event(EventKind.SUSPECT, slot, f"{slot.learner}: connection lost")
 
     def _forget_connection(self, connection: int) -> None:
         self.donors.forget_connection(connection)
@@ -375,7 +375,7 @@ class Admission:
                 continue
             if event.process and event.process != slot.process:
                 continue
-            self._lose_slot(slot, EventKind.PROCESS_ENDED, f"slot {slot.index}: its process ended ({event.reason})")
+            self._lose_slot(slot, EventKind.PROCESS_ENDED, f"{slot.learner}: its process ended ({event.reason})")
             if slot.retired:
                 self._release_slot(slot, "died")
 
@@ -396,7 +396,7 @@ class Admission:
         if slot is None or not slot.occupied:
             return
         self._release_slot(slot, "drain")
-        message = f"slot {slot.index} left with its work offered, at step {slot.step}"
+        message = f"{slot.learner} left with its work offered, at step {slot.step}"
         self.actions.record_event(EventKind.DRAINED, slot, message)
 
     # ---------------------------------------------------------------- what time brings
@@ -408,7 +408,7 @@ class Admission:
         for slot in self.state.members.slots:
             silent = now - slot.heard_at
             if slot.occupied and silent > self.state.config.heartbeat_timeout:
-                self._lose_slot(slot, EventKind.LOST, f"slot {slot.index}: nothing heard for {silent:.1f} s")
+                self._lose_slot(slot, EventKind.LOST, f"{slot.learner}: nothing heard for {silent:.1f} s")
 
     def seat_standbys(self, now: float) -> None:
         """Give free slots to processes that stand by, in the order in which they came."""

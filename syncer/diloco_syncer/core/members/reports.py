@@ -63,7 +63,7 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     slot.advanced = slot.advanced or bool(report.trained_steps)
     if report.trained_steps and moved and not slot.stepped:
         slot.stepped = True
-        actions.record_event(EventKind.FIRST_STEP, slot, f"slot {slot.index} made its first step, {slot.step}")
+        actions.record_event(EventKind.FIRST_STEP, slot, f"{slot.learner} made its first step, {slot.step}")
     if ledger.trained(slot.index) > trained:
         state.clock.start(now)
         computed = ledger.compute_seconds(slot.index) - computed

@@ -87,6 +87,11 @@ class Slot:
     merged_last_step: dict[int, int] = field(default_factory=dict)
 
     @property
+    def learner(self) -> str:
+        """The name of the learner that has the slot, or had it last, as people know it: REGION-ORDINAL."""
+        return f"{self.region}-{self.ordinal}" if self.region else f"slot {self.index}"
+
+    @property
     def occupied(self) -> bool:
         return self.state in HELD_STATES
 

@@ -208,7 +208,7 @@ class Aggregator:
             self._count_merged(slot, push.header, event.version)
             if not slot.merged_since and push.header.incarnation == slot.incarnation:
                 slot.merged_since = True
-                message = f"slot {slot.index} is in a merge (fragment {event.fragment})"
+                message = f"{slot.learner} is in a merge (fragment {event.fragment})"
                 self._actions.record_event(EventKind.FIRST_MERGE, slot, message)
             self._actions.add(ev.ReleasePush(push.handle))
         self._update_lateness(closed)
@@ -244,7 +244,7 @@ class Aggregator:
             slot.late_rounds += 1
             if slot.late_rounds >= LATE_ROUNDS and not slot.starved:
                 slot.starved = True
-                message = f"slot {index} was late in {slot.late_rounds} rounds running"
+                message = f"the updates of {slot.learner} came after the merge in {slot.late_rounds} rounds running"
                 self._actions.record_event(EventKind.STARVED, slot, message)
 
     # ---------------------------------------------------------------- after a restart

@@ -42,11 +42,11 @@ def test_every_form() -> None:
         ("20s:kill:learner,20:kill:learner", "item 2", "'20' is no time; write a duration"),
         ("step=x:kill:learner", "item 1", "such as step=150"),
         ("20s:explode:learner", "item 1", "write one of kill, term, pause, cut, slow"),
-        ("20s:kill:worker", "item 1", "write learner-N, learner or syncer"),
+        ("20s:kill:worker", "item 1", "write a learner's name such as local-1, learner (any) or syncer"),
         ("20s:kill:learner-", "item 1", "no target 'learner-'"),
         ("20s:kill:learner,", "item 2 ('')", "remove the spare comma"),
         (f"step={'9' * 5000}:kill:learner", "item 1", "such as step=150"),
-        (f"1s:kill:learner-{'9' * 5000}", "item 1", "write learner-N, learner or syncer"),
+        (f"1s:kill:learner-{'9' * 5000}", "item 1", "write a learner's name such as local-1, learner (any) or syncer"),
         (f"1s:pause:learner:{'9' * 400}h", "item 1", "is no duration above zero"),
         ("random(seed=1,every=10s):kill:learner", "item 1 ('random(seed=1,every=10s):kill:learner')", "is no time"),
     ],
@@ -63,11 +63,21 @@ def test_too_many_items_are_refused() -> None:
 
 
 def test_check_names_the_learners_that_there_are() -> None:
-    check(parse("1s:kill:learner-2,1s:kill:learner"), learners=3)
-    with pytest.raises(ChaosError, match="no learner-3; it has learner-0 to learner-2"):
-        check(parse("1s:kill:learner-3"), learners=3)
-    with pytest.raises(ChaosError, match="only learner-0"):
-        check(parse("1s:kill:learner-1"), learners=1)
+    names = ["eu-0", "eu-1", "us-0"]
+    found = check(parse("1s:kill:us-0,1s:kill:learner,1s:kill:learner-1,1s:kill:syncer"), names)
+    assert [(fault.target, fault.learner) for fault in found] == [
+        *(("us-0", 2), ("learner", None), ("eu-1", 1), ("syncer", None))
+    ]
+    for wrong in ("learner-3", "us-1", "eu-00"):
+        with pytest.raises(ChaosError, match=f"no {wrong}; it has eu-0, eu-1, us-0"):
+            check(parse(f"1s:kill:{wrong}"), names)
+    with pytest.raises(ChaosError, match="only local-0"):
+        check(parse("1s:kill:learner-1"), ["local-0"])
+    with pytest.raises(ChaosError, match="it has a-0, a-1, a-2, a-3, a-4, a-5, a-6, a-7, …"):
+        check(parse("1s:kill:b-0"), [f"a-{index}" for index in range(9)])
+    # Where a region is called learner its learners have the names that numbers have elsewhere.
+    (own,) = check(parse("1s:kill:learner-0"), ["a-0", "learner-0"])
+    assert (own.target, own.learner) == ("learner-0", 1)
 
 
 _times = st.integers(0, 10_000).map(lambda n: f"{n}s") | st.integers(0, 10_000).map(lambda n: f"step={n}")

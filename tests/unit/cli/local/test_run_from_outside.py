@@ -62,12 +62,12 @@ def run(tmp_path: Path) -> Iterator[Workdir]:
             line("serving on 127.0.0.1:1, epoch 1", AT, SYNCER)
             + line("session 1: abc east-0 joins", AT + 1, SYNCER)
             + line("joined: east-0 took slot 0 at step 0", AT + 1.5, SYNCER)
-            + line("process-ended: slot 0: its process ended (SIGKILL)", AT + 6, SYNCER, logging.WARNING)
+            + line("process-ended: east-0: its process ended (SIGKILL)", AT + 6, SYNCER, logging.WARNING)
         )
-        workdir.log("learner-0").write_text(
+        workdir.log("east-0").write_text(
             line("step 1", AT + 2, WORKER) + line("it broke", AT + 5, WORKER) + "Traceback (most recent call last):\n"
         )
-        workdir.log("learner-1").write_text(line("step 1", AT + 3, WORKER) + line("step 2", AT + 5.5, WORKER))
+        workdir.log("west-0").write_text(line("step 1", AT + 3, WORKER) + line("step 2", AT + 5.5, WORKER))
         yield workdir
 
 
@@ -78,11 +78,11 @@ def test_the_logs_of_all_processes_are_merged_by_time(run: Workdir) -> None:
         ("syncer", said.splitlines()[0].rpartition(": ")[2]),
         ("syncer", "abc east-0 joins"),
         ("syncer", "east-0 took slot 0 at step 0"),
-        ("learner-0", "step 1"),
-        ("learner-1", "step 1"),
-        ("learner-0", "it broke"),
-        ("learner-0", said.splitlines()[6].rpartition(": ")[2]),
-        ("learner-1", "step 2"),
+        ("east-0", "step 1"),
+        ("west-0", "step 1"),
+        ("east-0", "it broke"),
+        ("east-0", said.splitlines()[6].rpartition(": ")[2]),
+        ("west-0", "step 2"),
         ("syncer", "its process ended (SIGKILL)"),
     ]
     assert "Traceback" in said.splitlines()[6] and "serving on" in said and '{"time"' not in said
@@ -92,7 +92,7 @@ def test_of_one_process_by_any_of_its_names(run: Workdir) -> None:
     said = {target: diloco("logs", run.path, target) for target in ("learner-1", "west-0", "west")}
     assert len(set(said.values())) == 1
     code, text = said["west-0"]
-    assert code == 0 and "step 2" in text and "it broke" not in text and not text.startswith("learner-1")
+    assert code == 0 and "step 2" in text and "it broke" not in text and not text.startswith("west-0")
     code, text = diloco("logs", run.path, "learner-7")
     assert code == 2 and "has no learner-7; it has" in text and "west-0" in text
 
@@ -100,7 +100,7 @@ def test_of_one_process_by_any_of_its_names(run: Workdir) -> None:
 def test_only_the_end_and_only_what_is_new(run: Workdir) -> None:
     assert diloco("logs", run.path, "--tail", "1")[1].count("\n") == 3
     now = time.time()
-    with run.log("learner-1").open("a") as log:
+    with run.log("west-0").open("a") as log:
         log.write(line("step 3", now, WORKER))
     code, said = diloco("logs", run.path, "--since", "10m")
     assert code == 0 and "step 3" in said and said.count("\n") == 1
@@ -122,7 +122,7 @@ def test_events_are_what_the_syncer_has_logged(run: Workdir) -> None:
     assert code == 0 and [one.split(None, 2)[2] for one in said.splitlines()] == [
         "serving       on 127.0.0.1:1, epoch 1",
         "joined        east-0 took slot 0 at step 0",
-        "process-ended slot 0: its process ended (SIGKILL)",
+        "process-ended east-0: its process ended (SIGKILL)",
     ]
     events = [json.loads(one) for one in diloco("events", run.path, "--json")[1].splitlines()]
     assert [event["kind"] for event in events] == ["serving", "joined", "process-ended"]
@@ -154,11 +154,11 @@ def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
         assert reader.stdout is not None and reader.stderr is not None
         shown = [reader.stdout.readline() for _ in range(3)]
         assert "process-ended" in "".join(shown)
-        with run.log("learner-1").open("a") as log:
+        with run.log("west-0").open("a") as log:
             log.write(line("step 3 of a run that goes on", AT + 9, WORKER))
         assert "step 3 of a run" in reader.stdout.readline()
-        run.log("spare-0").write_text(line("I stand by", AT + 10, WORKER))
-        assert "spare-0" in reader.stdout.readline()
+        run.log("west-1").write_text(line("I stand by", AT + 10, WORKER))
+        assert "west-1" in reader.stdout.readline()
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
         run.lock.write_text(f"{ended.pid}\n")

@@ -55,9 +55,9 @@ STATUS: dict[str, Any] = {
 
 
 def view(**changes: Any) -> RunView:
-    names = {("local", 0): "learner-0", ("local", 1): "learner-1"}
+    names = {("local", 0): "local-0", ("local", 1): "local-1"}
     status = status_document(**{**STATUS, **changes})
-    return RunView("tiny", ("tokens", 2_000_000), status, names, {"learner-1": "starting"}, True)
+    return RunView("tiny", ("tokens", 2_000_000), status, names, {"local-1": "starting"}, True)
 
 
 def test_the_strip_shows_who_is_ahead() -> None:
@@ -96,8 +96,8 @@ def test_lines_are_few_and_events_come_at_once() -> None:
     lines = Lines(out)
     for _ in range(100):
         lines.update(view())
-    lines.event("chaos: kill learner-1", "red")
-    assert out.getvalue().splitlines() == [progress_line(view()), "chaos: kill learner-1"]
+    lines.event("chaos: kill local-1", "red")
+    assert out.getvalue().splitlines() == [progress_line(view()), "chaos: kill local-1"]
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:
@@ -114,18 +114,18 @@ def test_the_picture_has_everything() -> None:
     out = io.StringIO()
     live = Live(Console(file=out, force_terminal=True, width=140))
     live.update(view())
-    live.event("process-ended: slot 1: its process ended (SIGKILL)", "red")
+    live.event("process-ended: local-1: its process ended (SIGKILL)", "red")
     live.close()
     for words in (
         "training",
         "245,760",
         "10,200 tokens/s",
         "2.450",
-        "learner-0",
+        "local-0",
         "active",
         "2.410",
         "10.0 %",
-        "learner-1",
+        "local-1",
         "lost",
         "starting",
         "▂▁▃  3 to 5",
@@ -162,14 +162,14 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     fault = FaultRow(
         at_seconds=20.0,
         action="kill",
-        target="learner-1",
+        target="local-1",
         detected_seconds=0.05,
         joined_seconds=1.0,
         first_step_seconds=2.0,
         recovered_seconds=None,
     )
     assert fault_text(fault) == (
-        "learner-1 killed at 20.0 s: noticed after 50 ms, replaced after 1 s, training again after 2 s,"
+        "local-1 killed at 20.0 s: noticed after 50 ms, replaced after 1 s, training again after 2 s,"
         " not merged again before the end"
     )
     full = job_report(

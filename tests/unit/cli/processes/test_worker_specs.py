@@ -37,13 +37,13 @@ def job(*overrides: str) -> DiLoCoJob:
 def test_learners_of_all_regions_then_spares_then_the_evaluator() -> None:
     found = [(m.name, m.kind, m.region, m.ordinal, m.learner) for m in worker_specs(job())]
     assert found == [
-        ("learner-0", Kind.LEARNER, "east", 0, 0),
-        ("learner-1", Kind.LEARNER, "east", 1, 1),
-        ("learner-2", Kind.LEARNER, "west", 0, 2),
-        ("spare-0", Kind.LEARNER, "east", 2, None),
+        ("east-0", Kind.LEARNER, "east", 0, 0),
+        ("east-1", Kind.LEARNER, "east", 1, 1),
+        ("west-0", Kind.LEARNER, "west", 0, 2),
+        ("east-2", Kind.LEARNER, "east", 2, None),
         ("evaluator", Kind.EVALUATOR, "east", 0, None),
     ]
-    assert [m.name for m in worker_specs(job("training.evaluation=null"))][-1] == "spare-0"
+    assert [m.name for m in worker_specs(job("training.evaluation=null"))][-1] == "east-2"
 
 
 def test_threads_are_shared_out_and_never_none() -> None:

@@ -114,7 +114,7 @@ def test_an_overdue_round_is_told() -> None:
     job.wait(2)
     document = job.core.status(job.now, SHELL)
     (row,) = document.rounds
-    words = "fragment 0 waits for pushes for long: slot 0 (no push came), slot 1 (not-finite)"
+    words = "fragment 0 waits for pushes for long: r-0 (no push came), r-1 (not-finite)"
     assert (row.overdue, row.message) == (True, words)
     told = [event for event in of(job.log, ev.RecordEvent) if event.kind is EventKind.ROUND_OVERDUE]
     assert [event.message for event in told] == [words]
