@@ -74,7 +74,8 @@ def run(
             metavar="SPEC",
             help="What to break, and when: TIME:ACTION:TARGET[:DURATION], separated by commas. TIME is 20s "
             "(from the first merge) or step=150; ACTION kill (with a DURATION: that long away), term, or pause, cut or "
-            "slow with a DURATION; TARGET local-2 (a learner, by its region and number), learner (any, by the seed) or syncer.",
+            "slow with a DURATION; TARGET local-2 (a learner: region and number), learner (any, by the seed) "
+            "or syncer.",
         ),
     ] = "",
     seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the job's seed.")] = None,

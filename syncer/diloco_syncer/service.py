@@ -42,6 +42,7 @@ from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.runtime.driver import RESTART, Driver
 from diloco_syncer.server.control import Control, status_handler
 from diloco_syncer.server.pages.export import check_loopback, export_pages
+from diloco_syncer.server.pages.front_page import front_page
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.tls.listener import TlsListener
 from diloco_syncer.startup import Options
@@ -171,6 +172,7 @@ def _pages(syncer: Syncer) -> Mapping[str, Page]:
 
     status = syncer.status_page.status
     return {
+        "/": front_page,
         "/status": kept_page(json_page(status)),
         "/report": kept_page(json_page(syncer.report)),
         "/metrics": kept_page(text_page(lambda: (200, exposition(status)), METRICS_TYPE)),

@@ -15,7 +15,7 @@ from diloco.main import app
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import claim, locked
 from diloco.processes.worker_specs import learner_names, worker_specs
-from diloco_operator.names import learner_pods_name
+from diloco_operator.names import stateful_set
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import EventKind, JobPhase
 from diloco_syncer.core import events as ev
@@ -36,7 +36,8 @@ def test_m2_processes_are_called_as_their_pods() -> None:
     assert [worker.name for worker in learners] == ["east-0", "east-1", "west-0", "west-1"]
     assert learner_names(job) == ["east-0", "east-1", "west-0"], "a spare is none of the job's learners"
     for worker in learners:
-        assert worker.name == f"{worker.region}-{worker.ordinal}"
+        # A StatefulSet's pod is called by it and its number.
+        assert f"{stateful_set('tiny', worker.region).name}-{worker.ordinal}" == f"tiny-{worker.name}"
 
 
 def test_m2_chaos_takes_that_name_and_the_number_over_all_regions() -> None:

@@ -59,6 +59,11 @@ class MetricsLog:
         self._write(row)
         for name in ("merges", "tokens_per_second", "goodput", "bytes_up", "bytes_down"):
             self._scalar(f"job/{name}", getattr(status, name), status.tokens.trained)
+        for name, value in (
+            *(("active_learners", status.quorum.active), ("tokens_pending", status.tokens.pending)),
+            ("tokens_dropped", status.tokens.dropped),
+        ):
+            self._scalar(f"job/{name}", value, status.tokens.trained)
         for tokens, loss in evaluations[self._evaluations :]:
             self._scalar("merged/loss", loss, tokens)
         self._evaluations = max(self._evaluations, len(evaluations))

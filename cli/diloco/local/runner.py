@@ -178,6 +178,8 @@ class Runner:
                 self._decide(RunOutcome("failed", 1, why, "syncer"))
                 return
             await asyncio.sleep(0.05)
+        if (address := self.syncer.address()) is not None:
+            self.screen.event(f"status page: http://{address['http']}/")
         if self.watch.ended:
             self._complete_already = self.watch.phase == JobPhase.COMPLETE
             self.screen.event(
