@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -209,31 +210,55 @@ def region_names(job: Object) -> list[str]:
 # ------------------------------------------------------------------ pictures
 
 
-def jobs_table(jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False) -> Table:
-    """A line for each job; with the column of contexts (one for each job) or namespaces where there are several."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    titles = [*(["CONTEXT"] if contexts else []), *(["NAMESPACE"] if spaces else [])]
-    for title in (*titles, "NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"):
-        right = title in ("STEP", "TOKENS", "LOSS", "GOODPUT", "AGE")
-        table.add_column(title, justify="right" if right else "left", no_wrap=True)
-    for index, job in enumerate(jobs):
-        status, metadata = job.get("status") or {}, job.get("metadata") or {}
-        done = status.get("progress") or {}
-        phase = str(status.get("phase") or "-")
-        table.add_row(
-            *([contexts[index]] if contexts else []),
-            *([str(metadata.get("namespace"))] if spaces else []),
-            str(metadata.get("name")),
-            Text(phase, _PHASES.get(phase, "")),
-            str(status.get("learners") or "-"),
-            str(status.get("quorum") or "-"),
-            number(done.get("step")),
-            number(done.get("tokens")),
-            nats(done.get("loss")),
-            nats(done.get("goodput")),
-            span(since(metadata.get("creationTimestamp"), now)),
-        )
-    return table
+class JobsTable:
+    """A line for each job; with the column of contexts (one for each job) or namespaces where there are several. Where
+    the terminal has no room for all columns, the last of ``_SPARED`` go first, and no cell is cut."""
+
+    _SPARED = ("STEP", "LOSS", "TOKENS", "QUORUM", "GOODPUT")
+
+    def __init__(self, jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False) -> None:
+        self._rows = [
+            {
+                **({"CONTEXT": contexts[index]} if contexts else {}),
+                **({"NAMESPACE": str((job.get("metadata") or {}).get("namespace"))} if spaces else {}),
+                **_job_cells(job, now),
+            }
+            for index, job in enumerate(jobs)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for kept in range(len(self._SPARED), -1, -1):
+            table = self._table(frozenset(self._SPARED[kept:]))
+            if Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width:
+                break
+        yield table
+
+    def _table(self, left_out: frozenset[str]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        titles = [title for title in (self._rows[0] if self._rows else ()) if title not in left_out]
+        for title in titles:
+            right = title in ("STEP", "TOKENS", "LOSS", "GOODPUT", "AGE")
+            table.add_column(title, justify="right" if right else "left", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(row[title] for title in titles))
+        return table
+
+
+def _job_cells(job: Object, now: float) -> dict[str, str | Text]:
+    status, metadata = job.get("status") or {}, job.get("metadata") or {}
+    done = status.get("progress") or {}
+    phase = str(status.get("phase") or "-")
+    return {
+        "NAME": str(metadata.get("name")),
+        "PHASE": Text(phase, _PHASES.get(phase, "")),
+        "LEARNERS": str(status.get("learners") or "-"),
+        "QUORUM": str(status.get("quorum") or "-"),
+        "STEP": number(done.get("step")),
+        "TOKENS": number(done.get("tokens")),
+        "LOSS": nats(done.get("loss")),
+        "GOODPUT": nats(done.get("goodput")),
+        "AGE": span(since(metadata.get("creationTimestamp"), now)),
+    }
 
 
 def regions_table(job: Object, now: float) -> Table:

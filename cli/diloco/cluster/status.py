@@ -19,7 +19,7 @@ from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
 from diloco.cluster.logs import SILENCE_SECONDS, lines
-from diloco.cluster.render import concerns, event_count, event_line, event_time, job_picture, jobs_table, region_names
+from diloco.cluster.render import JobsTable, concerns, event_count, event_line, event_time, job_picture, region_names
 from diloco.console import print_text
 from diloco.text_console import TextConsole
 from diloco_protocol.documents import StatusDocument
@@ -79,6 +79,8 @@ def status_document(job: Object, page: StatusDocument | None, events: Sequence[O
 
 def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> None:
     console = TextConsole(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # nobody's window: all columns
     while True:
         jobs: list[Object] = []
         contexts: list[str] = []
@@ -93,7 +95,7 @@ def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: b
             console.print(f"there is no job in {', '.join(names)}")
         else:
             several = contexts if len(clusters) > 1 else ()
-            console.print(jobs_table(jobs, time.time(), several, everywhere))
+            console.print(JobsTable(jobs, time.time(), several, everywhere))
         if not watch:
             return
         time.sleep(POLL_SECONDS)

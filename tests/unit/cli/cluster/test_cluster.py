@@ -19,6 +19,7 @@ from diloco.cluster.client import ClusterError, Where, forbidden, nearest
 from diloco.cluster.fetch import show_report, syncer_pod
 from diloco.cluster.follow import ProgressReporter, ended, hindered, resumed, seen, suspended
 from diloco.cluster.render import (
+    JobsTable,
     concerns,
     condition_style,
     condition_text,
@@ -28,7 +29,6 @@ from diloco.cluster.render import (
     holds,
     job_line,
     job_picture,
-    jobs_table,
     pair,
     short,
     span,
@@ -601,7 +601,7 @@ def test_one_line_for_those_who_wait() -> None:
 
 
 def test_the_list() -> None:
-    text = shown(jobs_table([a_job(**RUNNING), a_job()], NOW, ["hub", "far"], True))
+    text = shown(JobsTable([a_job(**RUNNING), a_job()], NOW, ["hub", "far"], True))
     head, first, second = text.splitlines()[:3]
     assert head.split() == [
         "CONTEXT",
@@ -631,7 +631,17 @@ def test_the_list() -> None:
         "s",
     ]
     assert second.split()[:4] == ["far", "lab", "tiny", "-"]
-    assert "CONTEXT" not in shown(jobs_table([a_job()], NOW))
+    assert "CONTEXT" not in shown(JobsTable([a_job()], NOW))
+
+
+def test_the_list_on_a_narrow_terminal_leaves_columns_out_and_cuts_no_cell() -> None:
+    jobs = [a_job(**RUNNING), a_job()]
+    for width, columns in ((140, 11), (80, 9), (56, 6)):
+        text = shown(JobsTable(jobs, NOW, ["hub", "far"], True), width)
+        head, *rows = text.splitlines()
+        assert max(map(len, text.splitlines())) <= width and "…" not in text
+        assert len(head.split()) == columns and "PHASE" in head and "AGE" in head, head
+        assert all("tiny" in row and row.rstrip().endswith("100 s") for row in rows)
 
 
 # ------------------------------------------------------------------ events
