@@ -84,6 +84,17 @@ def test_m6_the_figures_are_those_of_the_run_that_was_killed(tmp_path: Path) -> 
     assert "complete" in said and "killed" not in said and workdir.lock.read_text() == ""
 
 
+def test_m6_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) -> None:
+    """Earlier versions left their process id in the lock at every end."""
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, parse_job(JOB), tmp_path)
+    killed_runner(workdir.path)
+    assert workdir.was_killed()
+    workdir.report.write_text(job_report(outcome="complete").model_dump_json())
+    os.utime(workdir.report, (time.time() + 5,) * 2)
+    assert not workdir.was_killed() and "killed" not in diloco("status", workdir.path)[1]
+
+
 def test_m6_samples_of_the_run_before_are_not_taken_for_the_killed_ones(tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
