@@ -84,6 +84,19 @@ def test_m6_the_figures_are_those_of_the_run_that_was_killed(tmp_path: Path) -> 
     assert "complete" in said and "killed" not in said and workdir.lock.read_text() == ""
 
 
+def test_m6_a_run_that_goes_on_is_not_told_by_an_older_end_either(tmp_path: Path) -> None:
+    """While its syncer is away, of whatever reason."""
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, parse_job(JOB), tmp_path)
+        workdir.report.write_text(job_report(outcome="interrupted", steps=948).model_dump_json())
+        os.utime(workdir.report, (time.time() - 60,) * 2)
+        workdir.metrics_file.write_text(sample(492_800, 1969) + "\n")
+        code, said = diloco("status", workdir.path)
+        assert code == 0 and "the run goes on, and its syncer does not answer" in said
+        assert "492,800 trained" in said and "interrupted" not in said and "948" not in said
+        assert json.loads(diloco("status", workdir.path, "--json")[1])["report"]["outcome"] == "running"
+
+
 def test_m6_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) -> None:
     """Earlier versions left their process id in the lock at every end."""
     with locked(tmp_path / "run") as workdir:

@@ -17,6 +17,10 @@ from diloco_protocol.documents import DocumentError, Report, RunReport, StatusDo
 
 REPORT_SECONDS = 30.0
 SAMPLE_BYTES = 1 << 20  # of the end of metrics.jsonl
+_KILLED = (
+    "the run ended without a report: it was killed, or this machine went down. The figures are those last seen, at"
+    " {seen}; `diloco run` continues from its last checkpoint"
+)
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})(?:/status)?/?")
 
 
@@ -42,7 +46,7 @@ def read_status(where: str | None) -> StatusDocument | RunReport:
         # It is not running, or the port is another's: what it left is shown.
         unread = f" ({error})" if isinstance(error.__cause__, DocumentError) else ""
     killed = workdir.was_killed()
-    if killed and (last := report_of_killed(workdir)) is not None:
+    if workdir.is_unfinished() and (last := last_seen(workdir, killed)) is not None:
         return last
     try:
         report = read_document(RunReport, read_bounded(workdir.report, MAX_REPORT_BYTES))
@@ -78,8 +82,9 @@ def read_report(where: str | None) -> Report:
         raise CommandError(f"the run goes on, and its report is not to be had ({error}): try again") from error
 
 
-def report_of_killed(workdir: Workdir) -> RunReport | None:
-    """What is known of a run that left no report: the last sample of its status; None: there is none of it."""
+def last_seen(workdir: Workdir, killed: bool) -> RunReport | None:
+    """What is known of a run that has left no report, by the last sample of its status; None: there is none of it.
+    ``killed``: it is over; else it goes on, and its syncer does not answer."""
     try:
         with workdir.metrics_file.open("rb") as file:
             file.seek(max(0, workdir.metrics_file.stat().st_size - SAMPLE_BYTES))
@@ -93,9 +98,8 @@ def report_of_killed(workdir: Workdir) -> RunReport | None:
         score = sample["eval_loss"]
         content = {
             **{name: sample[name] for name in ("merges", "tokens", "goodput", "uptime", "bytes_up", "bytes_down")},
-            "outcome": "killed",
-            "message": f"the run ended without a report: it was killed, or this machine went down. The figures are "
-            f"those last seen, at {seen}; `diloco run` continues from its last checkpoint",
+            "outcome": "killed" if killed else "running",
+            "message": _KILLED.format(seen=seen) if killed else f"last seen at {seen}",
             "seed": job["spec"]["seed"],
             "spec_digest": "",
             "wall_seconds": sample["elapsed_seconds"],
@@ -147,13 +151,15 @@ def as_json(document: StatusDocument | RunReport) -> dict[str, Any]:
     content = document.model_dump(mode="json")
     if isinstance(document, StatusDocument):
         return {"running": True, **content}
-    return {"running": False, "report": content}
+    return {"running": False, "report": content}  # no status: its syncer does not answer
 
 
 def ended_words(report: RunReport) -> str:
     """What is said above the report of a run that does not answer."""
     if report.outcome == "killed":
         return "not running: killed, without a report; what was last seen of it"
+    if report.outcome == "running":
+        return "the run goes on, and its syncer does not answer at the moment; what was last seen of it"
     return "not running; its last report"
 
 

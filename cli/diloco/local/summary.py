@@ -63,7 +63,9 @@ def summary(report: Report, outcome: str = "") -> Table:
 
 
 def _outcome(report: Report) -> str:
-    message = report.message if isinstance(report, RunReport) and report.outcome in ("failed", "killed") else ""
+    message = (
+        report.message if isinstance(report, RunReport) and report.outcome in ("failed", "killed", "running") else ""
+    )
     return f"{report.outcome}: {message}" if message else report.outcome
 
 

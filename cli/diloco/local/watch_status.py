@@ -25,7 +25,7 @@ def watch_status(where: str | None, as_json: bool) -> int:
     console = TextConsole(soft_wrap=False)
     screen = None if as_json else make_screen(console)
     shown: set[tuple[int, int]] = set()
-    began, heard, view = time.time(), float("-inf"), None
+    began, looking_since, heard, view = time.time(), time.monotonic(), float("-inf"), None
     try:
         while True:
             try:
@@ -35,6 +35,14 @@ def watch_status(where: str | None, as_json: bool) -> int:
                     raise
                 view.serving = False
                 if screen is not None:
+                    screen.update(view)
+                time.sleep(POLL_SECONDS)
+                continue
+            if isinstance(document, RunReport) and document.outcome == "running":  # its syncer is away, for now
+                if time.monotonic() > max(heard, looking_since) + SILENT_SECONDS:
+                    raise CommandError(f"{ended_words(document)}: {document.message}")
+                if view is not None and screen is not None:
+                    view.serving = False
                     screen.update(view)
                 time.sleep(POLL_SECONDS)
                 continue

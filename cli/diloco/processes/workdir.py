@@ -76,8 +76,7 @@ class Workdir:
         return "suspended" if report.outcome == "interrupted" else report.outcome
 
     def runner(self) -> int | None:
-        """The process id of the run that has the directory; None: none has. A run that ends by itself leaves none: see
-        ``was_killed``."""
+        """The process id of the run that has the directory; None: none has. A run that ends by itself leaves none."""
         pid = self._last_runner()
         try:
             if pid is not None:
@@ -89,9 +88,13 @@ class Workdir:
         return pid
 
     def was_killed(self) -> bool:
-        """Whether the last run ended without a word: its process is gone, and it has not taken its id out of the lock
-        nor written a report since it began."""
-        if self._last_runner() is None or self.runner() is not None:
+        """Whether the last run ended without a word: it is unfinished, and its process is gone."""
+        return self.is_unfinished() and self.runner() is None
+
+    def is_unfinished(self) -> bool:
+        """Whether the last run has neither taken its process id out of the lock nor written a report since it began:
+        it goes on, or was killed."""
+        if self._last_runner() is None:
             return False
         try:
             return self.lock.stat().st_mtime >= self.report.stat().st_mtime
