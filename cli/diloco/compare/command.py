@@ -112,8 +112,7 @@ def pod_schedule(options: CompareOptions) -> tuple[str, tuple[Fault, ...]]:
     seconds = options.minutes * 60
     try:
         if options.chaos:
-            schedule = parse(options.chaos)
-            check(schedule, job.spec.slots)
+            schedule = check(parse(options.chaos), learner_names(job))
         else:
             schedule = draw_kills(options.seed, job.spec.slots, options.mtbf, seconds)
     except ValueError as error:  # ChaosError is one

@@ -44,7 +44,7 @@ def summary(report: Report, outcome: str = "") -> Table:
     table.add_column()
     row = table.add_row
     row("outcome", outcome or _outcome(report))
-    if report.tokens.trained or report.merges:
+    if report.tokens.trained or report.merges or _is_scored(report):
         row(*_loss(report))
         row("tokens", tokens_text(report))
         row("merges", _merges(report))
@@ -67,6 +67,11 @@ def _outcome(report: Report) -> str:
         report.message if isinstance(report, RunReport) and report.outcome in ("failed", "killed", "running") else ""
     )
     return f"{report.outcome}: {message}" if message else report.outcome
+
+
+def _is_scored(report: Report) -> bool:
+    own = report.training_loss if isinstance(report, RunReport) else None
+    return own is not None or bool(report.eval_loss) or (report.initial_loss, report.final_loss) != (None, None)
 
 
 def _loss(report: Report) -> tuple[str, str]:

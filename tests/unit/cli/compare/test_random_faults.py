@@ -28,7 +28,7 @@ def test_a_schedule_is_a_function_of_its_seed_and_can_be_replayed(
     schedule = draw_schedule(seed, learners, mtbf, repair, 300.0)
     assert draw_schedule(seed, learners, mtbf, repair, 300.0) == schedule
     assert parse(text_of(schedule)) == schedule
-    check(schedule, learners)
+    check(schedule, [f"local-{index}" for index in range(learners)])
     times = [at(fault) for fault in schedule]
     assert times == sorted(times) and all(0 <= time < 300 for time in times)
     for fault in schedule:

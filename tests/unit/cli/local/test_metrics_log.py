@@ -42,7 +42,7 @@ def test_both_sources_in_one_file(tmp_path: Path) -> None:
     found = rows(tmp_path / "metrics.jsonl")
     assert [(row["source"], row.get("step"), row.get("loss")) for row in found] == [
         ("learner-local-0", 2, 5.0),
-        ("status", None, None),
+        ("status", 0, None),
         ("evaluator-local-0", None, 4.5),
         ("learner-local-0", 3, 4.0),
     ]

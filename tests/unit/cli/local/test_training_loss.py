@@ -64,5 +64,6 @@ def test_the_report_of_a_run_has_it_where_nobody_scored_the_model(tmp_path: Path
 
 
 def test_a_report_without_any_loss_says_so(tmp_path: Path) -> None:
-    result = RunResult(RunOutcome("failed", 1), job_report(), None, [], [], 0, 0, 1.0)
+    trained = job_report(tokens={"trained": 9, "merged": 9, "pending": 0, "dropped": 0})
+    result = RunResult(RunOutcome("failed", 1), trained, None, [], [], 0, 0, 1.0)
     assert "- at the start, - at the end" in shown(complete_report(result, JOB, tmp_path))
