@@ -30,7 +30,9 @@ from diloco.local.metrics_log import MetricsLog
 from diloco.local.outcome import OUTCOMES, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
+from diloco.processes.exit_errors import ExitError, ExitErrors
 from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, resolve_program
+from diloco.processes.memory_kills import memory_need_text
 from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor, describe_end
 from diloco.processes.watchdog import Watchdog, peak_rss_bytes, progress
 from diloco.processes.workdir import Workdir
@@ -113,6 +115,8 @@ class Runner:
             self.watch, self.running, self.proxies, self._workers, FaultSchedule(schedule), job.spec.seed
         )
         self._watchdog = Watchdog()
+        self._errors = ExitErrors(workdir.log, self._memory_need)
+        self._killed_syncer = False  # this one, because it did not answer
         self._complete_already = False
         self._begun = time.monotonic()
         self._peak_rss = 0
@@ -206,6 +210,7 @@ class Runner:
             if not await self._poll() and (why := self._reason_to_kill_syncer()):
                 self.screen.event(f"{why}: it is killed", "red")
                 self.running["syncer"].signal(signal.SIGKILL)
+                self._killed_syncer = True
                 self._watchdog.on_excused(time.monotonic())  # until it is gone
 
     async def _preload(self) -> None:
@@ -257,6 +262,8 @@ class Runner:
         while not self._stopping:
             self._recall_ports()
             command = syncer_command(self.workdir, self._sync_port, self._control_port, self._http, self._serving)
+            self._killed_syncer = False
+            self._errors.begin("syncer")
             try:
                 env = {k: v for k, v in self._env.items() if k != "NUMBA_NUM_THREADS" or k in os.environ}
                 process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
@@ -267,14 +274,15 @@ class Runner:
             self.running["syncer"] = process
             how = await process.wait()
             self.running.pop("syncer", None)
-            self.injector.ended("syncer", time.time())
+            on_purpose = self.injector.ended("syncer", time.time()) or self._killed_syncer
             if how.code == 0 and (phase := self._last_phase()) is not None:
                 self._decide(self._end_outcome(phase))
                 return
             if how.code == 1 and self.watch.phase == JobPhase.FAILED:
                 self._decide(RunOutcome("failed", 1, self.watch.message, "syncer"))
                 return
-            if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how):
+            error = None if on_purpose else self._errors.find("syncer", Kind.SYNCER, how)
+            if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how, error):
                 return
 
     def _last_phase(self) -> str | None:
@@ -299,42 +307,60 @@ class Runner:
     async def _keep_worker(self, worker: WorkerSpec) -> None:
         while not self._stopping:
             how: Exit
+            error: ExitError | None
+            self._errors.begin(worker.name)
             try:
                 process = await self._start(worker)
-            except (StartError, OSError) as error:
-                self.screen.event(str(error), "red")
-                how = Exit(code=1)
+            except (StartError, OSError) as failed:
+                self.screen.event(str(failed), "red")
+                how, error = Exit(code=1), ExitError(str(failed))
             else:
                 self.running[worker.name] = process
                 how = await process.wait()
                 self.running.pop(worker.name, None)
-                self.injector.ended(worker.name, time.time())
+                on_purpose = self.injector.ended(worker.name, time.time())
+                error = None if on_purpose else self._errors.find(worker.name, worker.kind, how)
                 if worker.kind is Kind.LEARNER and not self._stopping:
                     self._spawn(self._report_ended(worker, self.watch.process_ids[worker.name], how))
-            if not await self._apply_restart_decision(worker, how):
+            if not await self._apply_restart_decision(worker, how, error):
                 return
 
-    async def _apply_restart_decision(self, worker: WorkerSpec, how: Exit) -> bool:
+    async def _apply_restart_decision(self, worker: WorkerSpec, how: Exit, error: ExitError | None) -> bool:
         """Do what the supervisor says about an end; True: start it again now."""
-        if how.code == 0 and worker.kind is not Kind.SYNCER:
-            await self._poll()  # it may have left because the job ends, which we have not heard yet
+        if (how.code == 0 or error is not None) and worker.kind is not Kind.SYNCER:
+            # It may have left because the job ends, which we have not heard yet, or there may have been a merge.
+            await self._poll()
+        text = "" if error is None else error.text
         decision = self.supervisor.ended(
-            worker.name, worker.kind, how, time.monotonic(), wanted=self._is_still_needed(worker, how)
+            worker.name,
+            worker.kind,
+            how,
+            time.monotonic(),
+            wanted=self._is_still_needed(worker, how),
+            error=text,
+            answered=self._watchdog.answers,
         )
         if isinstance(decision, Restart):
             delay = max(0.0, decision.at - time.monotonic(), self.injector.away_seconds(worker.name))
             again = f"again in {delay:.1f} s" if delay > 0 else "again at once"
             self.screen.event(f"{worker.name} ended ({describe_end(worker.kind, how)}), starting it {again}", "yellow")
+            self._errors.show(worker.name, error, self.screen)
             self.view.notes[worker.name] = "starting"
             await asyncio.sleep(delay)
             return not self._stopping
         if isinstance(decision, Abandon):
+            self._errors.show(worker.name, error, self.screen)
             self.screen.event(f"{decision.message}; see {self.workdir.log(worker.name)}", "red")
         elif isinstance(decision, Fail):
-            self._decide(RunOutcome("failed", decision.exit_code, decision.message, worker.name))
+            said = decision.message if text in decision.message else f"{decision.message}: {text}"
+            self._decide(RunOutcome("failed", decision.exit_code, said, worker.name))
         elif isinstance(decision, Finished) and not self._stopping and (how.signal is not None or how.code):
             self.screen.event(f"{worker.name} ended ({describe_end(worker.kind, how)})", "yellow")
         return False
+
+    def _memory_need(self) -> str:
+        status = self.view.status
+        return memory_need_text(self.job.spec, status.parameters if status is not None else 0)
 
     def _is_still_needed(self, worker: WorkerSpec, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""

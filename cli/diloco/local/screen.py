@@ -21,6 +21,7 @@ from rich.text import Text
 from diloco.console import print_text
 from diloco.local.summary import nats, number
 from diloco_protocol.common.format_units import duration_text, rate_text, seconds_text
+from diloco_protocol.common.logs import printable
 from diloco_protocol.documents import SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, TRAINING_PHASES, JobPhase, SlotState
 
@@ -56,6 +57,9 @@ class RunView:
 class Screen(Protocol):
     def event(self, text: str, style: str = "") -> None:
         """Something happened."""
+
+    def show_text(self, text: str) -> None:
+        """Several lines that stay: on a terminal above the picture."""
 
     def update(self, view: RunView) -> None:
         """The figures have changed."""
@@ -319,6 +323,9 @@ class Lines:
     def event(self, text: str, style: str = "") -> None:
         self._print(text)
 
+    def show_text(self, text: str) -> None:
+        self._print(text)
+
     def update(self, view: RunView) -> None:
         status, now = view.status, self._clock()
         if status is None:
@@ -361,6 +368,9 @@ class Live:
             self.update(self._view)
         else:
             self._live.update(Group(*self._events), refresh=True)
+
+    def show_text(self, text: str) -> None:
+        self._live.console.print(Text(printable(text)))
 
     def update(self, view: RunView) -> None:
         self._view = view

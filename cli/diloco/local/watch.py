@@ -145,6 +145,7 @@ class StatusWatch:
             self.report = await self.syncer.report()
 
     def _follow_merges(self, status: StatusDocument) -> None:
+        self.supervisor.any_merge |= status.merges > 0  # in an earlier run, too
         if status.merges > self._merges >= 0:
             self.supervisor.merged()
             self.supervisor.healthy("syncer")

@@ -9,10 +9,13 @@ a given time, stop trying, or nothing because the end was as it should be. The r
 * More than ``failurePolicy.maxReplacements`` replacements of one learner, or of the syncer, without any merge in
   between, and the job has failed: something is wrong that another start will not cure. Every merge sets the counts back
   to zero.
+* One process that ended ``SAME_ERRORS`` times with the same error, before any merge of the job, and the job has failed
+  at once: its program is wrong. So has it if the syncer ended so often before its first answer.
 * Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is wrong; 4, the syncer refused
   the learner for good (one that was in a merge has lost its place to another, and may come back to stand by); for the
   syncer 3, a higher epoch has the store, 4, the store cannot be written, and 5, its credentials cannot be used.
-  ``failurePolicy.rules`` come before this for learners: replace and count, replace and do not count, or fail.
+  ``failurePolicy.rules`` come before this for learners: replace and count, replace and do not count, or fail. An exit
+  code that one names to be replaced is never the same error again.
 * The evaluator never makes the job fail: after ``EVALUATOR_RESTARTS`` vain starts the job goes on without it.
 
 Time and randomness come in as arguments; nothing here sleeps or looks at a clock.
@@ -26,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from diloco_protocol.common.program_errors import SAME_ERRORS, RepeatedErrors, repeated_text
 from diloco_protocol.vocabulary import SyncerExit, WorkerExit
 
 FIRST_BACKOFF_SECONDS = 0.5
@@ -112,11 +116,15 @@ class Supervisor:
     rules: Sequence[tuple[frozenset[int], str]] = ()  # learners' exit codes -> Replace | Ignore | Fail
     since_merge: dict[str, int] = field(default_factory=dict)  # failures of each process
     restarts: dict[str, int] = field(default_factory=dict)
+    any_merge: bool = False  # whether the job has had a merge, in an earlier run perhaps
+    _errors: RepeatedErrors = field(default_factory=RepeatedErrors)
+    _unanswered: int = 0  # syncers in a row that ended before their first answer
     _vain: dict[str, int] = field(default_factory=dict)  # ends in a row without a merge in between
     _was_in: set[str] = field(default_factory=set)  # in a merge since their start
 
     def merged(self) -> None:
         """The job's number of merges has risen."""
+        self.any_merge = True
         self.since_merge.clear()
 
     def healthy(self, name: str) -> None:
@@ -124,8 +132,11 @@ class Supervisor:
         self._vain[name] = 0
         self._was_in.add(name)
 
-    def ended(self, name: str, kind: Kind, how: Exit, now: float, *, wanted: bool) -> Decision:
-        """``name`` ended. ``wanted`` says whether the job still needs it."""
+    def ended(
+        self, name: str, kind: Kind, how: Exit, now: float, *, wanted: bool, error: str = "", answered: bool = True
+    ) -> Decision:
+        """``name`` ended. ``wanted`` says whether the job still needs it, ``error`` which error ended it (empty: none,
+        or the run did it itself), ``answered`` of the syncer whether it had ever answered."""
         if not wanted:
             return Finished()
         end = describe_end(kind, how)
@@ -157,8 +168,20 @@ class Supervisor:
                 f" (failurePolicy.maxReplacements: {self.max_replacements})",
                 1,
             )
+        if again := "" if rule is not None else self._repeated(name, kind, end, error, answered):
+            return Fail(f"{again} (failurePolicy.maxReplacements: {self.max_replacements} is not waited for)", 1)
         self.since_merge[name] = failures + 1
         return self._restart(name, now)
+
+    def _repeated(self, name: str, kind: Kind, end: str, error: str, answered: bool) -> str:
+        """Why another start is of no use, as the ones before were not; empty: it may be."""
+        if kind is Kind.SYNCER:
+            self._unanswered = self._unanswered + 1 if error and not answered else 0
+            if self._unanswered >= SAME_ERRORS:
+                return f"{name} ended {self._unanswered} times before it answered ({end}): {error}"
+        if self.any_merge or self._errors.add(name, error) < SAME_ERRORS:
+            return ""
+        return repeated_text(name, SAME_ERRORS, error)
 
     def _restart(self, name: str, now: float) -> Restart:
         tries = self._vain.get(name, 0)

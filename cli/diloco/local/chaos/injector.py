@@ -94,11 +94,12 @@ class Injector:
         if self._first_merge is None:
             self._first_merge = time.monotonic()
 
-    def ended(self, name: str, at: float) -> None:
-        """A process ended at ``at`` (wall clock)."""
+    def ended(self, name: str, at: float) -> bool:
+        """A process ended at ``at`` (wall clock). Returns whether a fault of the schedule ended it."""
         index = self._open.pop(name, None)
         if index is not None and self.done[index].noticed is None:
             self.done[index] = replace(self.done[index], noticed=at)
+        return index is not None
 
     def step(self) -> None:
         since = None if self._first_merge is None else time.monotonic() - self._first_merge

@@ -20,6 +20,7 @@ from diloco.processes.supervisor import (
     Supervisor,
     describe_end,
 )
+from diloco_protocol.common.program_errors import SAME_ERRORS
 
 KILLED = Exit(signal=9)
 
@@ -147,3 +148,63 @@ def test_a_member_that_was_superseded_may_stand_by() -> None:
     supervisor.healthy("learner-0")
     assert isinstance(supervisor.ended("learner-0", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Restart)
     assert isinstance(supervisor.ended("learner-0", Kind.LEARNER, Exit(code=4), 0.0, wanted=True), Fail)
+
+
+NAME_ERROR = "NameError: name 'lss' is not defined"
+
+
+def crash(supervisor: Supervisor, name: str = "learner-0", error: str = NAME_ERROR, code: int = 1) -> object:
+    return supervisor.ended(name, Kind.LEARNER, Exit(code=code), 0.0, wanted=True, error=error)
+
+
+def test_h1_the_same_error_three_times_before_any_merge_fails_the_job() -> None:
+    supervisor = make()
+    for _ in range(SAME_ERRORS - 1):
+        assert isinstance(crash(supervisor), Restart)
+        assert isinstance(crash(supervisor, "learner-1"), Restart), "another process has its own count"
+    failed = crash(supervisor)
+    assert isinstance(failed, Fail) and failed.exit_code == 1
+    assert failed.message.startswith(
+        f"learner-0 ended 3 times with the same error, and nothing was merged yet: {NAME_ERROR}"
+    )
+    assert "failurePolicy.maxReplacements: 50" in failed.message
+
+
+def test_h1_other_errors_ends_without_one_and_errors_after_a_merge_do_not() -> None:
+    supervisor = make()
+    for n in range(20):
+        assert isinstance(crash(supervisor, error="E" * (n + 1)), Restart)
+        assert isinstance(crash(supervisor, error=""), Restart)
+    merged = make()
+    crash(merged), crash(merged)
+    merged.merged()
+    assert all(isinstance(crash(merged), Restart) for _ in range(20))
+    continued = make()
+    continued.any_merge = True  # in an earlier run
+    assert all(isinstance(crash(continued), Restart) for _ in range(20))
+
+
+def test_h1_an_exit_code_that_a_rule_names_is_left_to_the_rule() -> None:
+    supervisor = Supervisor(50, random.Random(0), [(frozenset({1}), "Replace"), (frozenset({9}), "Ignore")])
+    assert all(isinstance(crash(supervisor, code=code), Restart) for code in (1, 9) for _ in range(10))
+
+
+def test_h1_the_evaluators_errors_fail_nothing() -> None:
+    supervisor = make()
+    for _ in range(EVALUATOR_RESTARTS):
+        decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True, error=NAME_ERROR)
+        assert isinstance(decision, Restart)
+
+
+def test_h4_a_syncer_that_dies_three_times_before_it_answers_fails_the_run() -> None:
+    def end(supervisor: Supervisor, error: str, answered: bool) -> object:
+        return supervisor.ended("syncer", Kind.SYNCER, Exit(code=1), 0.0, wanted=True, error=error, answered=answered)
+
+    supervisor = make()
+    supervisor.any_merge = True  # in an earlier run: it does not matter here
+    assert isinstance(end(supervisor, "a", False), Restart) and isinstance(end(supervisor, "b", True), Restart)
+    assert isinstance(end(supervisor, "c", False), Restart) and isinstance(end(supervisor, "", False), Restart)
+    assert isinstance(end(supervisor, "d", False), Restart) and isinstance(end(supervisor, "e", False), Restart)
+    failed = end(supervisor, "ModuleNotFoundError: No module named 'x'", False)
+    assert isinstance(failed, Fail) and failed.exit_code == 1
+    assert "syncer ended 3 times before it answered (exit code 1): ModuleNotFoundError" in failed.message

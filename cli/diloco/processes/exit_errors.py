@@ -1,0 +1,107 @@
+"""Which error ended a process of a run: by how it ended, the end of its log, and the kernel's counts.
+
+``error_of_exit`` decides, by values alone. ``ExitErrors`` reads what it needs: of a log only what the process itself
+wrote, for its successors write to the same file.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from diloco.log_lines import rendered
+from diloco.processes.memory_kills import count_memory_kills
+from diloco.processes.supervisor import Exit, Kind, describe_end
+from diloco_protocol.common.program_errors import error_line, last_lines, normal_form
+
+MAX_LOG_BYTES = 64 << 10  # of the end of a log
+_TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_SHELLS = 128  # a shell's exit code is this much above the signal that ended its command
+
+
+@dataclass(frozen=True, slots=True)
+class ExitError:
+    """``text``: the error in a line. ``lines``: the end of the process's log, where that says more."""
+
+    text: str
+    lines: tuple[str, ...] = ()
+
+
+class ErrorScreen(Protocol):
+    """Where errors are shown."""
+
+    def event(self, text: str, style: str = "") -> None: ...
+
+    def show_text(self, text: str) -> None: ...
+
+
+def error_of_exit(kind: Kind, how: Exit, log: Sequence[str], memory_killed: bool, need: str) -> ExitError | None:
+    """The error that ended a process; None: it was told to end, or ended well. ``log``: the last lines that it wrote.
+    ``memory_killed``: the system has killed for want of memory meanwhile. ``need``: the memory that the job needs."""
+    number = how.signal
+    if number is None and how.code is not None and how.code > _SHELLS:
+        number = how.code - _SHELLS
+    if how.code == 0 or number in _TOLD_TO_END:
+        return None
+    if number == signal.SIGKILL:
+        why = "out of memory" if memory_killed else "probably out of memory"
+        return ExitError(f"killed by the system, {why} ({how}); {need}")
+    end, said, lines = describe_end(kind, how), error_line(log), tuple(last_lines(readable(log)))
+    if number is not None:
+        return ExitError(end, lines)
+    return ExitError(said or f"{end}, and nothing in its log", lines)
+
+
+class ExitErrors:
+    """What ended the processes of one run. ``log_of``: a process's log; ``memory_need``: what memory the job needs, in
+    words, as far as it is known by now."""
+
+    def __init__(self, log_of: Callable[[str], Path], memory_need: Callable[[], str]) -> None:
+        self._log_of = log_of
+        self._memory_need = memory_need
+        self._begins: dict[str, int] = {}  # where in its log a process begins
+        self._kills = count_memory_kills()
+        self._shown: set[str] = set()
+
+    def begin(self, name: str) -> None:
+        """A process is about to be started."""
+        try:
+            self._begins[name] = self._log_of(name).stat().st_size
+        except OSError:
+            self._begins[name] = 0
+
+    def find(self, name: str, kind: Kind, how: Exit) -> ExitError | None:
+        """The error that ended it; None: none."""
+        before, self._kills = self._kills, count_memory_kills()
+        killed = before is not None and self._kills is not None and self._kills > before
+        return error_of_exit(kind, how, self._read_log(name), killed, self._memory_need())
+
+    def show(self, name: str, error: ExitError | None, screen: ErrorScreen) -> None:
+        """Show what ended a process: the first time that any process ended so."""
+        form = "" if error is None else normal_form(error.text)
+        if error is None or form in self._shown:
+            return
+        self._shown.add(form)
+        if error.lines:
+            screen.show_text("\n".join([f"the end of {self._log_of(name)}:", *(f"  {line}" for line in error.lines)]))
+        else:
+            screen.event(f"{name}: {error.text}", "red")
+
+    def _read_log(self, name: str) -> list[str]:
+        path = self._log_of(name)
+        try:
+            with path.open("rb") as file:
+                begin = max(self._begins.get(name, 0), path.stat().st_size - MAX_LOG_BYTES)
+                file.seek(begin)
+                raw = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+        except OSError:
+            return []
+        return raw.splitlines()
+
+
+def readable(lines: Sequence[str]) -> list[str]:
+    """Lines of a log for people: of JSON what it says."""
+    return [part for line in lines for part in rendered(line)[0].split("\n")]

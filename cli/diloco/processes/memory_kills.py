@@ -1,0 +1,66 @@
+"""Whether the system has killed processes for want of memory, and how much memory a job needs.
+
+The kernel counts what its out-of-memory killer kills, for each control group and for the machine. A count that has
+risen says why a process got SIGKILL that nobody here sent. One that has not proves little: a count may be another
+namespace's, and daemons that watch memory (systemd-oomd) kill by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from diloco_protocol.common.format_units import size_text
+from diloco_protocol.resources import even_sizes, needs
+from diloco_protocol.spec.job_spec import JobSpec
+
+_FIELD = "oom_kill"
+
+
+def count_memory_kills(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """A number that rises when the kernel kills a process for want of memory, on the machine or in a control group of
+    this process. None: nothing of it can be read."""
+    counts = [_read_count(path) for path in (proc / "vmstat", *_group_files(proc, groups))]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _group_files(proc: Path, groups: Path) -> Iterator[Path]:
+    """Files with the counts of this process's control groups, from its own up to the root; both versions."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, name = [*line.split(":", 2), "", ""][:3]
+        if kinds not in ("", "memory") or ".." in name.split("/"):
+            continue
+        root, file = (groups, "memory.events") if not kinds else (groups / "memory", "memory.oom_control")
+        path = PurePosixPath(name.lstrip("/"))
+        for one in (path, *path.parents):
+            yield root / one / file
+
+
+def _read_count(path: Path) -> int | None:
+    try:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, count = line.partition(" ")
+            if name == _FIELD:
+                return int(count)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def memory_need_text(spec: JobSpec, parameters: int) -> str:
+    """What the job's processes need at the least, in words. ``parameters``: trained ones; 0: not known."""
+    if not parameters:
+        return "`diloco plan` prints what memory the job needs"
+    needed = needs(spec, even_sizes(parameters, max(1, min(spec.sync.fragments, parameters))))
+    learners = sum(region.learners + region.spares for region in spec.regions)
+    total = learners * needed.learner_memory + needed.syncer_memory
+    return (
+        f"each learner of this model needs at least {size_text(needed.learner_memory)}, the syncer up to "
+        f"{size_text(needed.syncer_memory)}: {size_text(total)} for {learners} learner{'s' * (learners != 1)} on one "
+        "machine, besides what the steps' activations take"
+    )

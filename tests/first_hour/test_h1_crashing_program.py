@@ -1,0 +1,122 @@
+"""A program that crashes says so: its first end shows its traceback, and the job fails when new starts do not help."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {{name: own}}
+spec:
+  learners: {{command: [python, train.py]}}
+  training: {{model: null, data: null, evaluation: null, device: cpu, stop: {{steps: 20}}, batch: {{sequences: 2}}}}
+  sync: {{fragments: 2, every: 4}}
+  regions: [{{learners: {learners}}}]
+"""
+CRASHES = """
+import sys
+
+def step(batch):
+    return lss
+
+print("loading took", len(sys.argv), "s")
+step(None)
+"""
+LOOP = """
+import torch
+import diloco_worker
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = [torch.ones(4)] * 1000
+with diloco_worker.Learner.from_environment(model, optimizer) as learner:
+    for batch in learner.batches(data):
+        loss = lss
+        learner.after_step(tokens=1, loss=loss)
+"""
+ERROR = "NameError: name 'lss' is not defined"
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def diloco(*words: str | Path, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco.main", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def run(folder: Path, program: str, learners: int = 1, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(program)
+    (folder / "job.yaml").write_text(JOB.format(learners=learners))
+    return diloco("run", folder / "job.yaml", "--workdir", folder / "run", *words)
+
+
+def check_failed(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """The first end's traceback with its log's path, the job's failure, and the text wherever somebody looks."""
+    out = " ".join(done.stdout.split())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.count("the end of ") == 1, "not again for the same error"
+    (log,) = [line for line in done.stdout.splitlines() if line.startswith("the end of ")]
+    path = Path(log.removeprefix("the end of ").removesuffix(":"))
+    assert path.parent == folder / "run" / "logs" and path.read_text().count(ERROR) >= 1
+    assert ERROR in out
+    assert done.stdout.index("starting it again") < done.stdout.index("the end of ")
+    assert "ended 3 times with the same error, and nothing was merged yet" in done.stderr and ERROR in done.stderr
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert report["outcome"] == "failed" and ERROR in report["message"] and report["merges"] == 0
+    status = diloco("status", folder / "run")
+    assert ERROR in " ".join(status.stdout.split()), status.stdout
+
+
+def test_h1_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) -> None:
+    done = run(tmp_path, CRASHES, learners=2)
+    check_failed(tmp_path, done)
+    assert done.stdout.count("starting it again") <= 2 * 2, "nobody is started a fourth time"
+    assert "Traceback (most recent call last):" in done.stdout and "in step" in done.stdout, "it says where"
+
+
+@pytest.mark.slow
+def test_h1_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None:
+    check_failed(tmp_path, run(tmp_path, LOOP))
+
+
+@pytest.mark.slow
+def test_h1_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def make(*arguments, **more):\n    return lss\n")
+    (tmp_path / "job.yaml").write_text(
+        "apiVersion: diloco.io/v1alpha1\nkind: DiLoCoJob\nmetadata: {name: own}\nspec:\n"
+        "  training:\n"
+        "    model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,\n"
+        "                     num_attention_heads: 2, vocab_size: 64}}\n"
+        "    data: {source: python, function: 'mine:make', sequenceLength: 16}\n"
+        "    evaluation: null\n    device: cpu\n    stop: {steps: 20}\n"
+        "  regions: [{learners: 1}]\n"
+    )
+    check_failed(tmp_path, diloco("run", tmp_path / "job.yaml", "--workdir", tmp_path / "run"))
+
+
+def test_h4_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+    """As where a package of its own is not installed."""
+    (tmp_path / "train.py").write_text("raise SystemExit('never started')")
+    (tmp_path / "job.yaml").write_text(JOB.format(learners=1))
+    hidden = tmp_path / "hidden" / "prometheus_client"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'prometheus_client'\")\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco.main", "run", str(tmp_path / "job.yaml"), "--workdir", str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": f"{hidden.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "syncer ended 3 times before it answered" in done.stderr
+    assert "No module named 'prometheus_client'" in done.stdout and "No module named 'prometheus_client'" in done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["outcome"] == "failed" and "prometheus_client" in report["message"]

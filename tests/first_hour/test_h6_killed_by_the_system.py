@@ -1,0 +1,63 @@
+"""A process that was killed for want of memory is said to have been, with the memory that the job needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: own}
+spec:
+  learners: {command: [python, train.py]}
+  training: {model: null, data: null, evaluation: null, device: cpu, stop: {steps: 20}}
+  regions: [{learners: 1}]
+"""
+TRAINED = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: tiny}
+spec:
+  training:
+    model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+                     num_attention_heads: 2, num_key_value_heads: 2}}
+    data: {source: text, paths: [corpus.txt], sequenceLength: 32}
+    batch: {sequences: 4}
+    evaluation: null
+    device: cpu
+    stop: {steps: 300}
+  sync: {fragments: 4, every: 8, overlap: 1}
+  regions: [{learners: 2}]
+"""
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def run(folder: Path, job: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.yaml").write_text(job)
+    command = [sys.executable, "-m", "diloco.main", "run", str(folder / "job.yaml"), "--workdir", str(folder / "run")]
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=150)
+
+
+def test_h6_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    done = run(tmp_path, JOB)
+    assert done.returncode == 1, done.stdout + done.stderr
+    named = [line for line in done.stdout.splitlines() if "killed by the system" in line]
+    assert len(named) == 1 and "out of memory" in named[0] and "diloco plan" in named[0], done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["outcome"] == "failed" and "killed by the system" in report["message"]
+    assert "3 times with the same error" in done.stderr and "out of memory" in done.stderr
+
+
+@pytest.mark.slow
+def test_h6_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog and runs away\n" * 2000)
+    done = run(tmp_path, TRAINED, "--chaos", "1s:kill:learner")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SIGKILL" in done.stdout and "killed by the system" not in done.stdout

@@ -1,0 +1,137 @@
+"""Which error ended a process of a run: by how it ended, what it wrote, and what the kernel counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.processes import exit_errors
+from diloco.processes.exit_errors import ExitErrors, error_of_exit
+from diloco.processes.memory_kills import count_memory_kills, memory_need_text
+from diloco.processes.supervisor import Exit, Kind
+from diloco_protocol.spec.load import parse_job
+
+TRACE = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "NameError: name 'lss'"]
+SIGTERM, SIGKILL, SIGSEGV = 15, 9, 11
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def event(self, text: str, style: str = "") -> None:
+        self.said.append(text)
+
+    def show_text(self, text: str) -> None:
+        self.said.append(text)
+
+
+def text_of(how: Exit, log: list[str], killed: bool = False) -> str | None:
+    found = error_of_exit(Kind.LEARNER, how, log, killed, "each needs 8 GB")
+    return None if found is None else found.text
+
+
+@pytest.mark.parametrize(
+    ("how", "log", "text"),
+    [
+        (Exit(code=1), TRACE, "NameError: name 'lss'"),
+        (Exit(code=7), ["broken on purpose"], "broken on purpose"),
+        (Exit(code=7), [], "exit code 7, and nothing in its log"),
+        (Exit(code=5), [], "exit code 5: training diverged, and nothing in its log"),
+        (Exit(signal=SIGSEGV), ["step 3, loss 2.1"], "SIGSEGV"),
+        (Exit(code=128 + SIGSEGV), ["step 4, loss 2.0"], "exit code 139"),
+        *((Exit(code=code), TRACE, None) for code in (0, 128 + SIGTERM, 130)),
+        (Exit(signal=SIGTERM), TRACE, None),
+    ],
+)
+def test_the_error_of_an_end(how: Exit, log: list[str], text: str | None) -> None:
+    assert text_of(how, log) == text
+
+
+def test_h6_a_kill_by_the_system_is_named_with_the_memory_that_is_needed() -> None:
+    for how in (Exit(signal=SIGKILL), Exit(code=128 + SIGKILL)):
+        assert text_of(how, TRACE) == f"killed by the system, probably out of memory ({how}); each needs 8 GB"
+        assert text_of(how, TRACE, True) == f"killed by the system, out of memory ({how}); each needs 8 GB"
+
+
+def test_what_the_process_before_wrote_is_not_this_ones(tmp_path: Path) -> None:
+    log = tmp_path / "learner-0.log"
+    errors = ExitErrors(lambda name: log, lambda: "")
+    errors.begin("learner-0")
+    log.write_text("\n".join(TRACE) + "\n")
+    first = errors.find("learner-0", Kind.LEARNER, Exit(code=1))
+    assert first is not None and first.text == "NameError: name 'lss'" and first.lines == tuple(TRACE)
+    errors.begin("learner-0")
+    second = errors.find("learner-0", Kind.LEARNER, Exit(code=1))
+    assert second is not None and second.text == "exit code 1, and nothing in its log" and not second.lines
+    with log.open("a") as file:
+        file.write("x" * (1 << 20) + "\n" + "\n".join(TRACE))
+    third = errors.find("learner-0", Kind.LEARNER, Exit(code=1))
+    assert third is not None and third.text == "NameError: name 'lss'"
+
+
+def test_an_error_is_shown_the_first_time_alone_with_the_path_of_its_log(tmp_path: Path) -> None:
+    log, screen = tmp_path / "log", Shown()
+    errors = ExitErrors(lambda name: log, lambda: "")
+    errors.begin("learner-0")
+    log.write_text("\n".join(TRACE))
+    for _ in range(3):
+        errors.show("learner-0", errors.find("learner-0", Kind.LEARNER, Exit(code=1)), screen)
+    assert screen.said == [f"the end of {log}:\n" + "\n".join(f"  {line}" for line in TRACE)]
+    errors.show("learner-1", errors.find("learner-1", Kind.LEARNER, Exit(signal=SIGKILL)), screen)
+    errors.show("learner-1", None, screen)
+    assert len(screen.said) == 2 and screen.said[1].startswith("learner-1: killed by the system, probably out of")
+
+
+def test_a_count_of_the_kernel_that_has_risen_says_that_memory_was_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int | None] = [4, 4, 5, None, 9]
+    monkeypatch.setattr(exit_errors, "count_memory_kills", lambda: counts.pop(0))
+    errors = ExitErrors(lambda name: tmp_path / "none", lambda: "")
+    found = [errors.find("a", Kind.LEARNER, Exit(signal=SIGKILL)) for _ in range(4)]
+    assert ["probably" not in one.text for one in found if one is not None] == [False, True, False, False]
+
+
+def test_the_kernels_counts_are_read_for_the_machine_and_each_group(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    assert count_memory_kills(proc, groups) is None
+    (proc / "self").mkdir(parents=True)
+    (proc / "vmstat").write_text("pgfault 12\noom_kill 3\nnr_free_pages 7\n")
+    assert count_memory_kills(proc, groups) == 3
+    (proc / "self" / "cgroup").write_text("0::/slice/unit\n9:memory:/old\n3:cpu,cpuacct:/x\n")
+    for name, file, text in (
+        ("slice/unit", "memory.events", "low 0\noom 2\noom_kill 2\n"),
+        ("slice", "memory.events", "oom_kill 10\n"),
+        ("memory/old", "memory.oom_control", "under_oom 0\noom_kill 100\n"),
+        ("cpu/x", "memory.events", "oom_kill 1000\n"),
+    ):
+        (groups / name).mkdir(parents=True, exist_ok=True)
+        (groups / name / file).write_text(text)
+    assert count_memory_kills(proc, groups) == 3 + 2 + 10 + 100
+    (proc / "self" / "cgroup").write_text("0::/../../etc\n")
+    assert count_memory_kills(proc, groups) == 3
+
+
+def test_this_machine_can_be_asked() -> None:
+    count = count_memory_kills()
+    assert count is None or count >= 0
+
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: large}
+spec:
+  learners: {command: [python, train.py]}
+  training: {device: cpu, model: null, data: null, stop: {steps: 10}}
+  regions: [{learners: 3, spares: 1}]
+"""
+
+
+def test_the_memory_that_a_job_needs_is_that_of_its_plan() -> None:
+    spec = parse_job(JOB).spec
+    text = memory_need_text(spec, 1_000_000_000)
+    assert "each learner of this model needs at least 24 GB" in text and "for 4 learners" in text
+    assert "diloco plan" in memory_need_text(spec, 0)
