@@ -16,6 +16,7 @@ from enum import Enum, auto
 from importlib.metadata import version
 from typing import Any, Generic, Literal, NamedTuple
 
+from diloco_protocol.common.program_errors import RepeatedErrors
 from diloco_protocol.documents import D, LearnerPage, Report, StatusDocument
 from diloco_protocol.vocabulary import ControlMethod
 
@@ -217,6 +218,16 @@ class CountedFailure:
     cause: str
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedError:
+    """A place that ended again and again with the same error."""
+
+    place: str
+    times: int
+    error: str
+    at: float  # its last end
+
+
 @dataclass(slots=True)
 class PlanMemory:
     """What the plan remembers of one job from turn to turn.
@@ -237,6 +248,9 @@ class PlanMemory:
     force_deletions: list[float] = field(default_factory=list)  # when, for their budget
     failures: dict[str, PlaceFailures] = field(default_factory=dict)  # by place
     last_counted_failure: CountedFailure | None = None
+    errors: RepeatedErrors = field(default_factory=RepeatedErrors)  # by place
+    errors_generation: int = 0  # of the job, under which they were counted
+    repeated_error: RepeatedError | None = None
     # The state of each topic's subject of which an Event was sent last, so that none is sent twice.
     reported: dict[tuple[Topic, str], str] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ import signal
 import sys
 
 from diloco_protocol.spec.load import JobError
-from diloco_worker import logs
+from diloco_worker import exit_hooks, logs
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
 
 log = logging.getLogger("diloco_worker")
@@ -33,9 +33,11 @@ def main() -> int:
     except JobError as error:
         for problem in error.problems:
             log.error("%s", problem)
+        exit_hooks.write_termination_message("\n".join(map(str, error.problems)))
         return ConfigurationError.exit_code
     except WorkerError as error:
         log.error("%s", error)
+        exit_hooks.write_termination_message(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         log.warning("interrupted")
@@ -43,6 +45,7 @@ def main() -> int:
     except Exception as error:
         log.exception("failed")
         log.error("failed: %s: %s", type(error).__name__, error)
+        exit_hooks.write_termination_message(exit_hooks.error_text(error))
         return WorkerError.exit_code
     finally:
         signal.signal(signal.SIGTERM, before)

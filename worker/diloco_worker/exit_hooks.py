@@ -5,18 +5,22 @@ library would end with a traceback and exit code 1 whatever the error was, and a
 a wrong configuration, which no restart cures, from a fault. So the interpreter's hook for uncaught exceptions
 (``sys.excepthook``) does the same for it.
 
-Of a program that fails, the kubelet keeps the end of the log (FallbackToLogsOnError). A program that ends well
-writes why into the file that the kubelet reads after every end (``write_termination_message``).
+Why it ended a program in a pod writes into the file that the kubelet reads after every end
+(``write_termination_message``): of an error the end of its traceback, and the error itself in the last line. Of a
+program that could not write it, the kubelet keeps the end of the log (FallbackToLogsOnError).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
+import traceback
 from pathlib import Path
 from types import TracebackType
 
+from diloco_protocol.common.program_errors import error_line, last_lines
 from diloco_worker.settings import WorkerError
 
 log = logging.getLogger("diloco_worker")
@@ -24,14 +28,27 @@ log = logging.getLogger("diloco_worker")
 _previous = sys.excepthook
 _json = False
 
-TERMINATION_LOG = Path("/dev/termination-log")  # made by the kubelet (terminationMessagePath)
+TERMINATION_LOG = "DILOCO_TERMINATION_LOG"  # names the file, where the pod's terminationMessagePath is another
+_DEFAULT_TERMINATION_LOG = "/dev/termination-log"  # made by the kubelet
+_MAX_TERMINATION_BYTES = 4096  # so much of it the kubelet keeps
 
 
-def write_termination_message(text: str, path: Path = TERMINATION_LOG) -> None:
-    """Write ``text`` to the pod's termination log; outside of a pod do nothing."""
+def write_termination_message(text: str, path: Path | None = None) -> None:
+    """Write ``text`` to the pod's termination log; outside of a pod do nothing. Of a long text it is the end."""
+    path = path or Path(os.environ.get(TERMINATION_LOG) or _DEFAULT_TERMINATION_LOG)
     with contextlib.suppress(OSError):  # then the pod's end is reported without a reason
         if path.exists():
-            path.write_text(text)
+            path.write_bytes(text.encode("utf-8", "replace")[-_MAX_TERMINATION_BYTES:])
+
+
+def error_text(error: BaseException) -> str:
+    """What is left of an error for who looks at the pod: of a WorkerError its message; of any other the end of its
+    traceback, and the error itself in the last line."""
+    if isinstance(error, WorkerError):
+        return str(error)
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    shown, last = last_lines(lines), error_line(lines)
+    return "\n".join(shown if shown[-1:] == [last] else [*shown, last])
 
 
 def install(json: bool = False) -> None:
@@ -44,6 +61,9 @@ def install(json: bool = False) -> None:
 
 
 def _end(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(value, Exception):
+        with contextlib.suppress(Exception):  # an error whose text cannot be made ends the program all the same
+            write_termination_message(error_text(value))
     if isinstance(value, WorkerError):
         log.error("%s", value)
         raise SystemExit(value.exit_code)

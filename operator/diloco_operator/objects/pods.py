@@ -29,6 +29,7 @@ SPARED_SECONDS = 5
 """A learner's drain leaves so much of the grace period for the process to end."""
 TOLERATION_SECONDS = 20
 DRAIN = "DILOCO_DRAIN_SECONDS"
+TERMINATION_LOG = "DILOCO_TERMINATION_LOG"
 START_SECONDS = 3600
 """A program may take so long to open its port: it reads a store, loads data, compiles."""
 
@@ -106,7 +107,7 @@ def _worker_protected(role: str, command: str) -> Protected:
     return Protected(
         container=role,
         labels=_LABELS,
-        env={DRAIN, *(item["name"] for item in _worker_env(role, "x", True))},
+        env={DRAIN, TERMINATION_LOG, *(item["name"] for item in _worker_env(role, "x", True))},
         # The work directory's volume (`work`) may be another one: it is scratch.
         mounts=(names.SETTINGS_PATH, names.CREDENTIALS_PATH, names.DATA_PATH, "/tmp"),
         volumes=("settings", "credentials", "tmp"),
@@ -169,6 +170,8 @@ def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSet
     for one in template["spec"]["containers"]:
         if one["name"] == "learner":
             one["env"].append({"name": DRAIN, "value": str(seconds)})
+            if path := one.get("terminationMessagePath"):  # else the learner writes to Kubernetes' default
+                one["env"].append({"name": TERMINATION_LOG, "value": str(path)})
     return template
 
 

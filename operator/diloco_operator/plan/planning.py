@@ -47,7 +47,7 @@ from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditio
 from diloco_operator.plan.desired import DesiredObjects, desired_objects, find_held_edit
 from diloco_operator.plan.job_status import build_status
 from diloco_operator.plan.lifecycle import LifecycleDecision
-from diloco_operator.plan.pods import node_loss, replacement, rollout
+from diloco_operator.plan.pods import node_loss, repeated_errors, replacement, rollout
 from diloco_operator.plan.regions import RegionReport, report_regions
 from diloco_operator.plan.transitions import EventLog, transition_events
 from diloco_operator.plan.view import View
@@ -264,7 +264,7 @@ def _failure(
             f"{replacements['place']} failed {since_merge} times since the last merge "
             f"(failurePolicy.maxReplacements: {limit}). The last failure: {cause}",
         )
-    return None
+    return repeated_errors.find_repeated_error(view, replacements)
 
 
 def _replacements(view: View, decision: LifecycleDecision) -> Object:
@@ -282,6 +282,7 @@ def _replacements(view: View, decision: LifecycleDecision) -> Object:
     lasts = view.observe(Fact.MERGES_FELL, holds=fell)
     if decision.stage == "restarting" or (decision.training and view.is_true("Failed")):
         found["sinceMerge"], found["place"] = 0, None
+        repeated_errors.forget_errors(view)
     elif merges is not None and merges > found["merges"] and found["sinceMerge"]:
         found["sinceMerge"], found["place"], found["merges"] = 0, None, merges
     elif merges is not None and fell and (view.here.syncer or lasts >= FALLEN_SECONDS):
@@ -303,6 +304,7 @@ def _count_losses(view: View, replacements: Object, changes: replacement.PodChan
         if before is None or view.now - before.at > timeout:
             memory.failures[place] = PlaceFailures((before.count if before is not None else 0) + 1, view.now)
             memory.last_counted_failure = CountedFailure(view.now, cause)
+            repeated_errors.count_error(view, place, changes.errors.get(place, ""))
     if changes.failed:
         worst = max(memory.failures, key=lambda place: memory.failures[place].count)
         replacements["place"], replacements["sinceMerge"] = worst, memory.failures[worst].count

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME
-from diloco_worker.exit_hooks import write_termination_message
+from diloco_worker.exit_hooks import error_text, write_termination_message
+from diloco_worker.settings import ConfigurationError
 
 
 def test_a_word_is_left_where_a_kubelet_reads_it_and_nowhere_else(tmp_path: Path) -> None:
@@ -15,3 +21,63 @@ def test_a_word_is_left_where_a_kubelet_reads_it_and_nowhere_else(tmp_path: Path
     path.touch()
     write_termination_message(ENDS_FOR_RESUME, path)
     assert path.read_text() == ENDS_FOR_RESUME
+
+
+def raised(raises: str) -> BaseException:
+    try:
+        exec(raises, {})
+    except BaseException as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+@pytest.mark.parametrize(
+    ("raises", "last"),
+    [
+        ("lss", "NameError: name 'lss' is not defined"),
+        ("raise RuntimeError('Error in loading:\\n\\tsize mismatch')", "RuntimeError: Error in loading:"),
+    ],
+)
+def test_h1_of_an_error_the_end_of_its_traceback_is_left_and_last_the_error(raises: str, last: str) -> None:
+    lines = error_text(raised(raises)).splitlines()
+    assert lines[-1] == last and any("in <module>" in line for line in lines) and len(lines) <= 11
+
+
+def test_of_an_error_of_this_library_its_message_is_left() -> None:
+    assert error_text(ConfigurationError("name another model")) == "name another model"
+
+
+def test_of_a_long_text_the_end_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "termination-log"
+    path.touch()
+    write_termination_message("x" * 10_000 + "\nthe error", path)
+    assert path.stat().st_size == 4096 and path.read_text().endswith("\nthe error")
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "left"),
+    [
+        (
+            "import diloco_worker.exit_hooks as hooks\nhooks.install()\ndef step():\n    return lss\nstep()\n",
+            1,
+            "in step",
+        ),
+        ("import diloco_worker.exit_hooks as hooks\nhooks.install(json=True)\n1 / 0\n", 1, "ZeroDivisionError"),
+        ("import sys\nfrom diloco_worker.__main__ import main\nsys.exit(main())\n", 2, "DILOCO_JOB_FILE"),
+    ],
+    ids=["own loop", "own loop, json", "the built-in program"],
+)
+def test_h1_a_program_that_fails_leaves_its_error_where_the_pod_says(
+    tmp_path: Path, program: str, code: int, left: str
+) -> None:
+    log = tmp_path / "said-at-the-end"
+    log.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "DILOCO_TERMINATION_LOG": str(log)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert left in log.read_text() and log.read_text().strip() == log.read_text()

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
 from diloco_operator.plan.pods.pod_status import ContainerExit, Pod
+from diloco_operator.plan.pods.repeated_errors import is_program_error
 from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
 from diloco_operator.plan.refusals import UNFIT, is_curable
 from diloco_operator.plan.view import UID_DIGITS, View
@@ -59,6 +60,7 @@ class PodChanges:
     gone: set[str] = field(default_factory=set)  # UIDs of pods
     lost: int = 0  # pods and containers that status counts
     failed: dict[str, str] = field(default_factory=dict)  # place whose program failed -> how
+    errors: dict[str, str] = field(default_factory=dict)  # likewise, by an error of the program's -> which
     failure: tuple[str, str] | None = None  # reason and message of why the job fails
 
 
@@ -205,6 +207,8 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     elif action != "Ignore":
         out.lost += pod.ends - before.ends
         out.failed[place] = f"{subject}: {end}."
+        if not action and is_program_error(pod, end):
+            out.errors[place] = str(end)
     hopeless = pod.role == "learner" and end.code == WorkerExit.CONFIGURATION
     if hopeless and not action and not _others_take_part(view, pod):
         why = f"{subject} cannot work with this job, and another start does not help: {end}."

@@ -1,0 +1,72 @@
+"""When a job fails because its program is wrong: one place ended three times with the same error, before any merge.
+
+Such an error is counted as a failure is (``failurePolicy.maxReplacements``): of each place alone, and at most once in
+the heartbeat's timeout. What hits everybody at once for a moment is one error of each. The count begins anew when the
+job is edited, for that may have put it right, and when it goes on after it had failed. An exit code that
+``failurePolicy.rules`` name is left to them.
+
+The job fails only while nothing can be merged: where a quorum takes part, merges will come, and the failures of one
+place are its own. In a cluster without the syncer nobody judges: what is known there of merges comes from learners that
+are connected.
+
+Example: a loop with a wrong name in its step. Each learner trains nothing, ends with ``NameError: name 'lss' is not
+defined``, and is started again by its kubelet. At the third end of ``job-local-0`` the job fails with that text.
+"""
+
+from __future__ import annotations
+
+from diloco_operator.model import Object, RepeatedError
+from diloco_operator.plan.pods.pod_status import ContainerExit, Pod
+from diloco_operator.plan.view import View
+from diloco_protocol.common.program_errors import SAME_ERRORS, repeated_text
+from diloco_protocol.vocabulary import SyncerExit
+
+SYNCER = "syncer"
+_TOLD_TO_END = frozenset({129, 130, 143})  # by SIGHUP, SIGINT, SIGTERM
+
+
+def is_program_error(pod: Pod, end: ContainerExit) -> bool:
+    """Whether the end was an error of the program. A syncer's exit codes of its own name what is wrong outside of it
+    (its store, its credentials), which a person or time puts right."""
+    if end.code == 0 or end.code in _TOLD_TO_END:
+        return False
+    return pod.role != SYNCER or end.code == SyncerExit.FAILED or end.code > 128
+
+
+def count_error(view: View, place: str, error: str) -> None:
+    """Count an end of a place by an error; empty: it was none."""
+    memory = view.memory
+    if memory.errors_generation != view.job.generation:
+        forget_errors(view)
+    times = memory.errors.add(place, error)
+    if times >= SAME_ERRORS:
+        memory.repeated_error = RepeatedError(place, times, error, view.now)
+
+
+def forget_errors(view: View) -> None:
+    """Begin to count anew."""
+    memory = view.memory
+    memory.errors.clear()
+    memory.errors_generation, memory.repeated_error = view.job.generation, None
+
+
+def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | None:
+    """Reason and message of why the job fails; None: it does not by this rule."""
+    memory, again = view.memory, view.memory.repeated_error
+    if again is None or not view.here.syncer or memory.errors_generation != view.job.generation:
+        return None
+    progress = view.job.status.get("progress")
+    known = int((progress or {}).get("merges") or 0)
+    if max(known, replacements["merges"], view.merges or 0) > 0:
+        return None
+    if view.document is None:
+        if again.place != SYNCER or progress:
+            return None  # the syncer cannot be asked: it may have merged
+    elif again.place == SYNCER or view.document.quorum.active >= view.required or view.merges_known_at <= again.at:
+        return None
+    subject = "The syncer" if again.place == SYNCER else f"Learner {again.place}"
+    return (
+        "RepeatedError",
+        f"{repeated_text(subject, again.times, again.error)} "
+        f"(failurePolicy.maxReplacements: {view.job.spec.failure_policy.max_replacements} is not waited for)",
+    )

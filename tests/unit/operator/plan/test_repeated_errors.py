@@ -1,0 +1,145 @@
+"""A program that is wrong fails its job: one place ended three times with the same error, before any merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_operator.plan.pods.pod_status import ContainerExit, read_pod
+from diloco_operator.plan.pods.repeated_errors import is_program_error
+from operator_world import World, job_object, started
+
+NAME_ERROR = "NameError: name 'lss' is not defined"
+
+
+def broken(count: int = 2, places: tuple[int, ...] | None = None, code: int = 1, **spec: Any) -> World:
+    """A job that has not begun; the learners at these places (all) crash whenever they start."""
+    world = World(job_object(count=count, **spec))
+    world.last_words = f"Traceback (most recent call last):\n{NAME_ERROR}"
+    world.crashing = {f"job-local-{i}": code for i in (range(count) if places is None else places)}
+    return world
+
+
+def test_h1_a_job_whose_program_is_wrong_fails_with_its_error() -> None:
+    world = broken()
+    world.until(lambda w: w.truth("Failed") == "True", 200)
+    failed = world.condition("Failed")
+    assert failed["reason"] == "RepeatedError"
+    assert NAME_ERROR in failed["message"] and "nothing was merged yet" in failed["message"]
+    assert any(event.reason == "Failed" and NAME_ERROR in event.message for _, event in world.events)
+    assert world.syncer.merges == 0 and world.status["replacements"]["sinceMerge"] == 3, "and not one more"
+    world.until(lambda w: w.syncer.phase == "failed" and not w.of("learner"))
+
+
+def test_h1_before_that_it_waits_for_two_more_starts() -> None:
+    world = broken()
+    world.until(lambda w: (w.status.get("replacements") or {}).get("sinceMerge") == 2, 200)
+    world.crashing = {}
+    world.until(World.whole, 200)
+    assert world.truth("Failed") == "False"
+
+
+def test_one_broken_place_fails_no_job_that_merges_without_it() -> None:
+    world = broken(3, places=(1,))
+    world.run(600)
+    assert world.truth("Failed") == "False" and world.syncer.merges > 0
+
+
+def test_one_broken_place_fails_a_job_that_cannot_merge_without_it() -> None:
+    world = broken(3, places=(1,), sync={"quorum": 3})
+    world.until(lambda w: w.truth("Failed") == "True", 200)
+    assert world.condition("Failed")["reason"] == "RepeatedError"
+
+
+def test_a_job_that_has_merged_is_left_to_max_replacements() -> None:
+    world = started(2, sync={"quorum": 2})
+    assert world.syncer.merges
+    world.crashing = {"job-local-1": 1}
+    world.run(600)
+    assert world.truth("Failed") == "False"
+
+
+def test_other_errors_each_time_are_left_to_max_replacements() -> None:
+    world = broken()
+    for n in range(600):
+        world.last_words = "x" * (1 + n // 2 % 60)
+        world.run(1)
+    assert world.truth("Failed") == "False"
+
+
+def test_an_edit_begins_the_count_anew() -> None:
+    world = broken()
+    for _ in range(6):
+        world.run(15)
+        world.edit(failurePolicy={"maxReplacements": 60})
+    assert world.truth("Failed") == "False"
+    world.until(lambda w: w.truth("Failed") == "True", 400)
+
+
+def test_a_job_that_goes_on_after_it_failed_may_be_right_now() -> None:
+    world = broken()
+    world.until(lambda w: w.truth("Failed") == "True", 200)
+    world.crashing = {}
+    for value in (True, False):
+        world.edit(suspend=value)
+        world.run(30)
+    world.until(World.whole, 200)
+    assert world.truth("Failed") == "False"
+
+
+@pytest.mark.parametrize("action", ["Replace", "Ignore"])
+def test_an_exit_code_that_a_rule_names_is_left_to_the_rule(action: str) -> None:
+    world = broken(code=9, failurePolicy={"rules": [{"exitCodes": [9], "action": action}]})
+    world.run(600)
+    assert world.truth("Failed") == "False"
+
+
+def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job() -> None:
+    world = broken(1, code=137)
+    crash = world._crash
+
+    def out_of_memory(pod: Any, code: int) -> None:
+        crash(pod, code)
+        pod.container["lastState"]["terminated"] |= {"reason": "OOMKilled", "message": ""}
+
+    world._crash = out_of_memory  # type: ignore[method-assign]
+    world.until(lambda w: w.truth("Failed") == "True", 200)
+    assert "it ran out of memory (OOMKilled)" in world.condition("Failed")["message"]
+
+
+def test_a_syncer_that_never_answers_fails_the_job() -> None:
+    world = World(job_object(count=1))
+    world.last_words = "ModuleNotFoundError: No module named 'prometheus_client'"
+    world.run(1.0)
+    name = None
+    for _ in range(400):
+        names = [pod.name for pod in world.of("syncer")]
+        name = names[0] if names else name
+        world.crashing = {} if name is None else {name: 1}
+        world.run(0.5)
+        if world.truth("Failed") == "True":
+            break
+    failed = world.condition("Failed")
+    assert failed["reason"] == "RepeatedError" and "No module named" in failed["message"], world.story()
+
+
+def pod_of(role: str) -> Any:
+    labels = {"diloco.io/role": role, "diloco.io/region": "local"}
+    found = read_pod({"metadata": {"name": "job-x-0", "uid": "u", "labels": labels}}, ())
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "counts"),
+    [
+        *(("learner", code, True) for code in (1, 5, 6, 137, 139)),
+        *(("learner", code, False) for code in (0, 130, 143)),
+        ("syncer", 1, True),
+        ("syncer", 137, True),
+        *(("syncer", code, False) for code in (0, 3, 4, 5)),
+    ],
+)
+def test_which_ends_are_errors_of_the_program(role: str, code: int, counts: bool) -> None:
+    assert is_program_error(pod_of(role), ContainerExit(code, "Error", "", None)) is counts
