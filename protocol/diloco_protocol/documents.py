@@ -107,6 +107,7 @@ class SlotRow(Document):
     bytes_up: Count = Field(description="payload since the job began, of all who held the slot")
     bytes_down: Count = Field(description="likewise")
     link: SlotLink | None = Field(description="null: no session")
+    problem: str = Field("", description="why its learner has not finished a first step for long; empty: it has")
 
     @property
     def held(self) -> bool:

@@ -60,6 +60,7 @@ class EventKind(StrEnum):
     SPARE = "spare"  # a process stands by
     FIRST_STEP = "first-step"
     FIRST_MERGE = "first-merge"
+    NO_STEPS = "no-steps"  # a learner trains, and has not finished a step for long
     STARVED = "starved"
     ROUND_OVERDUE = "round-overdue"  # it has waited for its pushes for long
     SUSPECT = "suspect"

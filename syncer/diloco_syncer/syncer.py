@@ -112,6 +112,7 @@ class Syncer:
             self.traffic,
             emit,
             lambda: core.stop_progress(self.driver.clock()),
+            model.tensors,
         )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()

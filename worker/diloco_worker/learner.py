@@ -122,6 +122,7 @@ class Learner:
         self._inbox = Inbox()
         fragments = ModelFragments(model, self.layout)
         self._client = SyncerClient(settings, self.layout, self._inbox, fragments.pinned, fragments.set_device)
+        self._client.report_batches(lambda: self._metrics.batches)
         self._synchronizer = Synchronizer(
             spec,
             model,
@@ -276,6 +277,7 @@ class Learner:
                 self._used.extend(batch.cursors)
                 self._used_tenure = self._synchronizer.tenure
                 self._compute_from = left
+                self._metrics.batches += 1
                 yield batch.data
         finally:
             self._watchdog.stop()
@@ -298,6 +300,7 @@ class Learner:
                     return
                 self._used_tenure = synchronizer.tenure
                 self._compute_from = left
+                self._metrics.batches += 1
                 yield self.step
         finally:
             self._watchdog.stop()

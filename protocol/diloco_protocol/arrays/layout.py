@@ -188,6 +188,48 @@ class Layout:
         }
 
 
+def tensors_to_json(tensors: Sequence[Tensor]) -> bytes:
+    """Tensors without their fragments, for somebody whose layout is another (``describe_difference``)."""
+    rows = [[t.name, list(t.shape), t.dtype, int(t.mean)] for t in tensors]
+    return json.dumps(rows, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+
+
+def tensors_from_json(text: bytes) -> list[Tensor]:
+    """Read what ``tensors_to_json`` wrote; the text may come from the network. Raises LayoutError."""
+    if len(text) > MAX_JSON_BYTES:
+        _refuse(f"{len(text)} bytes, and at most {MAX_JSON_BYTES} are read")
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"layout: not JSON ({error})") from None
+    tensors = [_read_tensor(row) for row in _rows(rows, MAX_TENSORS, "tensors")]
+    _check_tensors(tensors)
+    return tensors
+
+
+def describe_difference(here: Sequence[Tensor], there: Sequence[Tensor]) -> str:
+    """The first tensor, by name, that a model has otherwise than the job, in words: one that is missing, or of another
+    shape or dtype; where there is none, one that is merged in another way. Empty: the tensors are the same."""
+    mine, theirs = {t.name: t for t in here}, {t.name: t for t in there}
+    for name in sorted(mine.keys() | theirs.keys()):
+        one, other = mine.get(name), theirs.get(name)
+        if other is None:
+            return f"{name} is {_form(mine[name])} here, and the job's model has no such tensor"
+        if one is None:
+            return f"{name} is {_form(other)} in the job, and this model has no such tensor"
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"{name} is {_form(one)} here and {_form(other)} in the job"
+    for name, one in sorted(mine.items()):
+        if one.mean != theirs[name].mean:
+            where, elsewhere = ("here", "in the job") if one.mean else ("in the job", "here")
+            return f"{name} is merged by the mean {where} and not {elsewhere} (sync.merge.meanTensors)"
+    return ""
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"
+
+
 _Range = tuple[int, int, int]  # index of the tensor in name order, start, stop
 
 

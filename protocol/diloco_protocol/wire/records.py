@@ -71,7 +71,8 @@ class StepReport:
     median. ``paused``: alone beyond staleness.maxSteps. ``link`` and ``echo`` are of a session's reports only;
     an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite. ``tenure``: the
     seat's, in which all this was counted; 0: not said, and taken for the open one. ``young_optimizer``: the inner
-    optimizer began fresh within the job, and is not beyond its warm-up.
+    optimizer began fresh within the job, and is not beyond its warm-up. ``batches``: that the loop was given since its
+    last step.
     """
 
     slot_step: Count = 0
@@ -89,6 +90,7 @@ class StepReport:
     diverged: bool = False
     tenure: Count = 0
     young_optimizer: bool = False
+    batches: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

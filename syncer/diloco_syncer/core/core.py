@@ -48,6 +48,7 @@ from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.documents import ShellFigures
 from diloco_syncer.core.events import Action
 from diloco_syncer.core.members.admission import Admission
+from diloco_syncer.core.members.first_steps import FirstSteps
 from diloco_syncer.core.members.reports import apply_report, find_nonsense
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors
@@ -80,6 +81,7 @@ class Core:
             self._state, self._actions, self._donors, self._recovery, self._aggregator.accepted_headers
         )
         self._phases = Phases(self._state, self._actions, self._aggregator, self._donors, self._recovery)
+        self._first_steps = FirstSteps(self._state, self._actions)
         self._next_check = now
         if saved is not None:
             self._state.load(saved["job"], now, wall)
@@ -272,7 +274,7 @@ class Core:
             case ev.PushAdvanced():
                 self._phases.record_bytes(now)
             case ev.InitialModelStored():
-                self._initial_model_stored(event)
+                self._initial_model_stored(event, now)
             case ev.InitialModelFailed():
                 self._admission.initial_model.mark_failed(event.connection)
             case ev.MergeDurable():
@@ -322,7 +324,7 @@ class Core:
             return
         if nonsense := find_nonsense(self._state, slot, report):
             raise ev.BadMessage(f"report: {nonsense}")
-        slot.heard_at = now
+        slot.heard_at, slot.batches = now, report.batches
         if apply_report(self._state, self._actions, slot, report, now):
             slot.ready = True
 
@@ -346,7 +348,7 @@ class Core:
         grant = self.config.mode.grant_lease(state.leases, slot.index, lost)
         self._actions.add(ev.Persist(), ev.GrantLease(connection, grant))
 
-    def _initial_model_stored(self, event: ev.InitialModelStored) -> None:
+    def _initial_model_stored(self, event: ev.InitialModelStored, now: float) -> None:
         state = self._state
         if state.initialised:
             return
@@ -360,6 +362,7 @@ class Core:
                 state.ledger.open_tenure(slot.index, slot.tenure or slot.incarnation)
                 state.rounds.begin_progress(slot.index, slot.step)
         self._admission.initial_model.complete()
+        self._admission.refuse_other_models(now)  # before anything is announced to them
         self._actions.add(ev.Persist())
         self._actions.add(*(state.announcement(fragment) for fragment in range(state.rounds.fragments)))
         self.record_event(EventKind.INITIALISED, f"version 0 is durable: {state.rounds.fragments} fragments")
@@ -375,6 +378,7 @@ class Core:
         self._recovery.advance(now)
         self._donors.advance(now)
         self._phases.advance(now)
+        self._first_steps.advance(now)
         if state.rounds and state.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
             self._aggregator.open_rounds(now)
         if state.rounds and state.phase not in ENDED_PHASES:

@@ -101,6 +101,7 @@ def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> S
         bytes_up=bytes_up,
         bytes_down=bytes_down,
         link=shell.links.get(slot.index),
+        problem=slot.problem,
     )
 
 

@@ -25,9 +25,9 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
-from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.arrays.layout import Layout, tensors_to_json
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.wire import bulk
+from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics import isotropic, merge, outer
@@ -107,6 +107,12 @@ class GlobalModel:
     @property
     def versions(self) -> list[int]:
         return [record.version for record in self.newest]
+
+    def tensors(self) -> bytes:
+        """The layout's tensors, for a learner that is refused because it has others; empty: there is no layout yet, or
+        it has more than a message may hold."""
+        text = tensors_to_json(self.layout.tensors) if self.layout is not None else b""
+        return text if len(text) <= limits.MAX_CONTROL_BYTES // 2 else b""
 
     @property
     def delta_encoding(self) -> str | None:

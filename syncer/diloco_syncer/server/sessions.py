@@ -53,8 +53,8 @@ def phase_to(phase: JobPhase, message: str) -> sync_pb2.Phase:
     return sync_pb2.Phase(name=_PHASES[phase], message=message[: limits.MAX_TEXT])
 
 
-def refusal(reason: str, message: str, fatal: bool) -> sync_pb2.SyncerMessage:
-    said = sync_pb2.Refusal(reason=reason, message=message[: limits.MAX_TEXT], fatal=fatal)
+def refusal(reason: str, message: str, fatal: bool, tensors: bytes = b"") -> sync_pb2.SyncerMessage:
+    said = sync_pb2.Refusal(reason=reason, message=message[: limits.MAX_TEXT], fatal=fatal, tensors=tensors)
     return sync_pb2.SyncerMessage(refusal=said)
 
 
@@ -90,8 +90,8 @@ class Connection:
             self.queue.append(message.SerializeToString())
         self.wake.set()
 
-    def refuse(self, reason: str, message: str, fatal: bool) -> None:
-        self.send(refusal(reason, message, fatal))
+    def refuse(self, reason: str, message: str, fatal: bool, tensors: bytes = b"") -> None:
+        self.send(refusal(reason, message, fatal, tensors))
         self.end()
 
     def end(self) -> None:
@@ -112,6 +112,7 @@ class Sessions:
     traffic: Traffic
     emit: Callable[[ev.Event], None]
     stop_progress: Callable[[], float]  # how much of the job's stop is reached now, 0 to 1
+    tensors: Callable[[], bytes]  # the job's, as tensors_to_json has them; empty: not known yet, or too many to say
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _connections: dict[int, Connection] = field(default_factory=dict)
 
@@ -394,7 +395,9 @@ class Sessions:
         if (connection := self.find_connection(action.connection)) is not None:
             if not connection.welcomed:
                 self.authorizer.record_refusal(connection.peer, action.reason, action.message)
-            connection.refuse(action.reason, action.message, action.fatal)
+            # The learner has both models' tensors then, and can say which one differs.
+            tensors = self.tensors() if action.reason == JoinRefusal.OTHER_LAYOUT else b""
+            connection.refuse(action.reason, action.message, action.fatal, tensors)
 
     def request_initial_model(self, action: ev.RequestInitialModel) -> None:
         """End the session of a learner that shall upload version 0: only a Welcome can ask for it."""

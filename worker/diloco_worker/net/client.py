@@ -100,6 +100,11 @@ class SyncerClient:
 
     # ------------------------------------------------------- called by the training thread
 
+    def report_batches(self, count: Callable[[], int]) -> None:
+        """Have reports say how many batches the loop was given since its last step; ``count`` is asked by another
+        thread."""
+        self._connection.count_batches = count
+
     def start(self, sequences: int = 0) -> None:
         """Start connecting. ``sequences``: how many the data set has; 0: nothing is leased."""
         self._sequences = sequences

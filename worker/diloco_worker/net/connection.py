@@ -23,9 +23,9 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
-from diloco_protocol.vocabulary import TrustFailure
+from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
@@ -86,6 +86,7 @@ class SyncerConnection:
         self.outbox = Outbox()
         self.counts = ByteCounts()
         self.probe = LinkProbe()
+        self.count_batches: Callable[[], int] = lambda: 0  # that the loop was given since its last step
         self.state_limit = 0  # bytes of a peer's optimizer state
         self._settings = settings
         self._credentials = WorkerCredentials(settings)
@@ -179,7 +180,7 @@ class SyncerConnection:
             bulk += [credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
             self._begin_session(session, bulk, metadata, pinned)
             self._handle(first)
-            await session.run(self.outbox, self._heartbeat, self._handle, self.probe.stamp)
+            await session.run(self.outbox, self._heartbeat, self._handle, self._stamp)
         except* SessionEnded as group:
             ending = _first(group)
             assert isinstance(ending, SessionEnded)
@@ -255,6 +256,11 @@ class SyncerConnection:
             attempt=self._attempt,
         )
 
+    def _stamp(self, report: StepReport, now: float, every: float) -> StepReport:
+        """Complete a report that is about to be sent. A heartbeat counts batches too: a loop that never ends a step
+        makes no report."""
+        return replace(self.probe.stamp(report, now, every), batches=self.count_batches())
+
     # ------------------------------------------------------- messages from the syncer
 
     def _handle(self, message: sync_pb2.SyncerMessage) -> None:
@@ -293,11 +299,24 @@ class SyncerConnection:
             self.probe.record_echo(message.echo.number, asyncio.get_running_loop().time())
 
     def _on_refusal(self, refusal: sync_pb2.Refusal) -> None:
-        log.warning("refused by the syncer (%s): %s", refusal.reason, refusal.message)
-        self.status = replace(self.status, refused=(refusal.reason, refusal.message))
+        message = self._describe_refusal(refusal)
+        log.warning("refused by the syncer (%s): %s", refusal.reason, message)
+        self.status = replace(self.status, refused=(refusal.reason, message))
         if refusal.fatal:
-            raise RefusedError(refusal.reason, refusal.message)
-        raise SessionEnded(f"refused ({refusal.reason}): {refusal.message}")
+            raise RefusedError(refusal.reason, message)
+        raise SessionEnded(f"refused ({refusal.reason}): {message}")
+
+    def _describe_refusal(self, refusal: sync_pb2.Refusal) -> str:
+        """Its message; of another model the first tensor that differs, which only this side can name."""
+        if refusal.reason != JoinRefusal.OTHER_LAYOUT or not refusal.tensors:
+            return refusal.message
+        try:
+            job = tensors_from_json(refusal.tensors)
+        except LayoutError as error:
+            log.debug("the job's tensors cannot be read: %s", error)
+            return refusal.message
+        differs = describe_difference(self._layout.tensors, job) or "the same tensors are cut into other fragments"
+        return f"this learner's model is not the job's: {differs}. Give every learner the same model and sync.fragments"
 
     def _on_welcome(self, welcome: sync_pb2.Welcome) -> None:
         standby = welcome.standby and not self._idle

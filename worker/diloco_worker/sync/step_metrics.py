@@ -16,6 +16,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self.signs_of_life = 0  # that the training thread has given; core.stall_rule counts on them
         self.steps = 0  # that this process has made
+        self.batches = 0  # that the loop was given since its last step
         # Seconds of waits that are over, and since when it waits now (None: it computes): one value, for other threads.
         self._waits: tuple[float, float | None] = (0.0, None)
         self._step_seconds: deque[float] = deque(maxlen=15)
@@ -26,6 +27,7 @@ class StepMetrics:
     def add_step(self, seconds: float) -> None:
         """Count a step that took ``seconds`` of computation."""
         self.steps += 1
+        self.batches = 0
         self._step_seconds.append(seconds)
 
     def mark_alive(self) -> None:

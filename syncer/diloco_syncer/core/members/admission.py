@@ -49,6 +49,7 @@ class Admission:
     def __post_init__(self) -> None:
         self._mode = self.state.config.mode
         self.initial_model = InitialModelRequest(self.state, self.actions, self.recovery)
+        self._unchecked: dict[int, ev.Join] = {}  # by connection, of those who joined before the job had a layout
 
     # ---------------------------------------------------------------- joins
 
@@ -66,6 +67,8 @@ class Admission:
         if objection is not None:
             self._refuse(join, now, *objection)
             return
+        if not state.layout_digest:
+            self._unchecked[join.connection] = join
         if self._answer_unknown_epoch(join, now):
             return
         withheld = self.recovery.register_holder(join)
@@ -139,13 +142,8 @@ class Admission:
             verb = "differs" if len(differing) == 1 else "differ"
             words = f"{', '.join(differing)} {verb} from the job's: apply the same job everywhere"
             return JoinRefusal.SPEC_DRIFT, words, differing
-        layout = state.layout_digest
-        if layout and join.layout_digest != layout:
-            words = (
-                f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
-                "give every learner the same model and sync.fragments"
-            )
-            return JoinRefusal.OTHER_LAYOUT, words, ()
+        if (other := self._layout_objection(join)) is not None:
+            return other
         if join.evaluator:
             return None
         if join.sequences and state.leases and join.sequences != state.leases.sequences:
@@ -158,6 +156,32 @@ class Admission:
             words = f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up"
             return JoinRefusal.SUPERSEDED, words, ()
         return None
+
+    def _layout_objection(self, join: ev.Join) -> Objection | None:
+        layout = self.state.layout_digest
+        if not layout or join.layout_digest == layout:
+            return None
+        words = (
+            f"its model's layout is {join.layout_digest[:12]}, the job's is {layout[:12]}: "
+            "give every learner the same model and sync.fragments"
+        )
+        return JoinRefusal.OTHER_LAYOUT, words, ()
+
+    def refuse_other_models(self, now: float) -> None:
+        """The job has a layout: refuse those who joined before it had, with another model."""
+        for connection, join in list(self._unchecked.items()):
+            objection = self._layout_objection(join)
+            if objection is None:
+                continue
+            self._refuse(join, now, *objection)
+            self.state.members.standby.pop(connection, None)
+            self.state.members.evaluators.discard(connection)
+            self._forget_connection(connection)
+            slot = self.state.members.by_connection(connection)
+            if slot is not None:
+                slot.connection = None
+                self._lose_slot(slot, EventKind.LOST, f"slot {slot.index}: refused: {objection[1]}")
+        self._unchecked.clear()
 
     def _answer_unknown_epoch(self, join: ev.Join, now: float) -> bool:
         """Answer a process that holds an epoch which this syncer cannot have announced; False: it does not."""
@@ -346,6 +370,7 @@ class Admission:
         """A session ended. A broken stream alone proves nothing: the slot is suspect, and the timeout, or a party
         that knows the process's end, decides."""
         members = self.state.members
+        self._unchecked.pop(connection, None)
         members.standby.pop(connection, None)
         members.evaluators.discard(connection)
         self._forget_connection(connection)

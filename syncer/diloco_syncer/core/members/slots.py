@@ -81,6 +81,10 @@ class Slot:
     merged_since: bool = False
     late_rounds: int = 0
     starved: bool = False
+    # Until the first of those steps: the batches that its loop was given, since when it could step, and what to say.
+    batches: int = 0
+    stepless_since: float | None = None
+    problem: str = ""
     # Newest accepted and newest merged push of the open tenure, per fragment.
     accepted_sequence: dict[int, int] = field(default_factory=dict)
     merged: dict[int, MergedPush] = field(default_factory=dict)

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.arrays import layout as layout_module
-from diloco_protocol.arrays.layout import FORMAT, Layout, LayoutError, Piece, Tensor
+from diloco_protocol.arrays.layout import (
+    FORMAT,
+    Layout,
+    LayoutError,
+    Piece,
+    Tensor,
+    describe_difference,
+    tensors_from_json,
+    tensors_to_json,
+)
 from example_counts import share_of
 
 SIZES = (("x", 69), ("y", 66))
@@ -345,3 +354,32 @@ def test_a_piece_without_elements_is_refused() -> None:
     document = {"format": FORMAT, "tensors": [["w", [100], "float32", 0]], "fragments": bins, "note": ""}
     with pytest.raises(LayoutError, match="lies outside its tensor"):
         Layout.from_json(json.dumps(document))
+
+
+HERE = [Tensor("a", (4, 40), "float32"), Tensor("b", (7,), "float32", True)]
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (HERE, ""),
+        ([Tensor("a", (4, 41), "float32"), HERE[1]], "a is [4, 41] float32 here and [4, 40] float32 in the job"),
+        ([HERE[0], Tensor("b", (7,), "bfloat16", True)], "b is [7] bfloat16 here and [7] float32 in the job"),
+        ([HERE[0]], "b is [7] float32 in the job, and this model has no such tensor"),
+        ([HERE[0], Tensor("aa", (), "float32"), HERE[1]], "aa is [] float32 here, and the job's model has no"),
+        ([HERE[0], Tensor("b", (7,), "float32")], "b is merged by the mean in the job and not here"),
+        ([Tensor("a", (4, 40), "float32", True), HERE[1]], "a is merged by the mean here and not in the job"),
+        ([Tensor("a", (4, 40), "float32", True), Tensor("b", (8,), "float32")], "b is [8] float32 here"),
+    ],
+)
+def test_m19_the_first_tensor_that_differs_is_named(here: list[Tensor], words: str) -> None:
+    said = describe_difference(here, HERE)
+    assert said.startswith(words) and bool(said) == bool(words)
+
+
+def test_tensors_travel_alone_and_are_checked() -> None:
+    tensors = list(Layout.build(transformer(), 8).tensors)
+    assert tensors_from_json(tensors_to_json(tensors)) == tensors
+    for text in (b"", b"[", b"{}", b'[["a"]]', b'[["b", [1], "float32", 0], ["a", [1], "float32", 0]]', b"[" * 10_000):
+        with pytest.raises(LayoutError):
+            tensors_from_json(text)

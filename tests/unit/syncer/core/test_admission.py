@@ -182,3 +182,33 @@ def test_of_three_evaluators_the_first_is_told_to_leave() -> None:
     (told,) = of(desk.join(9, 0, process="e", evaluator=True), ev.Refuse)
     assert (told.connection, told.reason, told.fatal) == (7, "superseded", False)
     assert desk.core._state.members.evaluators == {8, 9}
+
+
+def test_m19_who_joined_with_another_model_before_there_was_one_is_refused_before_anything_is_announced() -> None:
+    desk = Desk(config(slots=3))
+    desk.join(1, 0)
+    desk.join(2, 1, layout_digest="M")
+    desk.join(3, 2)
+    desk.join(4, 9, layout_digest="M")  # stands by
+    desk.join(5, 0, evaluator=True, layout_digest="M")
+    actions = desk.do(ev.InitialModelStored("L", (8,)))
+    refused = {action.connection: action for action in of(actions, ev.Refuse)}
+    assert set(refused) == {2, 4, 5} and all(r.reason == "other-layout" and r.fatal for r in refused.values())
+    kinds = [type(action) for action in actions]
+    assert max(i for i, kind in enumerate(kinds) if kind is ev.Refuse) < kinds.index(ev.Announce)
+    (announced,) = of(actions, ev.Announce)
+    assert set(announced.merged) == {1, 3}
+    assert desk.core.slots[1].state == "lost" and "layout is M" in of(actions, ev.RecordEvent)[-2].message
+    desk.report(1, 0), desk.report(3, 0)
+    assert not of(desk.do(ev.ConnectionLost(2)), ev.Refuse)
+    assert not of(desk.join(6, 1), ev.Refuse), "its successor has the job's model"
+
+
+def test_m19_whose_session_ended_meanwhile_is_refused_when_it_comes_back() -> None:
+    desk = Desk(config())
+    desk.join(1, 0)
+    desk.join(2, 1, layout_digest="M")
+    desk.do(ev.ConnectionLost(2))
+    assert not of(desk.do(ev.InitialModelStored("L", (8,))), ev.Refuse)
+    (refused,) = of(desk.join(3, 1, layout_digest="M"), ev.Refuse)
+    assert refused.reason == "other-layout"

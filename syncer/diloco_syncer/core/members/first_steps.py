@@ -1,0 +1,63 @@
+"""Learners that train, and never finish a first step: what is the matter with their loop, told once and in the status.
+
+A loop that is given one batch after the other and never calls ``learner.after_step`` looks healthy: it holds its slot,
+its heartbeats come, and nothing hangs. Its reports count the batches that it was given since its last step, which tell
+it from a slow first step: compiling a model takes minutes, and one batch. Where there is no such count to go by, only
+time tells, and what is said leaves room for either.
+
+Nothing is done about it: the learner's own watchdog ends what hangs (``learners.stallSeconds``).
+
+Example. A loop asks for its ninth batch within half a minute, and slot 0 has made no step: the event ``no-steps`` says
+so, and ``slots[0].problem`` until the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
+from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.state import JobState
+
+MANY_BATCHES = 8
+"""More than a loop takes that puts several batches into one step, usually."""
+BATCHES_SECONDS = 20.0
+LONG_SECONDS = 300.0
+"""Longer than most first steps take. Half of the least time after which a learner's watchdog ends it."""
+
+
+@dataclass
+class FirstSteps:
+    """Watches over slots whose learner could train and has not made a step since it was given the slot."""
+
+    state: JobState
+    actions: Actions
+
+    def advance(self, now: float) -> None:
+        training = self.state.phase in (JobPhase.TRAINING, JobPhase.HOLDING)
+        for slot in self.state.members.slots:
+            can_step = training and slot.state is SlotState.ACTIVE and slot.ready
+            if not can_step or slot.stepped:
+                slot.stepless_since, slot.problem = None, ""
+                continue
+            if slot.stepless_since is None:
+                slot.stepless_since = now
+            problem = _problem(slot, now - slot.stepless_since)
+            if problem and not slot.problem:
+                self.actions.record_event(EventKind.NO_STEPS, slot, f"{slot.region}-{slot.ordinal}: {problem}")
+            slot.problem = slot.problem or problem
+
+
+def _problem(slot: Slot, seconds: float) -> str:
+    if slot.batches >= MANY_BATCHES and seconds >= BATCHES_SECONDS:
+        return (
+            f"its loop was given {slot.batches} batches and has finished no step: does it call learner.after_step() "
+            "after each optimizer step?"
+        )
+    if seconds >= LONG_SECONDS:
+        return (
+            f"no step was finished for {seconds:.0f} s: a slow first step, or a loop that hangs or never calls "
+            "learner.after_step()"
+        )
+    return ""

@@ -1,0 +1,87 @@
+"""A learner with another model is told by the first tensor that differs, before anything is announced to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_protocol.vocabulary import WorkerExit
+from diloco_worker import Learner
+from diloco_worker.settings import RefusedError
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "integration"))
+
+from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, until
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[SyncerProcess]:
+    made = SyncerProcess(tmp_path / "syncer", raw_job()).start()
+    yield made
+    made.stop()
+
+
+class Wider(torch.nn.Module):
+    """As the job's model (``LAYOUT``), and one tensor is wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.zeros(32, 8))
+        self.w = torch.nn.Parameter(torch.zeros(64, 9))
+
+
+def train(syncer: SyncerProcess) -> None:
+    model = Wider()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environ = {
+        "DILOCO_JOB_FILE": str(syncer.folder / "job.json"),
+        "DILOCO_SYNCER": syncer.addresses["sync"],
+        "DILOCO_ORDINAL": "1",
+        "DILOCO_WORKDIR": str(syncer.folder),
+    }
+    with Learner.from_environment(model, optimizer, environ=environ) as learner:
+        for _ in learner.steps():
+            learner.after_step(tokens=1)
+
+
+async def test_m19_another_model_is_named_before_anything_is_announced(
+    syncer: SyncerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first = Client(syncer)
+    try:
+        assert (await first.join()).welcome.initialise
+        other = asyncio.create_task(asyncio.to_thread(train, syncer))
+        await until(lambda: syncer.status()["sessions"] == 2, 60)
+        await first.initialise()
+        with pytest.raises(RefusedError) as refused:
+            await asyncio.wait_for(other, 30)
+        await first.ready()
+    finally:
+        await first.close()
+    shapes = {tensor.name: list(tensor.shape) for tensor in LAYOUT.tensors}
+    said = str(refused.value)
+    assert f"w is [64, 9] float32 here and {shapes['w']} float32 in the job" in said, said
+    assert refused.value.exit_code == WorkerExit.REFUSED and refused.value.reason == "other-layout"
+    assert "broke the protocol" not in caplog.text and said in caplog.text.replace("\n", " ")
+
+
+async def test_m19_so_is_one_that_comes_later(syncer: SyncerProcess) -> None:
+    first = Client(syncer)
+    try:
+        assert (await first.join()).welcome.initialise
+        await first.initialise()
+        with pytest.raises(RefusedError, match=r"w is \[64, 9\] float32 here and \[64, 8\] float32 in the job"):
+            await asyncio.to_thread(train, syncer)
+        assert syncer.status()["refusals"][0]["reason"] == "other-layout"
+    finally:
+        await first.close()

@@ -1,0 +1,50 @@
+"""A loop that never calls ``after_step`` is told of, in the events and in its slot's status."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_syncer.core.members import first_steps
+from diloco_worker import Learner
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "integration"))
+
+from learner_process import Rows, Syncer, make_job, small_model
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Syncer]:
+    made = Syncer(tmp_path, make_job({}, {"steps": 1000}))
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.mark.slow
+def test_m1_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[str] = []
+
+    def problem() -> str:
+        return str(syncer.status()["slots"][0]["problem"])
+
+    with Learner.from_environment(model, optimizer, environ=syncer.environ()) as learner:
+        pause = threading.Event()
+        for count, _ in enumerate(learner.batches(Rows(40_000))):
+            if count < first_steps.MANY_BATCHES:
+                continue
+            pause.wait(0.5)
+            seen.append(problem())
+            if seen[-1] or len(seen) > 4 * first_steps.BATCHES_SECONDS:
+                break
+    assert "does it call learner.after_step()" in seen[-1]
+    (event,) = [row for row in syncer.status()["events"] if row["kind"] == "no-steps"]
+    assert event["slot"] == 0 and "has finished no step" in event["message"]
