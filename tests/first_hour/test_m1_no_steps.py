@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.local import run
+from diloco.processes import unjoined
 from diloco_syncer.core.members import first_steps
 from diloco_worker import Learner
 from repository import ROOT
@@ -48,3 +51,31 @@ def test_m1_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
     assert "does it call learner.after_step()" in seen[-1]
     (event,) = [row for row in syncer.status()["events"] if row["kind"] == "no-steps"]
     assert event["slot"] == 0 and "has finished no step" in event["message"]
+
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: own}
+spec:
+  learners: {command: [python, train.py]}
+  training: {model: null, data: null, evaluation: null, device: cpu, stop: {steps: 20}}
+  regions: [{learners: 1}]
+"""
+
+
+@pytest.mark.slow
+def test_m1_a_loop_that_asks_for_no_batches_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(unjoined, "UNJOINED_SECONDS", 1.0)
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(4)\nraise SystemExit('trained alone')\n")
+    (tmp_path / "job.yaml").write_text(JOB)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert run.run(run.RunOptions(tmp_path / "job.yaml", tmp_path / "run")) == 1
+    finally:  # a run ends by ignoring them, which is for a process that ends with it
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    out = capsys.readouterr().out
+    assert out.count("has not joined: it still loads, or its loop does not ask for learner.batches()") == 3

@@ -34,6 +34,7 @@ from diloco.processes.exit_errors import ExitError, ExitErrors
 from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, resolve_program
 from diloco.processes.memory_kills import memory_need_text
 from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor, describe_end
+from diloco.processes.unjoined import UnjoinedLearners, unjoined_text
 from diloco.processes.watchdog import Watchdog, peak_rss_bytes, progress
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
@@ -116,6 +117,7 @@ class Runner:
         )
         self._watchdog = Watchdog()
         self._errors = ExitErrors(workdir.log, self._memory_need)
+        self._unjoined = UnjoinedLearners()
         self._killed_syncer = False  # this one, because it did not answer
         self._complete_already = False
         self._begun = time.monotonic()
@@ -225,9 +227,17 @@ class Runner:
         if answered:
             self._watchdog.on_answered(time.monotonic())
         self._sample_rss()
+        if answered:
+            self._tell_unjoined()
         if answered and self.watch.ended and not self.watch.is_writing_output:
             self._decide(self._end_outcome(self.watch.phase))
         return answered
+
+    def _tell_unjoined(self) -> None:
+        learners = [one.name for one in self._workers if one.kind is Kind.LEARNER and one.name in self.running]
+        running = {name: self.watch.process_ids[name] for name in learners}
+        for name in self._unjoined.find(time.monotonic(), running, self.view.status):
+            self.screen.event(unjoined_text(name, self.workdir.log(name)), "yellow")
 
     def _end_outcome(self, phase: str) -> RunOutcome:
         """How the run ends with the syncer's last phase."""

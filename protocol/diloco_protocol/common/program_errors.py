@@ -50,7 +50,7 @@ def error_line(lines: Iterable[str]) -> str:
             continue
         text = _GROUP.sub("", text) if traced else text
         frame = text[:1].isspace() or set(text) <= {"-", "+"}
-        if logged == "ERROR" or (traced and not frame):
+        if logged == "ERROR" or (traced and not logged and not frame):
             found, traced = text.strip(), False
         elif logged:
             traced = False

@@ -49,6 +49,7 @@ _DISRUPTIONS = {
 _SHUT_DOWN = ("Preempting", "Shutdown", "NodeShutdown", "Terminated")
 _ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
 _KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
+OUT_OF_MEMORY = "OOMKilled"
 MAX_MESSAGE_CHARS = 300
 _MESSAGE = re.compile(r'"message": ?("(?:[^"\\]|\\.)*")\}$')
 
@@ -68,7 +69,7 @@ class ContainerExit:
         return self.code == 0 and self.last_line == ENDS_FOR_RESUME
 
     def __str__(self) -> str:
-        if self.reason == "OOMKilled":
+        if self.reason == OUT_OF_MEMORY:
             said = "it ran out of memory (OOMKilled): give it more with resources.limits.memory"
         elif self.code == 0:
             said = "its program ended by itself with exit code 0"

@@ -35,11 +35,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
-from diloco_operator.plan.pods.pod_status import ContainerExit, Pod
+from diloco_operator.plan.pods.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.pods.repeated_errors import is_program_error
 from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
 from diloco_operator.plan.refusals import UNFIT, is_curable
 from diloco_operator.plan.view import UID_DIGITS, View
+from diloco_protocol.common.format_units import size_text
+from diloco_protocol.resources import even_sizes, needs
 from diloco_protocol.vocabulary import ControlMethod, SyncerExit, WorkerExit
 
 CRASHES = 3
@@ -201,7 +203,7 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     if not action and pod.role == "learner" and is_curable(end):
         return  # a person puts its Secret or this copy of the job right: SpecDrift or HubReachable says so
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
-    out.events.append(EventWanted("Warning", kind, f"{subject}: {end}."))
+    out.events.append(EventWanted("Warning", kind, f"{subject}: {end}.{_memory_need(view, pod, end)}"))
     if action == "Fail":
         out.failure = ("ExitCode", f"{subject}: {end}. failurePolicy.rules says Fail for this exit code.")
     elif action != "Ignore":
@@ -213,6 +215,14 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     if hopeless and not action and not _others_take_part(view, pod):
         why = f"{subject} cannot work with this job, and another start does not help: {end}."
         out.failure = ("LearnerConfiguration", why)
+
+
+def _memory_need(view: View, pod: Pod, end: ContainerExit) -> str:
+    """Of a learner that ran out of memory what it needs at the least; empty: the model's size is not known yet."""
+    if end.reason != OUT_OF_MEMORY or pod.role != "learner" or view.document is None or not view.document.parameters:
+        return ""
+    sizes = even_sizes(view.document.parameters, max(1, len(view.document.versions)))
+    return f" A learner of this model needs at least {size_text(needs(view.job.spec, sizes).learner_memory)}."
 
 
 def _has_unfit_credentials(pod: Pod) -> bool:

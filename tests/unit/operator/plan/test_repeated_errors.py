@@ -8,6 +8,7 @@ import pytest
 
 from diloco_operator.plan.pods.pod_status import ContainerExit, read_pod
 from diloco_operator.plan.pods.repeated_errors import is_program_error
+from diloco_protocol.documents import StatusDocument
 from operator_world import World, job_object, started
 
 NAME_ERROR = "NameError: name 'lss' is not defined"
@@ -95,17 +96,38 @@ def test_an_exit_code_that_a_rule_names_is_left_to_the_rule(action: str) -> None
     assert world.truth("Failed") == "False"
 
 
-def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job() -> None:
-    world = broken(1, code=137)
+def kill_for_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What crashes is killed for want of memory, as the kubelet says it."""
     crash = world._crash
 
     def out_of_memory(pod: Any, code: int) -> None:
         crash(pod, code)
         pod.container["lastState"]["terminated"] |= {"reason": "OOMKilled", "message": ""}
 
-    world._crash = out_of_memory  # type: ignore[method-assign]
+    monkeypatch.setattr(world, "_crash", out_of_memory)
+
+
+def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = broken(1, code=137)
+    kill_for_memory(world, monkeypatch)
     world.until(lambda w: w.truth("Failed") == "True", 200)
     assert "it ran out of memory (OOMKilled)" in world.condition("Failed")["message"]
+
+
+def test_h6_a_learner_that_ran_out_of_memory_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = started(2, training={"device": "cpu"})
+    known = world.document
+
+    def of_a_large_model() -> StatusDocument:
+        return known().model_copy(update={"parameters": 10**9, "versions": [3, 3]})
+
+    monkeypatch.setattr(world, "document", of_a_large_model)
+    world.run(20)
+    kill_for_memory(world, monkeypatch)
+    world.crashing = {"job-local-1": 137}
+    world.until(lambda w: w.told("LearnerCrashed") == 1)
+    (said,) = [event.message for _, event in world.events if event.reason == "LearnerCrashed"]
+    assert "OOMKilled" in said and said.endswith(" A learner of this model needs at least 24 GB.")
 
 
 def test_a_syncer_that_never_answers_fails_the_job() -> None:

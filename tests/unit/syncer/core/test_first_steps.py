@@ -40,15 +40,16 @@ def test_m1_a_loop_that_is_given_batches_and_ends_no_step_is_told_of_once() -> N
 def test_m1_neither_some_batches_nor_some_seconds_are_enough() -> None:
     desk = Desk(config())
     desk.begin(1)
+    desk.now = BATCHES_SECONDS - 0.1
     given(desk, 1, 1000)
-    desk.later(BATCHES_SECONDS - 0.1)
     assert not told(desk), "an eager loop puts several batches into one step"
     slow = Desk(config())
     slow.begin(1)
+    slow.now = LONG_SECONDS - 0.1
     given(slow, 1, MANY_BATCHES - 1)
-    slow.later(LONG_SECONDS - 0.1)
     assert not told(slow), "compiling takes minutes"
-    slow.later(0.1)
+    slow.now = LONG_SECONDS
+    given(slow, 1, MANY_BATCHES - 1)
     assert "a slow first step" in told(slow)[0].message
 
 
@@ -56,21 +57,22 @@ def test_m1_time_counts_only_while_it_could_step() -> None:
     desk = Desk(config(slots=2, quorum=2))
     desk.join(1, 0)
     desk.do(ev.InitialModelStored("L", (8,)))
+    desk.now = LONG_SECONDS
     given(desk, 1, MANY_BATCHES)
-    desk.later(LONG_SECONDS)
     assert desk.core.phase is JobPhase.WAITING and not told(desk)
 
 
 def test_m1_a_successor_has_its_own_time() -> None:
     desk = Desk(config())
     desk.begin(1)
+    desk.now = BATCHES_SECONDS - 1
     given(desk, 1, MANY_BATCHES)
-    desk.later(BATCHES_SECONDS / 2)
     desk.do(ev.ProcessEnded("r", 0, "", "killed"))
     desk.join(2, 0)
     given(desk, 2, MANY_BATCHES)
-    desk.later(BATCHES_SECONDS / 2)
-    assert not told(desk)
+    desk.now += BATCHES_SECONDS - 1
     given(desk, 2, MANY_BATCHES)
-    desk.later(BATCHES_SECONDS / 2)
+    assert not told(desk)
+    desk.now += 1
+    given(desk, 2, MANY_BATCHES)
     assert len(told(desk)) == 1
