@@ -282,7 +282,6 @@ def _replacements(view: View, decision: LifecycleDecision) -> Object:
     lasts = view.observe(Fact.MERGES_FELL, holds=fell)
     if decision.stage == "restarting" or (decision.training and view.is_true("Failed")):
         found["sinceMerge"], found["place"] = 0, None
-        repeated_errors.forget_errors(view)
     elif merges is not None and merges > found["merges"] and found["sinceMerge"]:
         found["sinceMerge"], found["place"], found["merges"] = 0, None, merges
     elif merges is not None and fell and (view.here.syncer or lasts >= FALLEN_SECONDS):

@@ -158,12 +158,7 @@ class Layout:
     def from_json(cls, text: str | bytes) -> Layout:
         """Read what ``to_json`` wrote. The text may come from the network: everything is checked (types, bounds, every
         element in exactly one piece, the size bound), and LayoutError says what is wrong."""
-        if len(text) > MAX_JSON_BYTES:
-            _refuse(f"{len(text)} bytes, and at most {MAX_JSON_BYTES} are read")
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise LayoutError(f"layout: not JSON ({error})") from None
+        document = _load(text)
         if type(document) is not dict or set(document) != {"format", "tensors", "fragments", "note"}:
             _refuse("expected an object with format, tensors, fragments and note")
         if document["format"] != FORMAT:
@@ -196,13 +191,7 @@ def tensors_to_json(tensors: Sequence[Tensor]) -> bytes:
 
 def tensors_from_json(text: bytes) -> list[Tensor]:
     """Read what ``tensors_to_json`` wrote; the text may come from the network. Raises LayoutError."""
-    if len(text) > MAX_JSON_BYTES:
-        _refuse(f"{len(text)} bytes, and at most {MAX_JSON_BYTES} are read")
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"layout: not JSON ({error})") from None
-    tensors = [_read_tensor(row) for row in _rows(rows, MAX_TENSORS, "tensors")]
+    tensors = [_read_tensor(row) for row in _rows(_load(text), MAX_TENSORS, "tensors")]
     _check_tensors(tensors)
     return tensors
 
@@ -338,6 +327,15 @@ def _check_assignment(tensors: Sequence[Tensor], bins: Sequence[Sequence[_Range]
             _refuse(f"tensor {tensor.name}: elements from {end} are in no fragment")
     if any(list(pieces) != sorted(pieces) for pieces in bins):
         _refuse("pieces of a fragment are out of order")
+
+
+def _load(text: str | bytes) -> object:
+    if len(text) > MAX_JSON_BYTES:
+        _refuse(f"{len(text)} bytes, and at most {MAX_JSON_BYTES} are read")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"layout: not JSON ({error})") from None
 
 
 def _rows(value: object, most: int, what: str) -> list[object]:

@@ -324,7 +324,8 @@ class Core:
             return
         if nonsense := find_nonsense(self._state, slot, report):
             raise ev.BadMessage(f"report: {nonsense}")
-        slot.heard_at, slot.batches = now, report.batches
+        slot.heard_at = now
+        slot.batches = report.batches
         if apply_report(self._state, self._actions, slot, report, now):
             slot.ready = True
 

@@ -2,8 +2,8 @@
 
 Such an error is counted as a failure is (``failurePolicy.maxReplacements``): of each place alone, and at most once in
 the heartbeat's timeout. What hits everybody at once for a moment is one error of each. The count begins anew when the
-job is edited, for that may have put it right, and when it goes on after it had failed. An exit code that
-``failurePolicy.rules`` name is left to them.
+job is edited, for that may have put it right; so it does where a job that has failed is suspended and resumed. An exit
+code that ``failurePolicy.rules`` name is left to them.
 
 The job fails only while nothing can be merged: where a quorum takes part, merges will come, and the failures of one
 place are its own. In a cluster without the syncer nobody judges: what is known there of merges comes from learners that
@@ -37,17 +37,11 @@ def count_error(view: View, place: str, error: str) -> None:
     """Count an end of a place by an error; empty: it was none."""
     memory = view.memory
     if memory.errors_generation != view.job.generation:
-        forget_errors(view)
+        memory.errors.clear()
+        memory.errors_generation, memory.repeated_error = view.job.generation, None
     times = memory.errors.add(place, error)
     if times >= SAME_ERRORS:
         memory.repeated_error = RepeatedError(place, times, error, view.now)
-
-
-def forget_errors(view: View) -> None:
-    """Begin to count anew."""
-    memory = view.memory
-    memory.errors.clear()
-    memory.errors_generation, memory.repeated_error = view.job.generation, None
 
 
 def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | None:

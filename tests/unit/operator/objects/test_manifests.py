@@ -198,6 +198,14 @@ def test_a_learner_drains_within_its_grace_period(grace: int | None, seconds: in
     assert "env" not in pod["spec"]["containers"][1]
 
 
+@pytest.mark.parametrize("path", [None, "/var/run/why"])
+def test_a_learner_leaves_its_error_where_its_pod_says(path: str | None) -> None:
+    main = {"name": "learner", **({} if path is None else {"terminationMessagePath": path})}
+    made = everything(job(learners={"podTemplate": {"spec": {"containers": [main]}}}))
+    pod = made[names.stateful_set("job", "local")]["spec"]["template"]
+    assert environment(pod).get("DILOCO_TERMINATION_LOG") == path
+
+
 def test_learners_command_is_the_containers() -> None:
     command = ["python", "train.py", "--fast"]
     made = everything(job(learners={"command": command}, training=EVALUATED))
