@@ -58,6 +58,9 @@ def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | N
             return None  # the syncer cannot be asked: it may have merged
     elif again.place == SYNCER or view.document.quorum.active >= view.required or view.merges_known_at <= again.at:
         return None
+    pod = view.learners.get(again.place)
+    if pod is not None and view.taking_part(pod):
+        return None  # it was started once more, and that helped
     subject = "The syncer" if again.place == SYNCER else f"Learner {again.place}"
     return (
         "RepeatedError",

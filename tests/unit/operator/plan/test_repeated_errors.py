@@ -165,3 +165,20 @@ def pod_of(role: str) -> Any:
 )
 def test_which_ends_are_errors_of_the_program(role: str, code: int, counts: bool) -> None:
     assert is_program_error(pod_of(role), ContainerExit(code, "Error", "", None)) is counts
+
+
+def test_a_place_that_comes_to_work_after_all_fails_nothing() -> None:
+    """The job still waits for another learner, and the syncer did not answer when the third end was seen."""
+    world = broken(2, places=(0,), sync={"quorum": 2})
+    world.unschedulable = {"job-local-1"}
+    world.until(lambda w: (w.status.get("replacements") or {}).get("sinceMerge") == 2, 200)
+    world.syncer_silent = True
+    world.until(lambda w: (w.status.get("replacements") or {}).get("sinceMerge") == 3, 200)
+    world.crashing = {}
+    world.until(lambda w: any(s.state == "active" for s in w.syncer.slots), 200)
+    world.run(15)
+    world.syncer_silent = False
+    world.run(60)
+    assert world.truth("Failed") == "False"
+    world.unschedulable = set()
+    world.until(World.whole, 200)
