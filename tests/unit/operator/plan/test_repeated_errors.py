@@ -64,7 +64,7 @@ def test_a_job_that_has_merged_is_left_to_max_replacements() -> None:
 def test_other_errors_each_time_are_left_to_max_replacements() -> None:
     world = broken()
     for n in range(600):
-        world.last_words = "x" * (1 + n // 2 % 60)
+        world.last_words = "".join("abcdefghij"[int(digit)] for digit in str(n))
         world.run(1)
     assert world.truth("Failed") == "False"
 
