@@ -291,8 +291,8 @@ class Runner:
             if how.code == 1 and self.watch.phase == JobPhase.FAILED:
                 self._decide(RunOutcome("failed", 1, self.watch.message, "syncer"))
                 return
-            error = None if on_purpose else self._errors.find("syncer", Kind.SYNCER, how)
-            if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how, error):
+            why = None if on_purpose else self._errors.find("syncer", Kind.SYNCER, how)
+            if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how, why):
                 return
 
     def _last_phase(self) -> str | None:
