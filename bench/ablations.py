@@ -1,8 +1,7 @@
 """What decides the quality: one thing varied at a time, each arm at its own best outer rate.
 
-The trials are those of bench/quality.py (dense, small, M = 4 unless the arm says otherwise), and so are the cache and
-what is
-Groups (--groups):
+The trials are those of bench/quality.py (dense, small, M = 4 unless the arm says otherwise), and so is the cache. All
+groups but ``outer`` vary the default: isotropic merges and Nesterov 0.5. Groups (--groups):
 
 * ``outer``: the outer optimizer after RDA, with the rates and momenta of its grid (bench/trials/outers.py says what
   those are that the job file cannot name), and after the isotropic merge;
@@ -63,21 +62,26 @@ class Arm:
         return Trial(trial.kind, trial.size, trial.merges, 0, rate=trial.rate, inner=trial.inner)
 
 
-BASE_OUTER = {"optimizer": "sgd"}
-BASE_RATE = 1.0
+ISOTROPIC = {"merge": {"method": "isotropic"}}
+RDA = {"merge": {"method": "rda"}}
+BASE_OUTER = {"optimizer": "nesterov", "momentum": 0.5}
+BASE_RATE = 1.4
+RDA_RATE = 0.5  # after RDA or the mean, with BASE_OUTER
 
 
-def arm(name: str, base: Trial, sync: Mapping[str, Any], **changes: Any) -> Arm:
-    """An arm with the outer optimizer that all but the group ``outer`` have."""
-    return Arm(name, replace(base, sync={"outer": BASE_OUTER, **sync}, **changes), BASE_RATE)
+def arm(name: str, base: Trial, sync: Mapping[str, Any], start: float = BASE_RATE, **changes: Any) -> Arm:
+    """An arm with the merge and the outer optimizer that all but the group ``outer`` have, where it names no other."""
+    merge = {**ISOTROPIC["merge"], **sync.get("merge", {})}
+    return Arm(name, replace(base, sync={"outer": BASE_OUTER, **sync, "merge": merge}, **changes), start)
 
 
 def outer_arms(base: Trial) -> Iterator[Arm]:
     def of_job(name: str, start: float, **outer: Any) -> Arm:
-        return Arm(name, replace(base, sync={"outer": outer}), start)
+        return Arm(name, replace(base, sync={**RDA, "outer": outer}), start)
 
     def on_trial(name: str, start: float, momentum: float = 0.9) -> Arm:
-        return Arm(f"{name} {momentum:g}", replace(base, outer={"name": name, "momentum": momentum}), start)
+        trial = replace(base, sync=RDA, outer={"name": name, "momentum": momentum})
+        return Arm(f"{name} {momentum:g}", trial, start)
 
     yield of_job("sgd", 1.0, optimizer="sgd")
     yield of_job("nesterov 0.5", 0.5, optimizer="nesterov", momentum=0.5)
@@ -88,10 +92,8 @@ def outer_arms(base: Trial) -> Iterator[Arm]:
     yield on_trial("horizon", 1.0)
     yield on_trial("delayed", 0.7)
     yield on_trial("heloco", 0.1)
-    isotropic = {"merge": {"method": "isotropic"}}
-    yield Arm("isotropic, sgd", replace(base, sync={**isotropic, "outer": {"optimizer": "sgd"}}), 2.0)
-    nesterov = {"optimizer": "nesterov", "momentum": 0.5}
-    yield Arm("isotropic, nesterov 0.5", replace(base, sync={**isotropic, "outer": nesterov}), 1.0)
+    yield Arm("isotropic, sgd", replace(base, sync={**ISOTROPIC, "outer": {"optimizer": "sgd"}}), 2.0)
+    yield Arm("isotropic, nesterov 0.5", replace(base, sync={**ISOTROPIC, "outer": BASE_OUTER}), 1.4)
 
 
 def adoption_arms(base: Trial) -> Iterator[Arm]:
@@ -102,7 +104,8 @@ def adoption_arms(base: Trial) -> Iterator[Arm]:
 def merge_arms(base: Trial) -> Iterator[Arm]:
     for learners in (2, 4, 8, 16):
         for method in ("rda", "mean", "isotropic"):
-            yield arm(f"{method}, M = {learners}", base, {"merge": {"method": method}}, learners=learners)
+            start = BASE_RATE if method == "isotropic" else RDA_RATE
+            yield arm(f"{method}, M = {learners}", base, {"merge": {"method": method}}, start, learners=learners)
 
 
 def weight_arms(base: Trial) -> Iterator[Arm]:
@@ -133,7 +136,7 @@ def encoding_arms(base: Trial) -> Iterator[Arm]:
     for feedback in (False, True):
         words = f"up sparse, 2 bit{', error feedback' if feedback else ''}"
         sync = {"compression": {"up": "bfloat16", "errorFeedback": feedback}, "merge": {"method": "mean"}}
-        yield arm(words, base, sync, sparse=True)
+        yield arm(words, base, sync, RDA_RATE, sparse=True)
     for down in ("float32", "delta-int8", "delta-int4"):
         yield arm(f"down {down}", base, {"compression": {"down": down}})
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol.common.files import write_whole
+from diloco_protocol.spec.merging import settle_merge
 
 CODE = 1
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
@@ -70,6 +71,9 @@ class Trial:
         sync = self.sync if self.learners else {}
         job = tasks.make_job(self.kind, self.size, self.learners or 1, self.steps, self.seed, sync, self.rate)
         spec = job.spec.model_dump(mode="json", by_alias=True)
+        # What is trained decides, and not whether a field or its default says it.
+        spec["sync"]["merge"]["method"], outer = settle_merge(job.spec, 0)
+        spec["sync"]["outer"] = asdict(outer)
         if self.outer:
             del spec["sync"]["outer"]
         # The reference has no syncer: its digest is that of what it trains.

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from diloco_protocol.arrays.kernels import Float32s
+from diloco_protocol.spec.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics.outer import Nesterov, Outer, State, _Moment
 
@@ -58,7 +59,7 @@ class WarmUp(Outer):
 
 
 class Horizon(WarmUp):
-    def __init__(self, settings: OuterSpec, max_versions: int, merges: int) -> None:
+    def __init__(self, settings: OuterSettings, max_versions: int, merges: int) -> None:
         super().__init__(settings, max_versions)
         self._mu = min(settings.momentum, max(0.0, 1 - MOMENTUM_MERGES / merges))
 
@@ -129,7 +130,7 @@ def make(settings: Mapping[str, Any], merges: int) -> Outer | None:
     """The optimizer ``{"name", "lr", "momentum"}`` of a job of so many merges of each fragment; None: the job's own."""
     if not settings:
         return None
-    spec = OuterSpec(optimizer="nesterov", lr=settings["lr"], momentum=settings.get("momentum", 0.9))
+    spec = outer_settings(OuterSpec(lr=settings["lr"], momentum=settings.get("momentum")), "rda")
     name = settings["name"]
     if name == "horizon":
         return Horizon(spec, 16, merges)

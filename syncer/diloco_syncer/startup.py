@@ -22,6 +22,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
+from diloco_protocol.spec.merging import settle_merge
 from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.core.clock import LONGEST_DOWN
 from diloco_syncer.core.config import CoreConfig
@@ -161,6 +162,7 @@ def replay(syncer: Syncer, restored: Restored) -> None:
     if restored.core is not None:
         merges, offers = len(restored.newer), len(restored.offers)
         log.info("restored: versions %s, %d merges after the state, %d offers", core.versions, merges, offers)
+        log.info("merges: %s", syncer.model.merging)
 
 
 def warm_up(job: DiLoCoJob, threads: int) -> None:
@@ -173,10 +175,11 @@ def warm_up(job: DiLoCoJob, threads: int) -> None:
         codec.norm_and_finite(codec.decode(encoded, encoding, values.size), threads=threads)
         codec.encode_with_feedback(values, None, encoding, threads=threads)
         codec.apply_delta(values, encoded, encoding)
-    optimizer = outer.make(sync.outer, max_versions=sync.staleness.max_versions)
+    method, settings = settle_merge(job.spec, 0)
+    optimizer = outer.make(settings, max_versions=sync.staleness.max_versions)
     for count in range(1, min(9, job.spec.most_slots + 1)):
         shares = [1 / count] * count
         pushes = [values.copy() for _ in shares]
         squares = [merge.piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]
-        merged = merge.merge(layout.fragments[0], pushes, shares, sync.merge.method, squares, threads=threads)
+        merged = merge.merge(layout.fragments[0], pushes, shares, method, squares, threads=threads)
         optimizer.step(values.copy(), merged.delta, {}, ages=[0] * count, weights=shares, threads=threads)

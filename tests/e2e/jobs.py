@@ -35,7 +35,6 @@ def small_job(name: str, learners: int | dict[str, Any] = 3, tokens: int = 10**9
         "every": 8,
         "overlap": 2,
         "quorum": 1,
-        "outer": {"optimizer": "nesterov", "lr": 0.5, "momentum": 0.5},
         "heartbeat": {"intervalSeconds": 1, "timeoutSeconds": 10},
     } | spec.pop("sync", {})
     syncer = {

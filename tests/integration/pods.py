@@ -62,6 +62,7 @@ def make_job(
         "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5},
         # With steps of 10 ms a busy machine leaves learners many versions behind.
         "staleness": {"maxVersions": 10_000},
+        "merge": {"method": "rda"},
         "outer": {"optimizer": "sgd", "lr": 1.0},
     }
     training: dict[str, Any] = {"batch": {"sequences": 4}, "evaluation": None}

@@ -27,7 +27,7 @@ spec:
     device: cpu
     stop: {{steps: {steps}}}
     evaluation: {{fraction: 0.05, everyTokens: 20000, batches: 2}}
-  sync: {{fragments: 4, every: 8, overlap: 1, outer: {{optimizer: sgd, lr: 1.0}},
+  sync: {{fragments: 4, every: 8, overlap: 1, merge: {{method: rda}}, outer: {{optimizer: sgd, lr: 1.0}},
          heartbeat: {{intervalSeconds: 0.2, timeoutSeconds: 3}}}}
   regions: [{{learners: {learners}}}]
   failurePolicy: {{maxReplacements: 3}}

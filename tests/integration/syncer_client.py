@@ -44,6 +44,7 @@ spec:
     overlap: 1
     grace: {factor: 0, capSeconds: 0}
     compression: {up: float32, down: float32}
+    merge: {method: rda}
     outer: {optimizer: sgd, lr: 1.0}
     heartbeat: {intervalSeconds: 1, timeoutSeconds: 30}
   syncer: {checkpoint: {everySeconds: 3600}}

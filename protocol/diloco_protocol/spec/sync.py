@@ -20,10 +20,12 @@ class GraceSpec(Spec):
 class MergeSpec(Spec):
     """How the outer gradients of one round become one."""
 
-    method: Literal["rda", "mean", "isotropic"] = Field(
-        "rda",
-        description="rda: radial-directional averaging; mean: weighted mean; isotropic: rda, and then the singular "
-        "values of each matrix made equal (IsoLoCo, arXiv 2607.03011), which takes the syncer more time.",
+    method: Literal["auto", "rda", "mean", "isotropic"] = Field(
+        "auto",
+        description="rda: radial-directional averaging (the paper's); mean: weighted mean; isotropic: rda, and then "
+        "the singular values of each matrix made equal (IsoLoCo, arXiv 2607.03011), which takes the syncer more time. "
+        "auto: isotropic for a model below 10^8 parameters that is trained from scratch; else, and if the job is "
+        "deterministic, rda.",
     )
     weights: Literal["tokens-quality", "tokens", "uniform"] = Field(
         "tokens-quality", description="Weight of one push: tokens × tokens per step, tokens, or the same for all."
@@ -44,8 +46,16 @@ class OuterSpec(Spec):
         description="nesterov: SGD with Nesterov momentum; sgd: plain, without momentum; adamw; "
         "cosine-gated: Cosine-Gated Adam-Decay (arXiv 2605.09126), which damps old pushes.",
     )
-    lr: float = Field(0.7, gt=0, le=10, description="Outer learning rate.")
-    momentum: float = Field(0.9, ge=0, lt=1, description="Of nesterov.")
+    lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        None,
+        description="Outer learning rate. null: of nesterov 1.4 after isotropic merges, 1 for weights that were "
+        "trained before (model.from, lora) and else 0.7, the lineage's; of sgd 2 after isotropic merges, else 1; "
+        "of adamw and cosine-gated 0.001.",
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None,
+        description="Of nesterov. null: 0.5 after isotropic merges, 0 for weights that were trained before, else 0.9.",
+    )
     betas: Betas = Field([0.9, 0.999], description="Of adamw and cosine-gated.")
     eps: float = Field(1e-8, gt=0, le=1, description="Of adamw and cosine-gated.")
     restart_every: Annotated[int, Field(ge=1, le=10**9)] | None = Field(

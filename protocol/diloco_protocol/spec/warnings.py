@@ -69,7 +69,7 @@ def _unlikely(spec: JobSpec) -> Iterator[Violation]:
             "training.optimizer.warmupSteps",
             f"the warm-up is not over when the job stops (training.stop.steps is {steps})",
         )
-    if outer.optimizer in ("adamw", "cosine-gated") and outer.lr > 0.1:
+    if outer.optimizer in ("adamw", "cosine-gated") and (outer.lr or 0) > 0.1:
         yield broken(
             "sync.outer.lr",
             f"{outer.optimizer} moves every parameter by about lr at each merge; 0.7 is meant for nesterov: try 0.001",

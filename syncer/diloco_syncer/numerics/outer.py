@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from diloco_protocol.arrays import kernels
 from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Float32s, kernel
-from diloco_protocol.spec.sync import OuterSpec
+from diloco_protocol.spec.merging import OuterSettings
 
 
 class OuterError(ValueError):
@@ -64,7 +64,7 @@ class Outer:
     vectors: tuple[str, ...] = ()
     momentum: tuple[str, ...] = ()  # those that a restart clears
 
-    def __init__(self, settings: OuterSpec, max_versions: int) -> None:
+    def __init__(self, settings: OuterSettings, max_versions: int) -> None:
         self.settings = settings
         self.max_versions = max_versions
 
@@ -175,8 +175,8 @@ class CosineGated(Adam):
 REGISTRY: dict[str, type[Outer]] = {"sgd": Sgd, "nesterov": Nesterov, "adamw": Adam, "cosine-gated": CosineGated}
 
 
-def make(settings: OuterSpec, *, max_versions: int = 16) -> Outer:
-    """The outer optimizer that ``settings`` (spec.sync.outer) names. ``max_versions``:
+def make(settings: OuterSettings, *, max_versions: int = 16) -> Outer:
+    """The outer optimizer that ``settings`` (of spec.sync.outer) names. ``max_versions``:
     staleness.maxVersions. Raises OuterError."""
     kind = REGISTRY.get(settings.optimizer)
     if kind is None:

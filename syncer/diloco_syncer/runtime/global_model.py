@@ -27,6 +27,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, tensors_to_json
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.merging import settle_merge
 from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload
 from diloco_syncer.core import events as ev
@@ -66,12 +67,12 @@ class GlobalModel:
     """
 
     def __init__(self, job: DiLoCoJob, threads: int, optimizer: outer.Outer | None = None) -> None:
-        sync = job.spec.sync
         self._job = job.metadata.name
-        self._method = sync.merge.method
+        self._spec = job.spec
+        self._given = optimizer
         self._threads = threads
-        self._outer = optimizer or outer.make(sync.outer, max_versions=sync.staleness.max_versions)
-        self._down = sync.compression.down
+        self._down = job.spec.sync.compression.down
+        self._settle(0)
         self.layout: Layout | None = None
         self.frozen = ""
         self.frozen_digest = ""
@@ -95,6 +96,7 @@ class GlobalModel:
 
         Raises ``outer.OuterError`` if a record's outer state does not fit its fragment.
         """
+        self._settle(layout.total_elements)
         records = [record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest]
         for record in records:
             self._outer.check(record.outer, layout.elements(record.fragment))
@@ -103,6 +105,18 @@ class GlobalModel:
         self.previous = [None] * len(records)
         self.superseded = [[] for _ in records]
         self.newest, self.layout, self.frozen, self.frozen_digest = records, layout, frozen, frozen_digest
+
+    def _settle(self, parameters: int) -> None:
+        """Settle how a model of so many parameters is merged, and by which outer optimizer."""
+        self._method, settings = settle_merge(self._spec, parameters)
+        self._outer = self._given or outer.make(settings, max_versions=self._spec.sync.staleness.max_versions)
+
+    @property
+    def merging(self) -> str:
+        """How pushes are merged and what the outer step is, in words."""
+        settings = self._outer.settings
+        momentum = f", momentum {settings.momentum:g}" if settings.optimizer == "nesterov" else ""
+        return f"{self._method}, {settings.optimizer} at rate {settings.lr:g}{momentum}"
 
     @property
     def versions(self) -> list[int]:

@@ -237,3 +237,4 @@ class InitialModelUpload:
         self._fragments = {}
         self._emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))
+        log.info("merges: %s", self._model.merging)

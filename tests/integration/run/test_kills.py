@@ -40,7 +40,7 @@ spec:
     device: cpu
     stop: {{{stop}}}
     evaluation: {{fraction: 0.01, everyTokens: 50000, batches: 8}}
-  sync: {{fragments: 12, every: 12, overlap: 2, outer: {{optimizer: nesterov, lr: 0.5, momentum: 0.5}}}}
+  sync: {{fragments: 12, every: 12, overlap: 2}}
   regions: [{{learners: 3}}]
 """
 FRAGMENTS = 12

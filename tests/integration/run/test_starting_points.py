@@ -32,7 +32,7 @@ spec:
     device: cpu
     stop: {{steps: 60}}
     evaluation: {{fraction: 0.05, everyTokens: 20000, batches: 2}}
-  sync: {{fragments: 4, every: 8, overlap: 1, outer: {{optimizer: sgd, lr: 1.0}},
+  sync: {{fragments: 4, every: 8, overlap: 1, merge: {{method: rda}}, outer: {{optimizer: sgd, lr: 1.0}},
          compression: {{down: {down}}}}}
   regions: [{{learners: 2}}]
 """

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco_protocol.spec.merging import outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
 from repository import ROOT
@@ -38,7 +39,7 @@ def by_name(name: str, merges: int = 100, **settings: float) -> outer.Outer | No
 
 
 def of_job(**settings: Any) -> outer.Outer:
-    return outer.make(OuterSpec(**settings))
+    return outer.make(outer_settings(OuterSpec(**settings), "rda"))
 
 
 def test_candidates_are_what_they_say_in_cases_that_others_know() -> None:
@@ -98,7 +99,11 @@ def test_a_sparse_push_has_the_largest_values_of_each_chunk_at_two_magnitudes() 
 @pytest.mark.virtual_time
 def test_one_learner_without_compression_trains_as_the_reference_does() -> None:
     base = Trial("dense", "small", 1, 0)
-    sync = {"outer": {"optimizer": "sgd", "lr": 1.0}, "compression": {"up": "float32", "down": "float32"}}
+    sync = {
+        "merge": {"method": "rda"},
+        "outer": {"optimizer": "sgd", "lr": 1.0},
+        "compression": {"up": "float32", "down": "float32"},
+    }
     alone, learner = run_trial(base), run_trial(replace(base, learners=1, sync=sync))
     assert learner["loss"] == pytest.approx(alone["loss"], abs=1e-4)
     assert learner["merged"] == 1.0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.sync import OuterSpec
+from diloco_protocol.spec.merging import OuterSettings, outer_settings
 from diloco_worker import device
 from diloco_worker.baselines.link import watch_link
 from diloco_worker.baselines.rank import Rank
@@ -75,7 +75,7 @@ def train_replica(job: DiLoCoJob, settings: BaselineSettings) -> int:
         connect_timeout=timedelta(seconds=CALL_SECONDS),
         quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
     )
-    outer = _outer_optimizer(rank, job.spec.sync.outer)
+    outer = _outer_optimizer(rank, outer_settings(job.spec.sync.outer, "mean"))
     rank.mark_started()
     step = within = 0
     with DiLoCo(manager, [rank.model], rank.optimizer, outer, sync_every=every, use_bucketization=True):
@@ -102,7 +102,7 @@ def _load(rank: Rank, state: dict[str, Any]) -> None:
     rank.optimizer.load_state_dict(state["optimizer"])
 
 
-def _outer_optimizer(rank: Rank, outer: OuterSpec) -> torch.optim.Optimizer:
-    """SGD with the job's rate and momentum, whatever its outer optimizer is called."""
+def _outer_optimizer(rank: Rank, outer: OuterSettings) -> torch.optim.Optimizer:
+    """SGD with the job's rate and momentum, or the paper's, whatever the outer optimizer is called."""
     momentum = outer.momentum if outer.optimizer != "sgd" else 0.0
     return torch.optim.SGD(rank.model.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)

@@ -108,7 +108,11 @@ def a_world(job: DiLoCoJob, **changes: Any) -> tuple[World, Regression, MergedVe
 
 def test_one_learner_without_compression_ends_as_plain_training_does() -> None:
     """With outer rate 1 and no momentum every merge takes over the learner's own work, and `keep` loses none."""
-    plain = {"outer": {"optimizer": "sgd", "lr": 1.0}, "compression": {"up": "float32", "down": "float32"}}
+    plain = {
+        "merge": {"method": "rda"},
+        "outer": {"optimizer": "sgd", "lr": 1.0},
+        "compression": {"up": "float32", "down": "float32"},
+    }
     world, problem, versions = a_world(a_job(1, 60, **plain))
     assert world.run(until=1000)
     theta = Weights().theta
@@ -122,7 +126,9 @@ def test_one_learner_without_compression_ends_as_plain_training_does() -> None:
 def test_one_fragment_of_one_learner_is_stepped_as_the_outer_step_says() -> None:
     """Momentum too: the versions are those of a loop that does by hand what one process with an outer step does."""
     layout = Layout.build([Tensor("a.weight", (40, 6), "float32")], 1)
-    job = a_job(1, 33, fragments=1, overlap=1, compression={"up": "float32", "down": "float32"})
+    job = a_job(
+        1, 33, fragments=1, overlap=1, merge={"method": "rda"}, compression={"up": "float32", "down": "float32"}
+    )
     problem = Regression()
     problem.truth = [np.concatenate(problem.truth)[:240]]
     versions = MergedVersions(job, layout, [np.zeros(240, np.float32)])

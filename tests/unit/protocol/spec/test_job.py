@@ -262,7 +262,7 @@ def test_derived_values() -> None:
     ("fields", "path"),
     [
         ({"training.stop": {"steps": 100}}, "training.optimizer.warmupSteps"),
-        ({"sync.outer.optimizer": "adamw"}, "sync.outer.lr"),
+        ({"sync.outer.optimizer": "adamw", "sync.outer.lr": 0.7}, "sync.outer.lr"),
         ({"sync.deterministic": True, "sync.quorum": 2}, "sync.quorum"),
     ],
 )

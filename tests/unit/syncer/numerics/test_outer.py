@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_protocol.spec.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
 from example_counts import share_of
@@ -17,8 +19,8 @@ from example_counts import share_of
 NAMES = tuple(outer.REGISTRY)
 
 
-def spec(optimizer: str, **fields: object) -> OuterSpec:
-    return OuterSpec.model_validate({"optimizer": optimizer, **fields})
+def spec(optimizer: str, **fields: object) -> OuterSettings:
+    return outer_settings(OuterSpec.model_validate({"optimizer": optimizer, **fields}), "rda")
 
 
 def vectors(count: int, elements: int, seed: int = 0, scale: float = 1.0) -> list[np.ndarray]:
@@ -26,7 +28,7 @@ def vectors(count: int, elements: int, seed: int = 0, scale: float = 1.0) -> lis
     return [(source.standard_normal(elements) * scale).astype(np.float32) for _ in range(count)]
 
 
-def train(settings: OuterSpec, theta: np.ndarray, deltas: list[np.ndarray], **options: object) -> np.ndarray:
+def train(settings: OuterSettings, theta: np.ndarray, deltas: list[np.ndarray], **options: object) -> np.ndarray:
     optimizer, state = outer.make(settings), {}
     theta = theta.copy()
     for delta in deltas:
@@ -221,6 +223,6 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes() -> None:
 
 
 def test_an_unknown_optimizer_is_named() -> None:
-    settings = spec("sgd").model_copy(update={"optimizer": "lion"})
+    settings = replace(spec("sgd"), optimizer="lion")
     with pytest.raises(outer.OuterError, match="'lion' is none of sgd, nesterov"):
         outer.make(settings)

@@ -11,6 +11,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.bandwidth import links
+from diloco_protocol.spec import merging
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import bulk
 from diloco_protocol.wire.records import PushHeader, StepReport
@@ -124,6 +125,19 @@ def test_a_restart_from_the_records_goes_on_bit_for_bit(down: str, optimizer: st
         assert np.array_equal(made.broadcasts[0].full, again.broadcasts[0].full)
 
 
+def test_the_merge_that_auto_means_follows_the_models_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its outer optimizer, and after a start from records too, when the size is known only then."""
+    found = {}
+    for words in ((), ("sync.merge.method=isotropic",), ("sync.merge.method=rda",)):
+        made = parameters(*words)
+        found[words] = merge(made, 0, 1).digest
+    assert found[()] == found[("sync.merge.method=isotropic",)] != found[("sync.merge.method=rda",)]
+    assert parameters().merging == "isotropic, nesterov at rate 1.4, momentum 0.5"
+    monkeypatch.setattr(merging, "ISOTROPIC_BELOW", LAYOUT.total_elements)
+    assert parameters().merging == "rda, nesterov at rate 0.7, momentum 0.9"
+    assert merge(parameters(), 0, 1).digest == found[("sync.merge.method=rda",)]
+
+
 def test_an_isotropic_merge_turns_the_matrix_and_nothing_else() -> None:
     sgd = ("sync.outer.optimizer=sgd", "sync.outer.lr=1.0", "sync.compression.down=float32")
     of_matrix = next(p for p, pieces in enumerate(LAYOUT.fragments) if any(x.tensor == "w" for x in pieces))
@@ -161,7 +175,7 @@ def test_a_merge_that_is_not_adopted_changes_nothing() -> None:
 
 
 def test_sign_and_size_of_a_step() -> None:
-    made = parameters("sync.outer.optimizer=sgd", "sync.outer.lr=0.5")
+    made = parameters("sync.merge.method=rda", "sync.outer.optimizer=sgd", "sync.outer.lr=0.5")
     delta = values(0, 3, 0.1)
     record, _ = made.merge(action(0, 1, pushes=1), [delta], squares([delta]), 1, 1)
     assert np.allclose(record.theta, values(0, 0) - 0.5 * delta, atol=1e-7)

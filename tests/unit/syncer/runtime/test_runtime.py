@@ -55,6 +55,7 @@ spec:
     every: 2
     overlap: 1
     compression: {up: float32, down: float32}
+    merge: {method: rda}
     outer: {optimizer: sgd, lr: 1.0}
     heartbeat: {intervalSeconds: 1, timeoutSeconds: 30}
   syncer: {checkpoint: {everySeconds: 3600}}
