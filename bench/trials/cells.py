@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol.common.files import write_whole
-from diloco_protocol.spec.merging import settle_merge
+from diloco_protocol.merging import settle_merge
 
 CODE = 1
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from diloco_protocol.arrays.kernels import Float32s
-from diloco_protocol.spec.merging import OuterSettings, outer_settings
+from diloco_protocol.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics.outer import Nesterov, Outer, State, _Moment
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.merging import settle_merge
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
-from diloco_protocol.spec.merging import settle_merge
 from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.core.clock import LONGEST_DOWN
 from diloco_syncer.core.config import CoreConfig

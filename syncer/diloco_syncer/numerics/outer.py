@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from diloco_protocol.arrays import kernels
 from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Float32s, kernel
-from diloco_protocol.spec.merging import OuterSettings
+from diloco_protocol.merging import OuterSettings
 
 
 class OuterError(ValueError):

@@ -26,8 +26,8 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, tensors_to_json
+from diloco_protocol.merging import settle_merge
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.merging import settle_merge
 from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload
 from diloco_syncer.core import events as ev

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_protocol.spec.merging import outer_settings
+from diloco_protocol.merging import outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
 from repository import ROOT

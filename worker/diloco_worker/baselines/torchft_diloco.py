@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from diloco_protocol.common.files import write_whole
+from diloco_protocol.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.merging import OuterSettings, outer_settings
 from diloco_worker import device
 from diloco_worker.baselines.link import watch_link
 from diloco_worker.baselines.rank import Rank

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.spec.merging import OuterSettings, outer_settings
+from diloco_protocol.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
 from example_counts import share_of

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diloco_protocol import merging
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.bandwidth import links
-from diloco_protocol.spec import merging
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import bulk
 from diloco_protocol.wire.records import PushHeader, StepReport

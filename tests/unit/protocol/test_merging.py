@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from diloco_protocol.merging import ISOTROPIC_BELOW, outer_settings, settle_merge
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import parse_job
-from diloco_protocol.spec.merging import ISOTROPIC_BELOW, outer_settings, settle_merge
 from diloco_protocol.spec.sync import OuterSpec
 from wrong_jobs import local_job
 
