@@ -46,6 +46,7 @@ def drawn(shown: RunView, width: int) -> list[str]:
 def test_m7_what_is_done_and_how_long_the_rest_takes() -> None:
     assert time_left(view()) == "39 %, about 55 s left"
     assert time_left(view(("seconds", 300.0))) == "20 %, about 4 min left"
+    assert time_left(view(("seconds", 60.3))) == "99 %, about 1 s left"
     # By the pace of the learner that is ahead: 0.06 s of computing are 95 % of its step.
     assert time_left(view(("steps", 4500.0))) == "25 %, about 3 min 33 s left"
     assert time_left(view(("steps", 4500.0), slots=[])) == "25 %"

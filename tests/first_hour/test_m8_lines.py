@@ -38,11 +38,14 @@ def test_m8_a_line_is_printed_when_something_has_changed() -> None:
     for _ in range(11):
         printed.tell(5.0)
     assert len(printed.lines) == 1, "nothing happens: it waits for its learners"
+    printed.tell(5.0, versions=[0] * 24)
+    assert len(printed.lines) == 1, "version 0 is there, of which the line has nothing to say"
     printed.tell(0.5, sessions=3, versions=[0], phase="training")
     assert len(printed.lines) == 2
-    printed.tell(4.0, versions=[0], phase="training", step=2)
+    trained = {"trained": 20, "merged": 0, "pending": 20, "dropped": 0}
+    printed.tell(4.0, versions=[0], phase="training", step=2, tokens=trained)
     assert len(printed.lines) == 2, "not more than one in five seconds"
-    printed.tell(1.0, versions=[0], phase="training", step=3)
+    printed.tell(1.0, versions=[0], phase="training", step=2, tokens=trained)
     assert len(printed.lines) == 3
 
 

@@ -111,7 +111,7 @@ def time_left(view: RunView) -> str:
     seconds = _seconds_left(status, unit, limit - reached)
     if seconds is None or status.phase not in TRAINING_PHASES:
         return text
-    return f"{text}, about {duration_text(max(1.0, seconds))} left"
+    return f"{text}, about {duration_text(seconds) if seconds >= 10 else f'{max(1, round(seconds))} s'} left"
 
 
 def _seconds_left(status: StatusDocument, unit: str, rest: float) -> float | None:
@@ -319,6 +319,7 @@ class Lines:
         self._clock = clock
         self._printed_at = float("-inf")
         self._figures: tuple[object, ...] = ()
+        self._shown = ""
 
     def event(self, text: str, style: str = "") -> None:
         self._print(text)
@@ -334,9 +335,12 @@ class Lines:
             *(status.phase, blocked_by(status), silence(view), status.step, status.tokens.trained, status.merges),
             *(status.versions, status.quorum.active, merged_loss(status), _losses(status)),
         )
-        if now >= self._printed_at + (LINE_SECONDS if figures != self._figures else SAME_LINE_SECONDS):
-            self._printed_at, self._figures = now, figures
-            self._print(progress_line(view))
+        line = progress_line(view)
+        shown = line.partition(" s  ")[2]  # without the time, which always changes
+        news = figures != self._figures and shown != self._shown
+        if now >= self._printed_at + (LINE_SECONDS if news else SAME_LINE_SECONDS):
+            self._printed_at, self._figures, self._shown = now, figures, shown
+            self._print(line)
 
     def close(self) -> None:
         pass

@@ -52,8 +52,9 @@ def summary(report: Report, outcome: str = "") -> Table:
             row("goodput", _goodput(report))
         row("traffic", f"{size_text(report.bytes_up)} up, {size_text(report.bytes_down)} down")
         regions = report.regions or []
-        for region in regions if sum(bool(region.name) for region in regions) > 1 else ():
-            row(f"  {region.name or 'evaluator'}", carried_text(region))
+        several = sum(region.name not in ("", "evaluator") for region in regions) > 1
+        for region in regions if several else ():
+            row(f"  {region.name or 'others'}", carried_text(region))
     if report.output is not None:
         row("model", output_text(report.output))
     row("time", duration_text(report.wall_seconds or 0))
@@ -95,9 +96,13 @@ def tokens_text(report: Report) -> str:
         pending += f" ({_PENDING[report.outcome]})"
     dropped = "nothing dropped"
     if tokens.dropped:
-        reasons = ", ".join(f"{number(count)} {_REASONS.get(name, name)}" for name, count in dropped_by_reason(report))
-        dropped = f"{number(tokens.dropped)} dropped ({share_text(tokens.dropped / max(1, tokens.trained))}"
-        dropped += f": {reasons})" if reasons else ")"
+        share = share_text(tokens.dropped / max(1, tokens.trained))
+        found = [(number(count), _REASONS.get(name, name)) for name, count in dropped_by_reason(report)]
+        if len(found) == 1:
+            share += f", {found[0][1]}"
+        elif found:
+            share += f": {', '.join(f'{count} {reason}' for count, reason in found)}"
+        dropped = f"{number(tokens.dropped)} dropped ({share})"
     return f"{number(tokens.trained)} trained, {number(tokens.merged)} merged, {pending}, {dropped}"
 
 

@@ -193,4 +193,4 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     assert "5.500 at the start, 2.000 at the end" in text and "10 trained, 9 merged" in text
     assert "not merged again before the end" in " ".join(text.split())
     assert re.search(r"  eu +7 B up, 8 B down; with all beside it and TLS 9 B up, 11 B down +\n", text)
-    assert re.search(r"  evaluator +0 B up, 5 B down +\n", text)
+    assert re.search(r"  others +0 B up, 5 B down +\n", text)
