@@ -69,6 +69,12 @@ def test_m9_the_demos_story() -> None:
     assert "79,196,706" not in text and "9,088" not in text and text.count("79.2 MB") == 1
 
 
+def test_m9_of_a_job_without_a_last_score_the_newest_one_is_shown() -> None:
+    scores = [[0, 5.545], [700_000, 2.25]]
+    text = told(job_report(**{**DEMO, "outcome": "running", "final_loss": None, "eval_loss": scores}))
+    assert "5.545 at the start, 2.250 at the last score" in text
+
+
 def test_m9_what_is_said_of_faults_is_so() -> None:
     hold = {"from_seconds": 31.0, "to_seconds": 31.5}
     assert "merges went on" not in told(job_report(**{**DEMO, "holds": [hold]}))

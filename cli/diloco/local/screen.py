@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, Protocol
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -187,6 +188,9 @@ class _ByWidth:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._make(options.max_width)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._make(options.max_width))
 
 
 def _lines_of(cells: Sequence[Text], width: int) -> RenderableType:

@@ -83,7 +83,10 @@ def _loss(report: Report) -> tuple[str, str]:
     scored = [loss for _, loss in report.eval_loss if loss is not None]
     if report.initial_loss is None and report.final_loss is None and scored:
         return "loss", f"{nats(scored[-1])}, the last score of the merged model (nats per token)"
-    return "loss", f"{nats(report.initial_loss)} at the start, {nats(report.final_loss)} at the end (nats per token)"
+    last = f"{nats(report.final_loss)} at the end"
+    if report.final_loss is None and scored:
+        last = f"{nats(scored[-1])} at the last score"
+    return "loss", f"{nats(report.initial_loss)} at the start, {last} (nats per token)"
 
 
 def tokens_text(report: Report) -> str:
