@@ -14,6 +14,7 @@ import sys
 from diloco_protocol.spec.load import JobError
 from diloco_worker import exit_hooks, logs
 from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_worker.training.findings import VARIABLE as CHECK
 
 log = logging.getLogger("diloco_worker")
 
@@ -27,6 +28,10 @@ def main() -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     try:
         logs.configure()
+        if os.environ.get(CHECK):
+            from diloco_worker.training.job_check import main as check
+
+            return check()
         settings = WorkerSettings.from_environment()
         logs.set_fields(job=settings.job.metadata.name)
         return _run(settings)

@@ -50,9 +50,7 @@ def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Modu
     ``from`` starts. Raises JobError naming the field of ``training.model``.
     """
     model = _construct(spec, seed, directory, pretrained=True)
-    _freeze(model, _required(spec).freeze)
-    if _required(spec).frozen_dtype == "bfloat16":
-        _convert_frozen(model, torch.bfloat16)
+    _choose_trained(model, _required(spec))
     if hasattr(model.config, "output_router_logits"):
         # A mixture of experts: the router's load-balancing loss is part of the training loss.
         model.config.output_router_logits = True
@@ -65,11 +63,11 @@ def skeleton(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
 
 
 def outline(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
-    """The model's names and shapes without its values (torch's meta device), frozen where the job says so: what a
-    layout is made from, in no memory, however large the model is. Raises JobError."""
+    """The model's names, shapes and dtypes without its values (torch's meta device), frozen where the job says so: what
+    a layout is made from, in no memory, however large the model is. Raises JobError."""
     with torch.device("meta"):
         model = skeleton(spec, directory=directory)
-    _freeze(model, _required(spec).freeze)
+    _choose_trained(model, _required(spec))
     return model
 
 
@@ -245,6 +243,13 @@ def _refuse_running_statistics(model_spec: ModelSpec, config: Any, model: nn.Mod
             f"keeps running statistics (in {shorten(names, 3)}), which are not merged, so evaluation and export would "
             "have those that the model began with: choose one with layer or group norms, or bring your own loop",
         )
+
+
+def _choose_trained(model: nn.Module, model_spec: ModelSpec) -> None:
+    """Freeze what the job says, and hold it in training.model.frozenDtype."""
+    _freeze(model, model_spec.freeze)
+    if model_spec.frozen_dtype == "bfloat16":
+        _convert_frozen(model, torch.bfloat16)
 
 
 def _freeze(model: nn.Module, patterns: list[str]) -> None:
