@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.console import CommandError
+from diloco.packages import require_packages
 from diloco.validate import problems_text, read_job_file
 from diloco_protocol.arrays.layout import ELEMENTS_PER_FRAGMENT, Layout
 from diloco_protocol.bandwidth import links
@@ -91,6 +92,7 @@ def fragment_sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> t
             "known: give --params, the number of trained parameters, such as --params 350M, "
             "or --layout, the directory of a run or an export of it"
         )
+    require_packages("diloco plan without --params", ["worker"])
     from diloco_worker.fragments import build_layout
     from diloco_worker.settings import ConfigurationError
     from diloco_worker.training.models import outline

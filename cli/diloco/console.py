@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import typer
 
+from diloco.packages import import_text
 from diloco_protocol.common.logs import printable
 
 COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
@@ -40,6 +41,11 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             said = str(error)
             print_text(said if said.startswith("error") else f"error: {said}", file=sys.stderr)
             code = error.code
+        except ImportError as error:
+            if not (said := import_text(error)):
+                raise
+            print_text(f"error: {said}", file=sys.stderr)
+            code = WRONG
         except KeyboardInterrupt:
             code = INTERRUPTED
         raise typer.Exit(code or COMPLETE)

@@ -83,8 +83,13 @@ def run(
     http: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any.")
     ] = "127.0.0.1:0",
+    force: Annotated[
+        bool, typer.Option("--force", help="Start it also where the job needs more memory than is free.")
+    ] = False,
 ) -> int:
     """Run a job on this machine, every learner a process, until it is done.
+
+    What `diloco validate` looks at is looked at first, within seconds: a job that cannot run here is not started.
 
     The same command on the same workdir goes on from the checkpoint there. Ctrl-C drains: learners offer their work,
     the syncer makes a checkpoint; a second Ctrl-C stops at once. Logs, metrics and report.json are in the workdir.
@@ -100,7 +105,7 @@ def run(
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
 
-    return run_job(RunOptions(job, workdir, report, chaos, seed, overrides, http))
+    return run_job(RunOptions(job, workdir, report, chaos, seed, overrides, http, force=force))
 
 
 @app.command()
@@ -168,6 +173,7 @@ def chaos(
     from diloco.compare.command import compare as compare_arms
     from diloco.compare.command import quick as quickly
     from diloco.compare.random_faults import text_of
+    from diloco.packages import require_packages
 
     options = CompareOptions(
         job, report, compare, mtbf, repair, minutes, seed, spec, step_seconds, tuple(overrides), dry_run, as_json
@@ -182,21 +188,36 @@ def chaos(
             print_text(text_of(schedule))
             return 0
         return delete_by_schedule(there, name, schedule, minutes * 60)
+    if not dry_run:
+        require_packages("diloco chaos")
     return compare_arms(quickly(options) if quick else options)
 
 
 @app.command()
 @command
-def validate(job: JobFile, overrides: Overrides = []) -> int:  # noqa: B006
-    """Check a job file: all that is wrong with it at once, with the cure.
+def validate(
+    job: JobFile,
+    overrides: Overrides = [],  # noqa: B006
+    file_only: Annotated[
+        bool, typer.Option("--file-only", help="Read the file and nothing else: at once, on any machine.")
+    ] = False,
+) -> int:
+    """Check a job: all that is wrong with its file at once, with the fix, and what would fail on this machine.
 
-    Example:
+    Where torch is installed its model is built without values, in no memory and a few seconds: that finds a wrong
+    configuration, patterns that match nothing, a tokenizer or a device that is not there, and says how large the model
+    is and what memory its processes take. What this machine lacks is a warning for a job with fields for clusters.
+
+    Examples:
 
         diloco validate examples/tiny-gpt.yaml --set sync.every=12
+
+        diloco validate job.yaml --file-only
     """
+    from diloco.checks.verdict import judge_file
     from diloco.validate import validate_file
 
-    text, code = validate_file(job, overrides)
+    text, code = validate_file(job, overrides) if file_only else judge_file(job, overrides)
     print_text(text, file=sys.stderr if code else sys.stdout)
     return code
 
@@ -249,9 +270,12 @@ def plan(
     """
     from diloco.bandwidth_plan import Conditions, text
     from diloco.bandwidth_plan import plan as made
-    from diloco.export.export import read_layout
 
-    known = None if layout is None else read_layout(layout)
+    known = None
+    if layout is not None:
+        from diloco.export.export import read_layout
+
+        known = read_layout(layout)
     found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation), known)
     print_text(json.dumps(found, indent=1) if as_json else text(found))
 
@@ -355,6 +379,9 @@ def export(
         with in_cluster(None if there.given else what):
             export_job(there, what, out)
     else:
+        from diloco.packages import require_packages
+
+        require_packages("diloco export", ["syncer"])
         from diloco.export.export import read_merged, write_merged
 
         write_merged(read_merged(what), out)

@@ -1,6 +1,6 @@
-"""``diloco validate``: what a job file says, or all that is wrong with it.
+"""What a job file says, or all that is wrong with it, as every command shows it.
 
-Pure text: nothing is started and no torch is loaded. Other commands show a wrong job file with the same words.
+Pure text: nothing is started and no torch is loaded. What the file does not show is looked at in ``checks``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ _WIDTH = 100
 
 
 def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> tuple[str, int]:
-    """What to print for the job file at ``path``, and the exit code: 0 valid, 2 wrong."""
-    notes: list[Problem] = []
+    """What to print for the job file at ``path``, and the exit code: 0 valid, 2 wrong. The file alone is looked at."""
     try:
-        job = load_job(path, overrides, notes)
+        job, warnings = read_with_warnings(path, overrides)
     except JobError as error:
         return problems_text(error), WRONG
-    directory = Path(path).resolve().parent
-    return summary_text(job, [*notes, *job_warnings(job), *absent_data(job, directory)], str(path)), 0
+    return summary_text(job, warnings, str(path)), 0
+
+
+def read_with_warnings(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> tuple[DiLoCoJob, list[Problem]]:
+    """The job in the file at ``path``, and what its author should know about it. Raises JobError."""
+    notes: list[Problem] = []
+    job = load_job(path, overrides, notes)
+    return job, [*notes, *job_warnings(job), *absent_data(job, Path(path).resolve().parent)]
 
 
 def read_job_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from diloco.console import CommandError
+from diloco.checks.machine import find_absent_modules, find_absent_programs
+from diloco.checks.memory import estimate_memory, free_memory
 from diloco.doctor.findings import Finding, Level
-from diloco.doctor.machine import Torch, free_memory
+from diloco.doctor.machine import Torch
 from diloco.validate import absent_data
 from diloco_protocol.common.cpu_quota import usable_cores
 from diloco_protocol.common.format_units import size_text
-from diloco_protocol.resources import needs
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job
 from diloco_protocol.spec.warnings import spans_clusters
 
-PROCESS_BYTES = 400 << 20
-"""Of a learner before its model: the interpreter, torch, transformers."""
 NEARLY_ALL = 0.8
-_OPTIMIZER_BYTES = 16  # a parameter's: itself, its gradient, two moments
 
 
 def check_job(
@@ -45,7 +40,7 @@ def check_job(
     yield from _program(job, directory, elsewhere)
     yield from _devices(job, torch)
     if torch is not None or job.spec.training.model is None:
-        yield from _memory(job, directory, torch, elsewhere)
+        yield from _model(job, directory, torch, elsewhere)
 
 
 def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad: Level) -> Iterator[Finding]:
@@ -58,41 +53,18 @@ def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad:
         yield Finding("job", "data", bad, str(problem), fix)
     if not missing and data.source == "text":
         yield Finding("job", "data", "ok", ", ".join(data.paths))
-    if data.source == "datasets" and absent.get("datasets"):
-        fix = "pip install 'decoupled-diloco[datasets]'"
-        yield Finding("job", "data", bad, "source datasets needs the package datasets, which is not installed", fix)
-    if data.source == "python" and data.function is not None:
-        module = data.function.partition(":")[0].partition(".")[0]
-        if not _is_module(module, directory):
-            said = f"training.data.function: there is no module {module}"
-            yield Finding("job", "data", bad, said, f"put {module}.py into {directory}, or install it")
-
-
-def _is_module(name: str, directory: Path) -> bool:
-    if (directory / f"{name}.py").is_file() or (directory / name).is_dir():
-        return True
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+    for problem in find_absent_modules(job, directory, has_datasets=not absent.get("datasets")):
+        yield Finding("job", "data", bad, str(problem))
 
 
 def _program(job: DiLoCoJob, directory: Path, bad: Level) -> Iterator[Finding]:
-    commands = {"learners": job.spec.learners.command, "evaluator": job.spec.evaluator.command}
-    for role, command in commands.items():
-        if command is None:
-            continue
-        program, script = command[0], command[1] if len(command) > 1 else ""
-        there = program == "python" or shutil.which(program) or os.access(directory / program, os.X_OK)
-        if not there:
-            said = f"{role}.command: there is no program {program}"
-            yield Finding("job", "program", bad, said, f"it is looked for on PATH and in {directory}")
-            continue
-        if script.endswith(".py") and not (directory / script).is_file():
-            said = f"{role}.command: there is no {script} in {directory}"
-            yield Finding("job", "program", bad, said, "its path starts at the job file's directory")
-            continue
-        yield Finding("job", "program", "ok", f"{role}: {' '.join(command)}")
+    absent = {problem.path: problem for problem in find_absent_programs(job, directory)}
+    for role, command in (("learners", job.spec.learners.command), ("evaluator", job.spec.evaluator.command)):
+        problem = absent.get(f"spec.{role}.command")
+        if problem is not None:
+            yield Finding("job", "program", bad, str(problem))
+        elif command is not None:
+            yield Finding("job", "program", "ok", f"{role}: {' '.join(command)}")
 
 
 def _devices(job: DiLoCoJob, torch: Torch | None) -> Iterator[Finding]:
@@ -112,8 +84,8 @@ def _devices(job: DiLoCoJob, torch: Torch | None) -> Iterator[Finding]:
         yield Finding("job", "device", "warning", said, "--set regions.0.learners=N for fewer")
 
 
-def _memory(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> Iterator[Finding]:
-    from diloco.bandwidth_plan import fragment_sizes
+def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> Iterator[Finding]:
+    from diloco_worker.training.job_check import check_job as ask_worker
 
     if job.spec.training.model is None:
         said = "not known: the learners run a program of their own"
@@ -121,22 +93,21 @@ def _memory(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) ->
             "job", "memory", "ok", said, "diloco plan JOB.yaml --params N --step-seconds S says what N parameters need"
         )
         return
-    try:
-        sizes, _ = fragment_sizes(job, None, directory)
-    except CommandError as error:
-        yield Finding("job", "model", "error", str(error))
+    with contextlib.chdir(directory):  # as a learner: a tokenizer's directory may be relative
+        found = ask_worker(job.spec, directory)
+    for problem in found.wrong:
+        yield Finding("job", "model", "error", str(problem))
+    for problem in found.here:
+        if problem.path != "spec.training.device":  # which is told with the learners' number
+            yield Finding("job", "model", bad, str(problem))
+    for what in found.unchecked:
+        yield Finding("job", "model", "warning", f"not checked: {what}")
+    if found.model is None:
         return
-    parameters = sum(sizes)
-    yield Finding("job", "model", "ok", f"{parameters:,} trained parameters")
-    needed = needs(job.spec, sizes)
-    learner = needed.learner_memory + PROCESS_BYTES
-    on_cpu = job.spec.training.device == "cpu" or torch is None or not torch.devices
-    if on_cpu and job.spec.training.device != "cpu":  # of `auto`, which the figure leaves out
-        learner += _OPTIMIZER_BYTES * parameters
-    count = job.spec.most_slots + sum(region.spares for region in job.spec.regions)
-    whole, free = needed.syncer_memory + count * learner, free_memory()
-    parts = f"{size_text(needed.syncer_memory)} for the syncer, {size_text(learner)} for each of {count} learners"
-    said = f"about {size_text(whole)} at the least: {parts}, without activations; {size_text(free)} are free"
-    level: Level = bad if whole > free else "warning" if whole > NEARLY_ALL * free else "ok"
+    yield Finding("job", "model", "ok", f"{found.model.trained:,} trained parameters")
+    device = "cuda" if torch is not None and torch.devices and job.spec.training.device != "cpu" else "cpu"
+    need, free = estimate_memory(job, found.model, device), free_memory()
+    said = f"about {size_text(need.whole)} at the least: {need.parts_text()}; {size_text(free)} are free"
+    level: Level = bad if need.whole > free else "warning" if need.whole > NEARLY_ALL * free else "ok"
     fix = "" if level == "ok" else "fewer learners (--set regions.0.learners=N), a smaller model, or a larger machine"
     yield Finding("job", "memory", level, said, fix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shutil
 import socket
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from diloco import packages
+from diloco.checks.memory import free_memory
 from diloco.doctor.findings import Finding
 from diloco_protocol.common.cpu_quota import usable_cores
 from diloco_protocol.common.format_units import size_text
@@ -34,7 +35,6 @@ EXTRAS = {
     "report": "plots in `diloco report --html`",
 }
 """Extras of the package, and what needs them. Without the first two no job runs here."""
-NEEDED_HERE = ("syncer", "worker")
 
 _TORCH = """
 import json, torch
@@ -101,52 +101,23 @@ def _graded(about: str, free: int, little: int, none: int, fix: str) -> Finding:
     return Finding("machine", about, level, f"{size_text(free)} free", "" if level == "ok" else fix)  # type: ignore[arg-type]
 
 
-def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that programs can still have: of the machine, or of what the container is given if that is less."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.M)
-    free = int(found[1]) * 1024 if found else 0
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            granted = int((cgroups / limit).read_text()) - int((cgroups / used).read_text())
-        except (OSError, ValueError):  # no such file, or `max`
-            continue
-        return max(0, min(free, granted))
-    return free
-
-
 # ------------------------------------------------------------------ packages
 
 
 def absent_packages() -> dict[str, list[str]]:
     """Packages of each extra that are not installed; extras that are whole have none."""
-    found: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
-    for line in metadata.requires("decoupled-diloco") or ():
-        match = re.match(r"""([A-Za-z0-9._-]+).*extra\s*==\s*["']([a-z]+)["']""", line)
-        if match and match[2] in found and not _is_installed(match[1]):
-            found[match[2]].append(match[1])
-    return found
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return {extra: packages.absent_packages([extra]) for extra in EXTRAS}
 
 
 def check_packages(absent: Mapping[str, list[str]]) -> Iterator[Finding]:
     """``absent``: of absent_packages."""
-    for extra, packages in absent.items():
+    for extra, missing in absent.items():
         use = EXTRAS[extra]
-        if not packages:
+        if not missing:
             yield Finding("packages", extra, "ok", f"installed, for {use}")
             continue
-        level = "error" if extra in NEEDED_HERE else "ok"
-        said = f"not installed ({', '.join(packages)}); {'needed' if level == 'error' else 'only'} for {use}"
+        level = "error" if extra in packages.HERE else "ok"
+        said = f"not installed ({', '.join(missing)}); {'needed' if level == 'error' else 'only'} for {use}"
         yield Finding("packages", extra, level, said, f"pip install 'decoupled-diloco[{extra}]'")  # type: ignore[arg-type]
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from diloco.console import CommandError, print_text
 from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
 from diloco.export.tensors import write_tensors
+from diloco.packages import require_packages
 from diloco.processes.workdir import Workdir, find
 from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.common.files import FileError, read_bounded
@@ -132,6 +133,7 @@ def write_merged(model: MergedModel, out: Path) -> None:
             f"the program's own model gives them"
         )
         return
+    require_packages("diloco export of a transformers model", ["worker"])
     from diloco_worker.training.export import ExportError, export
 
     try:

@@ -20,10 +20,12 @@ OUTCOMES: dict[str, tuple[str, int]] = {
     JobPhase.SUSPENDED: ("interrupted", 130),
 }
 
+REFUSED = "refused"  # before anything was started: no report is written
+
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How the run ended: report.json's ``outcome``, the exit code, and why."""
+    """How the run ended: report.json's ``outcome`` (or REFUSED), the exit code, and why."""
 
     outcome: str
     exit_code: int

@@ -10,22 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diloco.checks.machine import find_absent
+from diloco.checks.start import StartCheck
 from diloco.console import CommandError, print_text
 from diloco.local.chaos import schedule as chaos
-from diloco.local.outcome import RunResult, complete_report
+from diloco.local.outcome import REFUSED, RunResult, complete_report
 from diloco.local.runner import Runner
 from diloco.local.screen import make_screen
 from diloco.local.summary import summary
+from diloco.packages import require_packages
 from diloco.processes.launch import check_free
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco.processes.worker_specs import ServeOptions, learner_names, without_meaning
 from diloco.text_console import TextConsole
-from diloco.validate import read_job_file
+from diloco.validate import problems_text, read_job_file
 from diloco_protocol.common.files import PUBLIC, FileError, write_whole
 from diloco_protocol.documents import RunReport
 from diloco_protocol.security.credentials import CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.load import job_warnings
+from diloco_protocol.spec.load import JobError, job_warnings
 from diloco_protocol.wire.control_auth import make_key
 
 LOG_LINES = 12  # shown of the log of what made a run fail
@@ -41,6 +44,7 @@ class RunOptions:
     overrides: Sequence[str] = field(default_factory=tuple)
     http: str = "127.0.0.1:0"
     serving: ServeOptions | None = None  # learners are other machines'
+    force: bool = False  # also where memory is too little
 
 
 def run(options: RunOptions) -> int:
@@ -51,13 +55,18 @@ def run(options: RunOptions) -> int:
     except chaos.ChaosError as error:
         raise CommandError(str(error)) from error
     _check_report_path(options)
+    _check_packages(job, options.serving)
     with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
+        if options.serving is None and (absent := find_absent(job, options.job.absolute().parent)):
+            raise CommandError(problems_text(JobError(absent, str(options.job))))
         again = claim(workdir, job, options.job.absolute().parent)
         for warning in job_warnings(job):
             print_text(f"warning: {warning}", file=sys.stderr)
         if ignored := without_meaning(job):
             print_text(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
         result = _run_job(job, workdir, options, schedule, again)
+        if result.ended.outcome == REFUSED:
+            raise CommandError(result.ended.message, result.ended.exit_code)
         # What is complete stays as it was reported: its time, its faults.
         earlier = workdir.earlier_report() if result.complete_already else None
         if earlier is not None and result.status is not None:
@@ -76,6 +85,15 @@ def run(options: RunOptions) -> int:
                 return result.ended.exit_code or 1
         _tell(result, report, workdir)
         return result.ended.exit_code
+
+
+def _check_packages(job: DiLoCoJob, serving: ServeOptions | None) -> None:
+    """Raise PackagesMissing unless all that processes here need is installed."""
+    spec, own = job.spec, job.spec.learners.command
+    trains = serving is None and (own is None or own[0] == "python")  # another program brings its own packages
+    scores = spec.evaluated and spec.evaluator.command is None and (serving is None or serving.evaluator)
+    extras = ["syncer", *(["worker"] if trains or scores else [])]
+    require_packages("diloco run" if serving is None else "diloco syncer serve", extras)
 
 
 def _check_report_path(options: RunOptions) -> None:
@@ -141,9 +159,9 @@ def _run_job(
             )
             if job.spec.evaluated and not options.serving.evaluator:
                 screen.event("nobody scores the merged model (see --evaluator-credentials)", "yellow")
-        return asyncio.run(
-            Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving).run()
-        )
+        check = StartCheck(job, options.job, workdir, options.force, screen.event)
+        runner = Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving)
+        return asyncio.run(runner.run(None if options.serving is not None else check.check))
     finally:
         screen.close()
 

@@ -19,15 +19,16 @@ import random
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco.console import CommandError
 from diloco.local.chaos.injector import Injector
 from diloco.local.chaos.proxy import Proxy
 from diloco.local.chaos.schedule import Fault, FaultSchedule
 from diloco.local.metrics_log import MetricsLog
-from diloco.local.outcome import OUTCOMES, RunOutcome, RunResult
+from diloco.local.outcome import OUTCOMES, REFUSED, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
 from diloco.processes.exit_errors import ExitError, ExitErrors
@@ -59,6 +60,7 @@ DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the s
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
 ENDED_TRIES = 5  # process-ended calls while the syncer does not answer
+Check = Callable[[ForkServerClient], Awaitable[None]]
 
 
 class Runner:
@@ -129,15 +131,16 @@ class Runner:
 
     # -------------------------------------------------------------- the run
 
-    async def run(self) -> RunResult:
-        """From the first start to the last process's end."""
+    async def run(self, check: Check | None = None) -> RunResult:
+        """From the first start to the last process's end. ``check``: whether the job can run here, asked of the
+        worker through the fork server; it raises CommandError before the syncer is started."""
         loop = asyncio.get_running_loop()
         self._outcome = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
         metrics_log = MetricsLog(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
         try:
-            self._spawn(self._follow_job(metrics_log))
+            self._spawn(self._follow_job(metrics_log, check))
             outcome = await self._outcome
             await self._wait_for_exits(outcome)
             for fault in self.injector.waiting:
@@ -166,7 +169,7 @@ class Runner:
             self._complete_already,
         )
 
-    async def _follow_job(self, metrics_log: MetricsLog) -> None:
+    async def _follow_job(self, metrics_log: MetricsLog, check: Check | None) -> None:
         """Start everything, then follow the syncer's status until the end."""
         with contextlib.suppress(FileNotFoundError):
             self.workdir.address.unlink()  # an earlier run's
@@ -176,7 +179,10 @@ class Runner:
                 await self.proxies[worker.name].start()
         own = self.job.spec.learners.command is None and self._serving is None
         if own or any(m.kind is Kind.EVALUATOR for m in self._workers):
-            self._spawn(self._preload())
+            if check is None:
+                self._spawn(self._preload())
+            elif not await self._preload(check):
+                return
         self._spawn(self._keep_syncer())
         while not await self._poll():
             why = self._reason_to_kill_syncer()
@@ -215,11 +221,18 @@ class Runner:
                 self._killed_syncer = True
                 self._watchdog.on_excused(time.monotonic())  # until it is gone
 
-    async def _preload(self) -> None:
+    async def _preload(self, check: Check | None = None) -> bool:
+        """Load the libraries and check the job; False: the run is over."""
         try:
             await self._forkserver.load()
+            if check is not None:
+                await check(self._forkserver)
+            return True
+        except CommandError as error:
+            self._decide(RunOutcome(REFUSED, error.code, str(error)))
         except (StartError, OSError) as error:
             self._decide(RunOutcome("failed", 1, str(error), "forkserver"))
+        return False
 
     async def _poll(self) -> bool:
         """Read the syncer's status, False if it does not answer; an ended phase ends the run."""

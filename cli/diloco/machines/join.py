@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError, print_text
+from diloco.packages import require_packages
 from diloco.processes.launch import guard_command, resolve_program
 from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.workdir import Workdir, locked
@@ -73,6 +74,7 @@ class JoinOptions:
 def join(options: JoinOptions) -> int:
     """Run this machine's learner until it leaves or the job ends; returns the exit code. Raises CommandError."""
     _check(options)
+    require_packages("diloco learner join", ["worker"])
     try:
         credentials = Credentials.from_directory(options.credentials)
         if options.join_token_file is not None:

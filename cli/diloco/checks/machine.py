@@ -1,0 +1,63 @@
+"""What a job needs of the machine that runs it, other than its model: programs, data, packages of its data source."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from diloco.packages import is_installed
+from diloco.processes.worker_specs import without_meaning
+from diloco.validate import absent_data
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import Problem
+from diloco_protocol.spec.warnings import spans_clusters
+
+
+def is_for_cluster(job: DiLoCoJob) -> bool:
+    """Whether the job sets what only a cluster reads: what this machine lacks need not stop it."""
+    return spans_clusters(job.spec) or bool(without_meaning(job))
+
+
+def find_absent(job: DiLoCoJob, directory: Path) -> list[Problem]:
+    """What of the job is not on this machine. ``directory``: the job file's, where relative paths start."""
+    return [*absent_data(job, directory), *find_absent_programs(job, directory), *find_absent_modules(job, directory)]
+
+
+def find_absent_programs(job: DiLoCoJob, directory: Path) -> Iterator[Problem]:
+    """Programs of the job's own, or their scripts, that are not there."""
+    for role, command in (("learners", job.spec.learners.command), ("evaluator", job.spec.evaluator.command)):
+        if command is None:
+            continue
+        program, script, field = command[0], command[1] if len(command) > 1 else "", f"spec.{role}.command"
+        if not (program == "python" or shutil.which(program) or os.access(directory / program, os.X_OK)):
+            yield Problem(field, command, f"there is no program {program}: it is looked for on PATH and in {directory}")
+        elif script.endswith(".py") and not (directory / script).is_file():
+            yield Problem(field, command, f"there is no {script} in {directory}, where the job file is")
+
+
+def find_absent_modules(job: DiLoCoJob, directory: Path, has_datasets: bool | None = None) -> Iterator[Problem]:
+    """Modules that the job's data source needs and that cannot be imported here. ``has_datasets``: whether the package
+    datasets is installed; None: it is looked for."""
+    data = job.spec.training.data
+    if data is None:
+        return
+    if data.source == "datasets" and not (is_installed("datasets") if has_datasets is None else has_datasets):
+        fix = "pip install 'decoupled-diloco[datasets]'"
+        yield Problem("spec.training.data.source", "datasets", f"the package datasets is not installed: {fix}")
+    if data.source == "python" and data.function is not None:
+        module = data.function.partition(":")[0].partition(".")[0]
+        if not _is_module(module, directory):
+            message = f"there is no module {module}: put {module}.py into {directory}, or install it"
+            yield Problem("spec.training.data.function", data.function, message)
+
+
+def _is_module(name: str, directory: Path) -> bool:
+    if (directory / f"{name}.py").is_file() or (directory / name).is_dir():
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,128 @@
+"""Whether a run fits into this machine's memory, by the arithmetic of ``diloco plan``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_protocol.common.format_units import size_text
+from diloco_protocol.resources import needs
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_worker.training.findings import ModelFacts
+
+PROCESS_BYTES = 150 << 20
+"""Of a learner or evaluator before its model, beside the libraries' pages that the processes of a run share."""
+LOOP_BYTES = 16
+"""Of a trained parameter in a loop on the CPU: itself, its gradient, two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that a run takes on its machine, at the least: without activations and batches. ``syncer``: up to.
+    ``learner``: each of ``learners``; ``evaluator``: 0 where there is none."""
+
+    syncer: int
+    learner: int
+    learners: int
+    evaluator: int
+
+    @property
+    def whole(self) -> int:
+        return self.syncer + self.learners * self.learner + self.evaluator
+
+    def parts_text(self) -> str:
+        each = f"{size_text(self.learner)} for each of {self.learners} learners"
+        scored = f", {size_text(self.evaluator)} for the evaluator" if self.evaluator else ""
+        return f"{size_text(self.syncer)} for the syncer, {each}{scored}, without activations"
+
+
+def estimate_memory(job: DiLoCoJob, model: ModelFacts, device: str) -> MemoryNeed:
+    """What the job's processes take if all of them run on one machine. ``device``: where learners train, cpu or cuda.
+
+    Processes beyond the job's learners and spares (maxLearners) join from other machines."""
+    spec = job.spec
+    needed = needs(spec, model.fragments)
+    learner = needed.learner_memory
+    if device == "cuda":
+        learner = max(learner, model.bytes)  # it is built on the host
+    else:
+        loop = 0 if spec.training.device == "cpu" else LOOP_BYTES * model.trained  # else it is in the figure
+        learner += loop + model.bytes - 4 * model.trained
+    learners = spec.slots + sum(region.spares for region in spec.regions)
+    evaluator = PROCESS_BYTES + model.bytes if spec.evaluated and spec.evaluator.command is None else 0
+    return MemoryNeed(needed.syncer_memory, PROCESS_BYTES + learner, learners, evaluator)
+
+
+def memory_shortage(need: MemoryNeed, free: int) -> str:
+    """The sentence that says by how much a run does not fit; empty: it does."""
+    if need.whole <= free:
+        return ""
+    return (
+        f"the job needs about {size_text(need.whole)} of memory at the least ({need.parts_text()}), and "
+        f"{size_text(free)} are free on this machine: fewer learners (--set regions.0.learners=N), a smaller model, "
+        "or a larger machine"
+    )
+
+
+def size_line(model: ModelFacts, need: MemoryNeed) -> str:
+    """The model's size, and what a process takes with it."""
+    whole = model.bytes == 4 * model.parameters
+    trained = "" if model.trained == model.parameters else f", {model.trained:,} of them trained"
+    return (
+        f"parameters {model.parameters:,} ({size_text(model.bytes)}{' float32' if whole else ''}){trained}; "
+        f"per learner about {size_text(need.learner)}, syncer about {size_text(need.syncer)}"
+    )
+
+
+# ------------------------------------------------------------------ what is free
+
+_MEMINFO, _CGROUPS, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_VERSIONS = (
+    ("", "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
+"""Of both versions of control groups: folder, limit, use, and what of the use the kernel gives back when asked."""
+
+
+def free_memory(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
+    """Bytes that programs can still have: of the machine, or of what its control groups grant this process if that is
+    less. What files have cached counts as free."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.M)
+    free = int(found[1]) * 1024 if found else sys.maxsize
+    return max(0, min([free, *_granted(cgroups, own)]))
+
+
+def _granted(cgroups: Path, own: Path) -> Iterator[int]:
+    for folder, limit, used, cached in _VERSIONS:
+        for group in _groups(cgroups / folder, own):
+            try:
+                left = int((group / limit).read_text()) - int((group / used).read_text())
+            except (OSError, ValueError):  # no such group, or `max`: no limit
+                continue
+            yield left + sum(count for name, count in _statistics(group) if name in cached)
+
+
+def _statistics(group: Path) -> list[tuple[str, int]]:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return []
+    return [(name, int(count)) for name, _, count in (line.partition(" ") for line in lines) if count.isdigit()]
+
+
+def _groups(root: Path, own: Path) -> list[Path]:
+    """The control groups whose limits hold for this process, as far as they are shown to it."""
+    found = [root]
+    try:
+        paths = {line.split(":", 2)[2].strip("/") for line in own.read_text().splitlines() if line.count(":") >= 2}
+    except OSError:
+        return found
+    for path in paths:
+        here = root
+        for name in path.split("/") if path else ():
+            here = here / name
+            found.append(here)
+    return found

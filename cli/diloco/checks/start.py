@@ -1,0 +1,59 @@
+"""The checks of ``diloco run`` before its syncer starts: the fork server, which has torch loaded, asks the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.checks.memory import estimate_memory, free_memory, memory_shortage, size_line
+from diloco.checks.model import CHECK_SECONDS, check_environment, read_findings
+from diloco.console import CommandError
+from diloco.processes.launch import ForkServerClient
+from diloco.processes.workdir import Workdir
+from diloco.validate import problems_text
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError
+from diloco_worker.training.findings import JobFindings
+
+
+@dataclass(frozen=True, slots=True)
+class StartCheck:
+    """``file``: the job's, as its author named it. ``force``: memory is not looked at. ``tell``: says one line."""
+
+    job: DiLoCoJob
+    file: Path
+    workdir: Workdir
+    force: bool
+    tell: Callable[[str], None]
+
+    async def check(self, forkserver: ForkServerClient) -> None:
+        """Raises CommandError if the job cannot run here, StartError if the fork server cannot be started. What cannot
+        be checked does not keep a job from being tried."""
+        found = await self._ask(forkserver)
+        if problems := [*found.wrong, *found.here]:
+            raise CommandError(problems_text(JobError(problems, str(self.file))))
+        for what in found.unchecked:
+            self.tell(f"not checked: {what}")
+        if found.model is None:
+            return
+        need = estimate_memory(self.job, found.model, found.device)
+        self.tell(size_line(found.model, need))
+        shortage = "" if self.force else memory_shortage(need, free_memory())
+        if shortage:
+            raise CommandError(f"{shortage}; --force starts it all the same")
+
+    async def _ask(self, forkserver: ForkServerClient) -> JobFindings:
+        with tempfile.TemporaryDirectory(prefix="diloco-check-") as folder:
+            written, log = Path(folder) / "findings.json", Path(folder) / "log"
+            env = check_environment(self.workdir.job, self.file.absolute().parent, written)
+            process = await forkserver.spawn("check", {**env, "DILOCO_WORKDIR": str(self.workdir.path)}, log)
+            try:
+                await asyncio.wait_for(process.wait(), CHECK_SECONDS)
+            except TimeoutError:
+                return JobFindings(unchecked=(f"model and tokenizer: it took longer than {CHECK_SECONDS:.0f} s",))
+            finally:
+                process.signal(9)
+            return read_findings(written, log)

@@ -1,0 +1,64 @@
+"""``diloco validate``: the file, and what of the job would fail on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from diloco.checks.machine import find_absent_modules, find_absent_programs, is_for_cluster
+from diloco.checks.memory import estimate_memory, free_memory, memory_shortage, size_line
+from diloco.checks.model import check_model
+from diloco.console import WRONG
+from diloco.validate import problems_text, read_with_warnings, summary_text, warnings_text
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError, Problem
+from diloco_worker.training.findings import JobFindings
+
+
+def judge_file(
+    path: str | os.PathLike[str],
+    overrides: Iterable[str] = (),
+    ask: Callable[[DiLoCoJob, Path], JobFindings] = check_model,
+) -> tuple[str, int]:
+    """What to print for the job file at ``path``, and the exit code: 0 valid, 2 wrong. ``ask``: asks the worker.
+
+    What this machine lacks is wrong too, unless the job is for a cluster. Data may be where the job runs: that they
+    are not here is a warning in any case."""
+    try:
+        job, warnings = read_with_warnings(path, overrides)
+    except JobError as error:
+        return problems_text(error), WRONG
+    directory = Path(path).resolve().parent
+    found = ask(job, directory)
+    here = [*find_absent_programs(job, directory), *find_absent_modules(job, directory), *found.here]
+    elsewhere = is_for_cluster(job)
+    wrong, excused = ([*found.wrong], here) if elsewhere else ([*found.wrong, *here], list[Problem]())
+    if wrong:
+        text = problems_text(JobError(wrong, str(path)))
+        return "\n".join([text, *warnings_text([*warnings, *excused])]), WRONG
+    lines = [summary_text(job, (), str(path)), *figures_text(job, found)]
+    if found.model is not None and not elsewhere:
+        shortage = memory_shortage(estimate_memory(job, found.model, found.device), free_memory())
+        warnings += [Problem("", None, f"{shortage}; `diloco run` refuses it here")] if shortage else []
+    return "\n".join([*lines, *warnings_text([*warnings, *excused])]), 0
+
+
+def figures_text(job: DiLoCoJob, found: JobFindings) -> list[str]:
+    """The model's size, what its processes take, and what is to come; and what was not looked at."""
+    lines = []
+    if found.model is not None:
+        need = estimate_memory(job, found.model, found.device)
+        lines.append(f"  {size_line(found.model, need)}")
+    if found.step_tokens is not None:
+        lines.append(f"  to come   {_to_come(job, found.steps, found.step_tokens)}")
+    return [*lines, *(f"  unchecked {what}" for what in found.unchecked)]
+
+
+def _to_come(job: DiLoCoJob, steps: int | None, step_tokens: int) -> str:
+    learners = job.spec.slots
+    each = f"{step_tokens:,} tokens in a step of {'every learner' if learners > 1 else 'the learner'}"
+    if steps is None:
+        return f"{each}; how many steps {job.spec.training.stop.limit:g} seconds hold is not known"
+    whole = f"{steps:,} steps of {'each learner' if learners > 1 else 'the learner'}, {steps * step_tokens:,} tokens"
+    return f"{whole}; {each}"

@@ -1,0 +1,221 @@
+"""H5: what makes a run fail within its first minute is said by `diloco validate`, and by `diloco run` before its
+syncer starts."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from diloco.checks.start import StartCheck
+from diloco.checks.verdict import judge_file
+from diloco.console import CommandError
+from diloco.main import app
+from diloco.processes.launch import ForkServerClient
+from diloco.processes.workdir import Workdir
+from diloco.processes.worker_specs import base_environment
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import job_to_json, load_job
+from diloco_worker.training.findings import JobFindings
+from diloco_worker.training.job_check import check_job
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+LARGE = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a hub nor a GPU, wherever the tests run."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def write_job(folder: Path, model: dict[str, Any] | None = None, **training: Any) -> Path:
+    (folder / "corpus.txt").write_text("a corpus\n" * 2000)
+    document = {
+        "apiVersion": "diloco.io/v1alpha1",
+        "kind": "DiLoCoJob",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "training": {
+                "model": {"config": LLAMA, **(model or {})},
+                "data": {"paths": ["corpus.txt"], "sequenceLength": 16},
+                "batch": {"sequences": 4, "accumulation": 2},
+                "device": "cpu",
+                "stop": {"tokens": 12800},
+                **training,
+            },
+            "sync": {"fragments": 2, "every": 4},
+            "regions": [{"learners": 2}],
+        },
+    }
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def ask(job: DiLoCoJob, directory: Path) -> JobFindings:
+    """The worker, in this process, which has torch loaded."""
+    return check_job(job.spec, directory)
+
+
+# ------------------------------------------------------------------ validate
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "words"),
+    [
+        ({"config": {**LLAMA, "model_type": "lama"}}, {}, ("model_type", "did you mean llama")),
+        ({"config": {**LLAMA, "num_hidden_layer": 2}}, {}, ("num_hidden_layer", "did you mean num_hidden_layers")),
+        ({"config": {**LLAMA, "num_attention_heads": 5}}, {}, ("config", "32", "attention heads")),
+        ({}, {"data": {"paths": ["corpus.txt"], "tokenizer": "gpt2"}}, ("data.tokenizer", "use `bytes`")),
+        ({}, {"device": "cuda"}, ("training.device", "no CUDA device here")),
+        ({"freeze": ["*embd*"]}, {}, ("freeze.0", "matches no parameter", "model.embed_tokens.weight")),
+        ({"lora": {"rank": 2, "targets": ["*wq*"]}}, {}, ("lora.targets", "match no linear layer", "q_proj")),
+        ({"config": None, "from": "./weights"}, {}, ("training.model.from", "no such directory")),
+    ],
+)
+def test_what_makes_a_run_fail_is_no_valid_job(
+    tmp_path: Path, model: dict[str, Any], training: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    said, code = judge_file(write_job(tmp_path, model, **training), ask=ask)
+    text = " ".join(said.split())
+    assert code == 2 and text.startswith(f"{tmp_path / 'job.yaml'}: 1 problem "), said
+    assert all(word in text for word in words), said
+
+
+def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
+    model = {"config": {**LLAMA, "hiden_size": 3}}
+    job = write_job(tmp_path, model, device="cuda", data={"paths": ["corpus.txt"], "tokenizer": "gpt2"})
+    said, code = judge_file(job, ask=ask)
+    assert code == 2 and "3 problems" in said
+    assert "training.device" in said and "data.tokenizer" in said and "did you mean hidden_size" in said
+
+
+def test_what_this_machine_lacks_is_a_warning_for_a_cluster(tmp_path: Path) -> None:
+    job = write_job(tmp_path, device="cuda")
+    cluster = ["syncer.storage.size=20Gi", "learners.command=[/opt/train]"]
+    assert judge_file(job, ask=ask)[1] == 2
+    said, code = judge_file(job, cluster, ask=ask)
+    assert code == 0 and "a valid job" in said
+    assert "warning:\n  spec.training.device" in said and "there is no program /opt/train" in said
+
+
+def test_data_that_is_not_here_is_a_warning(tmp_path: Path) -> None:
+    said, code = judge_file(write_job(tmp_path, data={"paths": ["absent.txt"]}), ask=ask)
+    assert code == 0 and "warning:" in said and "there is no such file" in said
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    for command, words in (
+        ("[python, train.py]", "there is no train.py"),
+        ("[no-such]", "there is no program no-such"),
+    ):
+        said, code = judge_file(job, [f"learners.command={command}"], ask=ask)
+        assert code == 2 and words in said and "spec.learners.command" in said
+
+
+def test_sizes_and_what_is_to_come(tmp_path: Path) -> None:
+    said, code = judge_file(write_job(tmp_path), ask=ask)
+    assert code == 0
+    # 256·32 twice, and two layers of 4·32² + 3·32·64 + 2·32, and the last norm
+    parameters = 2 * 256 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    assert f"  parameters {parameters:,} (148 kB float32); per learner about " in said and "syncer about " in said
+    assert "50 steps of each learner, 12,800 tokens; 256 tokens in a step of every learner" in said
+
+
+def test_a_model_far_beyond_this_machine_takes_no_memory_and_is_warned_of(tmp_path: Path) -> None:
+    said, code = judge_file(write_job(tmp_path, {"config": LARGE}), ask=ask)
+    assert code == 0 and "parameters 70,553,706,496 (282 GB float32)" in said
+    warning = " ".join(said.partition("warning:")[2].split())
+    assert "TB of memory at the least" in warning and "`diloco run` refuses it here" in warning
+
+
+def test_the_command_asks_a_process_that_loads_torch(tmp_path: Path) -> None:
+    job = write_job(tmp_path, {"config": {**LLAMA, "model_type": "lama"}})
+    result = CliRunner().invoke(app, ["validate", str(job)])
+    assert result.exit_code == 2 and "did you mean llama" in result.output
+    result = CliRunner().invoke(app, ["validate", str(job), "--file-only"])
+    assert result.exit_code == 0 and "a valid job" in result.output
+
+
+# ------------------------------------------------------------------ run
+
+
+def diloco_run(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(job.parent / "run"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_run_is_refused_before_its_syncer_starts(tmp_path: Path) -> None:
+    done = diloco_run(write_job(tmp_path, {"config": {**LLAMA, "num_hidden_layer": 2}}))
+    assert done.returncode == 2, done
+    assert "did you mean num_hidden_layers" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "logs" / "syncer.log").exists()
+    assert not (tmp_path / "run" / "report.json").exists()
+    assert "outcome" not in done.stdout and "waiting" not in done.stdout
+
+
+def test_a_run_without_its_data_or_program_is_refused_at_once(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    for change, words in (
+        ("training.data.paths=[absent.txt]", "there is no such file"),
+        ("learners.command=[python, train.py]", "there is no train.py"),
+    ):
+        done = diloco_run(job, "--set", change)
+        assert done.returncode == 2 and words in done.stderr, done
+        assert not done.stdout and not (tmp_path / "run" / "job.json").exists()
+
+
+def test_the_fork_server_is_asked_and_what_cannot_fit_needs_force(tmp_path: Path) -> None:
+    workdir = Workdir(tmp_path / "run")
+    workdir.logs.mkdir(parents=True)
+    said: list[str] = []
+
+    async def check(file: Path, force: bool) -> None:
+        job = load_job(file)
+        workdir.job.write_text(job_to_json(job))
+        await StartCheck(job, file, workdir, force, said.append).check(server)
+
+    async def refusal(file: Path, force: bool = False) -> str:
+        with pytest.raises(CommandError) as caught:
+            await check(file, force)
+        assert caught.value.code == 2
+        return str(caught.value)
+
+    async def main() -> None:
+        try:
+            large = write_job(tmp_path, {"config": LARGE})
+            text = await refusal(large)
+            assert "TB of memory at the least" in text and "are free on this machine" in text
+            assert text.endswith("--force starts it all the same")
+            await check(large, force=True)
+            assert "1 problem" in await refusal(write_job(tmp_path, {"freeze": ["*embd*"]}), force=True)
+            await check(write_job(tmp_path), force=False)
+        finally:
+            await server.close()
+
+    server = ForkServerClient(base_environment({"PYTHONPATH": ":".join(sys.path)}, 1), tmp_path, tmp_path / "log")
+    asyncio.run(main())
+    assert said[-1].startswith("parameters ") and len(said) == 3
