@@ -237,7 +237,7 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
     foot.add_row(Text("rounds", style="dim"), rounds or "none open")
     if links := links_text(status):
         foot.add_row(Text("links", style="dim"), links)
-    for who, message in slow_links(status):
+    for who, message in [*slow_links(status), *without_steps(status)]:
         foot.add_row("", Text(f"{who}: {message}", style="yellow"))
     slots = status.slots
     return Group(*head, "", _ByWidth(lambda width: _slots_table(view, slots, width)), "", foot, "", *events)
@@ -278,6 +278,8 @@ def slot_note(slot: SlotRow) -> str:
     """What is the matter with a slot, in a word."""
     if slot.diverged:
         return "diverged"
+    if slot.problem:
+        return "no step yet"
     if is_late(slot):
         return "late"
     return "slow link" if slot.link is not None and slot.link.too_slow else ""
@@ -309,6 +311,11 @@ def slow_links(status: StatusDocument) -> list[tuple[str, str]]:
         for slot in status.slots
         if slot.link is not None and slot.link.too_slow
     ]
+
+
+def without_steps(status: StatusDocument) -> list[tuple[str, str]]:
+    """Who trains and has finished no step for long, and what its loop may lack."""
+    return [(f"{slot.region}-{slot.ordinal}", slot.problem) for slot in status.slots if slot.problem]
 
 
 # ------------------------------------------------------------------ where it goes

@@ -180,7 +180,7 @@ class Admission:
             slot = self.state.members.by_connection(connection)
             if slot is not None:
                 slot.connection = None
-                self._lose_slot(slot, EventKind.LOST, f"slot {slot.index}: refused: {objection[1]}")
+                self._lose_slot(slot, EventKind.LOST, f"{slot.learner}: refused: {objection[1]}")
         self._unchecked.clear()
 
     def _answer_unknown_epoch(self, join: ev.Join, now: float) -> bool:

@@ -45,7 +45,7 @@ class FirstSteps:
                 slot.stepless_since = now
             problem = _problem(slot, now - slot.stepless_since)
             if problem and not slot.problem:
-                self.actions.record_event(EventKind.NO_STEPS, slot, f"{slot.region}-{slot.ordinal}: {problem}")
+                self.actions.record_event(EventKind.NO_STEPS, slot, f"{slot.learner}: {problem}")
             slot.problem = slot.problem or problem
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco.local.screen import Lines, Live, RunView, progress, progress_line, version_strip
+from diloco.local.screen import Lines, Live, RunView, picture, progress, progress_line, version_strip
 from diloco.local.summary import fault_text, summary
 from diloco_protocol.documents import FaultRow
 from status_documents import job_report, slot_row, status_document
@@ -134,6 +134,24 @@ def test_the_picture_has_everything() -> None:
         "its process ended",
     ):
         assert words in out.getvalue(), words
+
+
+def test_m1_who_has_finished_no_step_is_seen_with_what_its_loop_may_lack() -> None:
+    out = io.StringIO()
+    slots = [slot_row(region="local", state="active", problem="does it call learner.after_step()?")]
+    console = Console(file=out, force_terminal=True, width=140)
+    console.print(picture(view(slots=slots), []))
+    assert "no step yet" in out.getvalue() and "local-0: does it call learner.after_step()?" in out.getvalue()
+
+
+def test_an_error_stays_above_the_picture_and_obeys_nobody() -> None:
+    for screen in (Live, Lines):
+        out = io.StringIO()
+        shown = Live(Console(file=out, force_terminal=True, width=140)) if screen is Live else Lines(out)
+        shown.update(view())
+        shown.show_text("the end of log:\n  NameError: name '[red]lss\x1b]0;x\x07'")
+        shown.close()
+        assert "NameError: name '[red]lss" in out.getvalue() and "\x1b]0;" not in out.getvalue()
 
 
 def test_on_a_small_terminal_the_newest_events_are_seen() -> None:
