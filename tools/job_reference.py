@@ -28,17 +28,23 @@ _OPENING = f"""\
 <!-- Written by `make docs` from the models (tools/job_reference.py). Don't edit. -->
 
 A job is one YAML (or JSON) file, the same for `diloco run` on one machine and for `kubectl apply`.
-`diloco validate JOB.yaml` checks it and shows all that is wrong at once. [examples/](../examples) has
-jobs to start from; `minimal.yaml` is the shortest.
+A first job sets `training.model`, `training.data`, `training.stop` and `regions`. Everything else has a default.
+
+- `diloco init` writes a commented file, and [examples/](../examples) has whole jobs (the shortest: `minimal.yaml`).
+- `diloco validate JOB.yaml` checks a file and lists every problem.
+- `diloco explain FIELD` prints the entry of one field of this page.
+
+Rules for all fields:
 
 - Values are read as kubectl reads them: `1e-3` is a number, `2e6` is a whole number, `yes` and `on` are
-  true. Text that looks like one of these needs quotes. A field set to null is the same as one left out,
-  unless null is one of its values. `kubectl apply` drops null from what it creates, unless it is called
-  with `--server-side`: `clipNorm: 0` and `evaluation: {{fraction: 0}}` say the same and stay.
+  true. Text that looks like one of these needs quotes.
+- A field set to null is the same as one left out, unless null is one of its values. When `kubectl apply`
+  creates a job it drops null, unless it is called with `--server-side`. `clipNorm: 0` and
+  `evaluation: {{fraction: 0}}` mean the same as null and stay.
 - Unknown fields, keys given twice, several documents in one file and files above
   {MAX_BYTES // 1024} KiB are refused.
-- What `kubectl get -o yaml` shows of the API server's own (`status`, `metadata.uid` and the like) is not
-  used; `diloco validate` names it.
+- Fields that the API server adds (`status`, `metadata.uid` and others in `kubectl get -o yaml`) are not
+  used; `diloco validate` names them.
 - Durations are in seconds and end in `Seconds`; sizes are Kubernetes quantities (`10Gi`); shares are
   from 0 to 1.
 - Relative paths, modules and the program of `learners.command` start at the job file's own directory.

@@ -89,7 +89,7 @@ def schema() -> Schema:
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
             "metadata": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}},
-            "spec": model_schema(JobSpec) | {"description": "What the job is."},
+            "spec": model_schema(JobSpec) | {"description": "The job itself."},
             "status": model_schema(JobStatus) | {"description": "How it is; written by the operator."},
         },
     }

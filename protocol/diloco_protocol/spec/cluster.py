@@ -31,24 +31,25 @@ Quantity = Annotated[str, Field(max_length=32), AfterValidator(_positive_quantit
 
 
 class ServiceSpec(Spec):
-    """What clouds ask of a Service, as Kubernetes takes it."""
+    """Settings of the syncer's Service, as in Kubernetes."""
 
     annotations: dict[str, str] = Field(
         default_factory=dict,
         examples=[{"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"}],
-        description="Of the syncer's Service: by them clouds choose an internal or an outer load balancer, and more.",
+        description="Annotations of the Service; clouds choose the type of load balancer by them, and more.",
     )
     load_balancer_class: Annotated[str, Field(max_length=253)] | None = Field(
-        None, description="Of LoadBalancer: who makes it; null: the cloud's default. Fixed once there is a Service."
+        None,
+        description="For LoadBalancer: the implementation; null: the cloud's default. Fixed once the Service exists.",
     )
     source_ranges: list[Annotated[str, Field(max_length=43, pattern=CIDR_PATTERN)]] = Field(
         default_factory=list,
         max_length=64,
         examples=[["10.0.0.0/8"]],
-        description="Of LoadBalancer: the only addresses (CIDR) that may connect; empty: all.",
+        description="For LoadBalancer: the only addresses (CIDR) that may connect; empty: all.",
     )
     external_traffic_policy: Literal["Cluster", "Local"] = Field(
-        "Cluster", description="Of NodePort and LoadBalancer: Local keeps learners' addresses."
+        "Cluster", description="For NodePort and LoadBalancer: Local keeps the learners' addresses."
     )
     ip_family_policy: Literal["SingleStack", "PreferDualStack", "RequireDualStack"] = Field(
         "SingleStack", description="IPv4, IPv6, or both."
@@ -59,55 +60,56 @@ class EndpointSpec(Spec):
     """Where learners reach the syncer."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer", "External"] = Field(
-        "ClusterIP", description="Kind of Service; External: an address of yours that leads to it."
+        "ClusterIP", description="Type of Service; External: your own gateway leads to it."
     )
     address: Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=253)] | None = Field(
-        None, description="host or host:port that learners of other clusters dial; required across clusters."
+        None, description="host or host:port that learners of other clusters connect to; required across clusters."
     )
     node_port: Annotated[int, Field(ge=30000, le=32767)] | None = Field(
-        None, description="Of NodePort: shard i listens on nodePort + i; null: Kubernetes chooses."
+        None, description="For NodePort: shard i listens on nodePort + i; null: Kubernetes chooses."
     )
-    service: ServiceSpec = Field(default_factory=ServiceSpec, description="What clouds ask of its Service.")
+    service: ServiceSpec = Field(default_factory=ServiceSpec, description="Settings of its Service.")
 
 
 class TlsSpec(Spec):
     """The syncer's certificate."""
 
     secret_name: Name | None = Field(
-        None, description="Secret with tls.crt, tls.key, ca.crt; null: made for the job (one cluster only)."
+        None, description="Secret with tls.crt, tls.key, ca.crt; null: the operator makes one (one cluster only)."
     )
     mode: Literal["auto", "off"] = Field(
-        "auto", description="auto: TLS, with the named or a made certificate; off: plaintext, by ClusterIP only."
+        "auto",
+        description="auto: TLS, with the named Secret or the operator's; off: plaintext, with type ClusterIP only.",
     )
 
 
 class StorageSpec(Spec):
     """Where the syncer keeps its durable state."""
 
-    size: Quantity = Field("10Gi", description="Size of the volume that is made.")
+    size: Quantity = Field("10Gi", description="Size of the volume that the operator makes.")
     storage_class_name: Name | None = Field(None, description="Its storage class; null: the cluster's default.")
-    claim_name: Name | None = Field(None, description="A PersistentVolumeClaim of yours instead.")
+    claim_name: Name | None = Field(None, description="Your own PersistentVolumeClaim instead.")
     uri: BucketUri | None = Field(None, description="A bucket instead, by its URI, such as s3://bucket/prefix.")
     on_delete: Literal["Retain", "Delete"] = Field(
-        "Retain", description="What happens to a made volume when the job is deleted."
+        "Retain", description="What happens to the operator's volume when the job is deleted."
     )
 
 
 class CheckpointSpec(Spec):
     """The syncer's checkpoints."""
 
-    every_seconds: Seconds = Field(60.0, description="Between checkpoints.")
-    keep: int = Field(3, ge=1, le=1000, description="How many are kept.")
+    every_seconds: Seconds = Field(60.0, description="Seconds between checkpoints.")
+    keep: int = Field(3, ge=1, le=1000, description="Number of checkpoints that are kept.")
 
 
 class SyncerSpec(Spec):
     """The service that holds the global parameters."""
 
-    cluster: Name | None = Field(None, description="Cluster it runs in; null in a job of one cluster.")
+    cluster: Name | None = Field(None, description="Name of its cluster; null if the job has one cluster.")
     shards: int = Field(1, ge=1, le=1, description="Processes that share the fragments; more than 1 do not work yet.")
     endpoint: EndpointSpec = Field(default_factory=EndpointSpec, description="Where learners reach it.")
     tls: TlsSpec = Field(default_factory=TlsSpec, description="Its certificate.")
-    storage: StorageSpec = Field(default_factory=StorageSpec, description="Where its durable state lies.")
+    storage: StorageSpec = Field(default_factory=StorageSpec, description="Where it keeps its durable state.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Its checkpoints.")
     pod_template: Free = Field({}, description="Merged into the syncer's pod template.")
 
@@ -118,24 +120,26 @@ class CredentialsSpec(Spec):
     secret_name: Name | None = Field(
         None,
         description="Secret with tls.crt, tls.key, ca.crt, join-token, of the same name in every cluster; "
-        "null: made for the job (one cluster only).",
+        "null: the operator makes one (one cluster only).",
     )
 
 
 class LearnersSpec(Spec):
     """What all learners share."""
 
-    credentials: CredentialsSpec = Field(default_factory=CredentialsSpec, description="How they prove who they are.")
+    credentials: CredentialsSpec = Field(
+        default_factory=CredentialsSpec, description="Their certificates and join token."
+    )
     command: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = Field(
         None,
         description="Your own program instead of the built-in trainer. `diloco run` starts it in the "
-        "directory of the job file, and takes `python` for the interpreter that it runs under itself.",
+        "directory of the job file, and replaces `python` by its own interpreter.",
     )
     stall_seconds: Seconds | None = Field(
         600.0,
-        description="A learner that makes no step for so long, and for 20 of its steps, has stalled: it logs the stack "
-        "traces of all threads, ends with exit code 6 and is replaced. Six times as long before the first step, which "
-        "may compile; null: never.",
+        description="A learner has stalled if it makes no step for this many seconds, and for the time of 20 steps. It "
+        "then logs the stack traces of all threads, ends with exit code 6 and is replaced. Before the first step, "
+        "which may compile, it has six times as long; null: never.",
     )
     pod_template: Free = Field({}, description="Merged into every learner's pod template.")
 
@@ -146,34 +150,42 @@ class EvaluatorSpec(Spec):
     command: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = Field(
         None,
         description="Your own program instead of the built-in evaluator: a loop around diloco_worker.Observer. "
-        "It is started as learners.command is, with DILOCO_ROLE=evaluator.",
+        "It is started like learners.command, with DILOCO_ROLE=evaluator.",
     )
     pod_template: Free = Field(
         {},
         description="Merged over learners.podTemplate in the evaluator's pod, whose container is evaluator. "
-        "Learners' resources are not taken over: a GPU for the evaluator is asked for here.",
+        "The learners' resources do not apply to it: request a GPU for the evaluator here.",
     )
 
 
 class RegionSpec(Spec):
     """One place where learners run."""
 
-    name: str = Field("local", pattern=NAME_PATTERN, max_length=20, description="Unique; not syncer or evaluator.")
-    cluster: Name | None = Field(None, description="Cluster it runs in; null in a job of one cluster.")
+    name: str = Field(
+        "local", pattern=NAME_PATTERN, max_length=20, description="A unique name; not syncer or evaluator."
+    )
+    cluster: Name | None = Field(None, description="Name of its cluster; null if the job has one cluster.")
     learners: int = Field(
-        ..., ge=1, le=1024, description="Learners, one slot each; where maxLearners is more, the fewest.", examples=[3]
+        ...,
+        ge=1,
+        le=1024,
+        description="Number of learners, one slot each; with a larger maxLearners, the minimum.",
+        examples=[3],
     )
     max_learners: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Whoever joins beyond learners trains at once, up to so many in all, and is no loss when it goes. "
-        "null: as many as learners, and whoever comes beyond stands by.",
+        description="Up to this number, more learners than `learners` may join, train at once, and leave without "
+        "counting as a loss; null: the same as learners, and further ones stand by.",
     )
-    spares: int = Field(0, ge=0, le=1024, description="Processes that wait to take the slot of one that is lost.")
+    spares: int = Field(
+        0, ge=0, le=1024, description="Number of processes that wait to take the slot of a lost learner."
+    )
     batch: BatchSpec | None = Field(
         None,
-        description="The batch of this region's learners, in place of training.batch as a whole; null: training.batch.",
+        description="The batch of this region's learners; it replaces training.batch as a whole; null: training.batch.",
     )
     pod_template: Free = Field({}, description="Merged over learners.podTemplate in this region.")
 
@@ -187,29 +199,35 @@ class FailureRule(Spec):
     """What a learner's exit code means."""
 
     exit_codes: list[Annotated[int, Field(ge=1, le=255)]] = Field(
-        ..., min_length=1, max_length=64, description="The exit codes that this rule is about.", examples=[[1]]
+        ..., min_length=1, max_length=64, description="The exit codes to which this rule applies.", examples=[[1]]
     )
     action: Literal["Replace", "Ignore", "Fail"] = Field(
-        ..., description="Replace: and count it; Ignore: replace, not counted; Fail: the job.", examples=["Replace"]
+        ...,
+        description="Replace: replace the learner and count it; Ignore: replace it, not counted; Fail: fail the job.",
+        examples=["Replace"],
     )
 
 
 class FailurePolicySpec(Spec):
-    """How much failure is taken."""
+    """When the job gives up."""
 
     max_replacements: int = Field(
         50,
         ge=0,
         le=1_000_000,
-        description="Failures of one learner, or of the syncer, since the last merge after which the job fails.",
+        description="The job fails when one learner, or the syncer, fails more often than this without a merge.",
     )
-    region_lost_seconds: Seconds = Field(120.0, description="Silence of a whole region after which it counts as lost.")
+    region_lost_seconds: Seconds = Field(
+        120.0, description="A region counts as lost after this many seconds of silence."
+    )
     on_region_lost: Literal["Continue", "Hold", "Fail"] = Field(
         "Continue",
-        description="Continue: go on while the quorum is met; Hold: no merges until the region is back; "
+        description="Continue: merge while the quorum is met; Hold: no merges until the region is back; "
         "Fail: the job fails.",
     )
-    rules: list[FailureRule] = Field([], max_length=32, description="By exit code; the first that fits counts.")
+    rules: list[FailureRule] = Field(
+        [], max_length=32, description="Rules by exit code; the first that matches applies."
+    )
 
 
 class NodeLossSpec(Spec):
@@ -218,4 +236,4 @@ class NodeLossSpec(Spec):
     policy: Literal["Wait", "ForceDelete"] = Field(
         "Wait", description="Wait for the node, or force-delete the pod so that its replacement can start."
     )
-    after_seconds: Seconds = Field(60.0, description="Node silence before a pod on it is force-deleted.")
+    after_seconds: Seconds = Field(60.0, description="Seconds of a node's silence before its pods are force-deleted.")

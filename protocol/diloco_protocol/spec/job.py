@@ -27,7 +27,7 @@ IMMUTABLE = (("training", "model"), ("training", "data"), ("seed",), ("sync", "f
 
 
 class MetadataSpec(Spec):
-    """What Kubernetes keeps about the object."""
+    """Name, namespace and labels of the object."""
 
     name: str = Field(
         ...,
@@ -37,7 +37,7 @@ class MetadataSpec(Spec):
         description="The job's name: lower-case letters, digits and dashes.",
     )
     namespace: Annotated[str, Field(pattern=NAMESPACE_PATTERN, max_length=63)] | None = Field(
-        None, description="Kubernetes namespace; without meaning for `diloco run`."
+        None, description="Kubernetes namespace; `diloco run` ignores it."
     )
     labels: Labels = Field({}, description="Kubernetes labels.")
     annotations: Annotations = Field({}, description="Kubernetes annotations.")
@@ -51,9 +51,9 @@ class DiLoCoJob(Spec):
     )
     kind: Literal["DiLoCoJob"] = Field(..., description="Always DiLoCoJob.", examples=["DiLoCoJob"])
     metadata: MetadataSpec = Field(
-        ..., description="What Kubernetes keeps about the object.", examples=[{"name": "job"}]
+        ..., description="Name, namespace and labels of the object.", examples=[{"name": "job"}]
     )
-    spec: JobSpec = Field(..., description="What the job is.", examples=[{"regions": [{"learners": 1}]}])
+    spec: JobSpec = Field(..., description="The job itself.", examples=[{"regions": [{"learners": 1}]}])
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> Self:

@@ -24,38 +24,43 @@ class OutputSpec(Spec):
         None,
         examples=["s3://bucket/models/tiny-gpt"],
         description="A bucket's folder (s3://, gs://, az://, with the syncer's credentials), or the absolute path of a "
-        "directory; in clusters one on a volume that syncer.podTemplate mounts. When the job is complete the syncer "
-        "writes the merged model there, and in clusters it is then stopped; null: it serves the model until the job is "
-        "deleted.",
+        "directory. In clusters the directory is on a volume that syncer.podTemplate mounts. When the job is complete "
+        "the syncer writes the merged model there, and in clusters it then stops; null: it serves the model until the "
+        "job is deleted.",
     )
 
 
 class JobSpec(Spec):
-    """What the job is."""
+    """The job itself."""
 
-    suspend: bool = Field(False, description="Drain, checkpoint and stop until it is false again.")
+    suspend: bool = Field(False, description="true: drain, make a checkpoint and stop, until it is false again.")
     release: str | None = Field(
         None,
         min_length=1,
         max_length=63,
         pattern=r"^[-A-Za-z0-9._:+]+$",
         examples=["2026-11-22T15:00:00Z"],
-        description="Any word. When it changes, the job gets the pod templates and images of the operator's release "
-        "as it is then, and its pods are replaced; `diloco upgrade` writes the time. Without a change it keeps those "
-        "with which it started.",
+        description="Any word. When it changes, the job gets the pod templates and images of the operator's current "
+        "release, and its pods are replaced; `diloco upgrade` writes the time. Without a change the job keeps those of "
+        "its start.",
     )
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="Of initial weights, data order and everything random.")
+    seed: int = Field(
+        0,
+        ge=0,
+        le=2**32 - 1,
+        description="Seed of the initial weights, the order of the data and everything else that is random.",
+    )
     ttl_seconds_after_finished: int | None = Field(
-        None, ge=0, le=2**31 - 1, description="Delete the job so long after its end; null: keep it."
+        None, ge=0, le=2**31 - 1, description="Delete the job this many seconds after its end; null: keep it."
     )
     active_deadline_seconds: int | None = Field(
         None,
         ge=1,
         le=2**31 - 1,
-        description="In clusters: the job fails so long after its start (status.startTime), suspensions included; "
-        "null: never.",
+        description="In clusters: the job fails this many seconds after its start (status.startTime), suspensions "
+        "included; null: never.",
     )
-    training: TrainingSpec = Field(default_factory=TrainingSpec, description="What is trained, and until when.")
+    training: TrainingSpec = Field(default_factory=TrainingSpec, description="What is trained, and how long.")
     sync: SyncSpec = Field(default_factory=SyncSpec, description="How learners exchange and merge.")
     syncer: SyncerSpec = Field(default_factory=SyncerSpec, description="The service that holds the parameters.")
     learners: LearnersSpec = Field(default_factory=LearnersSpec, description="What all learners share.")
@@ -70,10 +75,8 @@ class JobSpec(Spec):
         description="Where learners run and how many, each region under its own name.",
     )
     output: OutputSpec = Field(default_factory=OutputSpec, description="Where the merged model is written at the end.")
-    failure_policy: FailurePolicySpec = Field(
-        default_factory=FailurePolicySpec, description="How much failure is taken."
-    )
-    node_loss: NodeLossSpec = Field(default_factory=NodeLossSpec, description="Pods on lost nodes.")
+    failure_policy: FailurePolicySpec = Field(default_factory=FailurePolicySpec, description="When the job gives up.")
+    node_loss: NodeLossSpec = Field(default_factory=NodeLossSpec, description="What happens to pods on lost nodes.")
 
     @property
     def slots(self) -> int:

@@ -13,8 +13,8 @@ from diloco_protocol.spec.training import Betas
 class GraceSpec(Spec):
     """The adaptive grace window after the quorum (Eq. 3)."""
 
-    factor: float = Field(0.9, ge=0, le=1, description="γ: share of the estimated slack that is waited.")
-    cap_seconds: float = Field(10.0, ge=0, le=3600, description="Greatest wait after the quorum.")
+    factor: float = Field(0.9, ge=0, le=1, description="γ: the share of the estimated slack that the syncer waits.")
+    cap_seconds: float = Field(10.0, ge=0, le=3600, description="The longest wait after the quorum, in seconds.")
 
 
 class MergeSpec(Spec):
@@ -28,12 +28,12 @@ class MergeSpec(Spec):
         "deterministic, rda.",
     )
     weights: Literal["tokens-quality", "tokens", "uniform"] = Field(
-        "tokens-quality", description="Weight of one push: tokens × tokens per step, tokens, or the same for all."
+        "tokens-quality", description="Weight of a push: tokens × tokens per step, tokens, or equal for all."
     )
     mean_tensors: list[Pattern] = Field(
         [],
         max_length=64,
-        description="Patterns (fnmatch) over parameter names: merged by mean whatever the method is; "
+        description="Patterns (fnmatch) of parameter names that are merged by mean, whatever the method; "
         "embeddings always are.",
     )
 
@@ -43,7 +43,7 @@ class OuterSpec(Spec):
 
     optimizer: Literal["nesterov", "sgd", "adamw", "cosine-gated"] = Field(
         "nesterov",
-        description="nesterov: SGD with Nesterov momentum; sgd: plain, without momentum; adamw; "
+        description="nesterov: SGD with Nesterov momentum; sgd: SGD without momentum; adamw: AdamW; "
         "cosine-gated: Cosine-Gated Adam-Decay (arXiv 2605.09126), which damps old pushes.",
     )
     lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
@@ -60,11 +60,14 @@ class OuterSpec(Spec):
     eps: float = Field(1e-8, gt=0, le=1, description="Of adamw and cosine-gated.")
     restart_every: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
         None,
-        description="Clear a fragment's momentum before every so many-th of its merges (arXiv 2605.28585); "
-        "null: never.",
+        description="Number of merges after which a fragment's momentum is cleared, again and again "
+        "(arXiv 2605.28585); null: never.",
     )
     age_decay: float = Field(
-        0.5, ge=0, le=1, description="Of cosine-gated: α in e^(−α·age), by which pushes are damped; age in versions."
+        0.5,
+        ge=0,
+        le=1,
+        description="For cosine-gated: α in e^(−α·age), the factor that damps old pushes; age in versions.",
     )
 
 
@@ -73,43 +76,49 @@ class AdoptionSpec(Spec):
 
     rule: Literal["overwrite", "keep", "mix"] = Field(
         "keep",
-        description="overwrite: drop them (the paper's); keep: on top of the merged model; "
+        description="overwrite: drop these steps (as in the paper); keep: add them to the merged model; "
         "mix: (1 − alpha) · merged + alpha · own (Streaming DiLoCo).",
     )
-    alpha: float = Field(0.5, ge=0, le=1, description="Of mix: the share of the learner's own parameters.")
+    alpha: float = Field(0.5, ge=0, le=1, description="For mix: the share of the learner's own parameters.")
 
 
 class CompressionSpec(Spec):
     """Encodings on the wire."""
 
-    up: Literal["float32", "bfloat16", "int8", "int4", "int2"] = Field("int4", description="Of pushed outer gradients.")
-    down: Literal["float32", "bfloat16", "delta-int8", "delta-int4"] = Field(
-        "bfloat16", description="Of broadcast parameters; delta-*: the quantised update."
+    up: Literal["float32", "bfloat16", "int8", "int4", "int2"] = Field(
+        "int4", description="Encoding of pushes (outer gradients)."
     )
-    error_feedback: bool = Field(False, description="Add what the encoding of a merged push dropped to the next push.")
+    down: Literal["float32", "bfloat16", "delta-int8", "delta-int4"] = Field(
+        "bfloat16", description="Encoding of broadcasts (parameters); delta-*: the quantised update instead."
+    )
+    error_feedback: bool = Field(False, description="Add the encoding error of a merged push to the next push.")
 
 
 class StalenessSpec(Spec):
-    """How far a learner may be from the others."""
+    """How far a learner may be ahead alone, or behind the others."""
 
     max_steps: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
-        None, description="Steps since a learner last adopted a broadcast before it pauses; null: 4 · every."
+        None, description="A learner pauses after this many steps without a new version; null: 4 · every."
     )
-    max_versions: int = Field(16, ge=1, le=1_000_000, description="Age, in versions, beyond which work is dropped.")
+    max_versions: int = Field(16, ge=1, le=1_000_000, description="Work older than this many versions is dropped.")
 
 
 class HeartbeatSpec(Spec):
     """How the syncer notices that a learner is lost."""
 
-    interval_seconds: float = Field(1.0, ge=0.05, le=300, description="Between heartbeats.")
-    timeout_seconds: float = Field(10.0, gt=0.05, le=3600, description="Silence after which a slot is lost.")
+    interval_seconds: float = Field(1.0, ge=0.05, le=300, description="Seconds between a learner's heartbeats.")
+    timeout_seconds: float = Field(
+        10.0, gt=0.05, le=3600, description="A slot is lost after this many seconds of silence."
+    )
 
 
 class NormGateSpec(Spec):
-    """A guard against a learner whose training has come apart."""
+    """A guard against a learner whose training diverges."""
 
     factor: Annotated[float, Field(gt=1, le=1e6)] | None = Field(
-        None, description="Refuse a push whose norm is, for its steps, so many times the running median; null: never."
+        None,
+        description="Refuse a push whose norm, for its steps, is above this multiple of the running median; "
+        "null: never.",
     )
 
 
@@ -117,23 +126,26 @@ class SyncSpec(Spec):
     """Exchange and merge."""
 
     fragments: int = Field(
-        24, ge=1, le=4096, description="P: parts of the model that are merged in turn; at most every."
+        24, ge=1, le=4096, description="P: the number of parts of the model, which are merged in turn; at most every."
     )
     every: int = Field(24, ge=1, le=1_000_000, description="H: inner steps between two merges of one fragment.")
     overlap: int = Field(
         2, ge=0, le=1_000_000, description="τ: inner steps that one fragment's exchange may overlap; below every."
     )
     quorum: int = Field(
-        1, ge=1, le=4096, description="K: learners without which nothing is merged. With deterministic: all."
+        1, ge=1, le=4096, description="K: the number of learners that a merge needs. With deterministic: all."
     )
     grace: GraceSpec = Field(default_factory=GraceSpec, description="The wait for stragglers after the quorum.")
     merge: MergeSpec = Field(default_factory=MergeSpec, description="How pushes become one outer gradient.")
     outer: OuterSpec = Field(default_factory=OuterSpec, description="The outer optimizer.")
     adoption: AdoptionSpec = Field(default_factory=AdoptionSpec, description="How a learner takes a new version.")
     compression: CompressionSpec = Field(default_factory=CompressionSpec, description="Encodings on the wire.")
-    staleness: StalenessSpec = Field(default_factory=StalenessSpec, description="Limits of being alone or late.")
+    staleness: StalenessSpec = Field(
+        default_factory=StalenessSpec, description="Limits for learners that are alone or late."
+    )
     heartbeat: HeartbeatSpec = Field(default_factory=HeartbeatSpec, description="Detection of lost learners.")
     norm_gate: NormGateSpec = Field(default_factory=NormGateSpec, description="Refusal of outlying pushes.")
     deterministic: bool = Field(
-        False, description="Wait instead of racing: the same seed gives the same bits. For tests and debugging."
+        False,
+        description="Learners wait for each other, and the same seed gives the same bits. For tests and debugging.",
     )

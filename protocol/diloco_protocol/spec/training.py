@@ -54,19 +54,19 @@ class ModelSpec(Spec):
     )
     revision: Text | None = Field(
         None,
-        description="Of from, where that is a name on Hugging Face: a commit, tag or branch; null: its main branch. "
-        "Only a commit is the same for everybody at any time.",
+        description="If from is a name on Hugging Face: its commit, tag or branch; null: the main branch. "
+        "Only a commit never changes.",
     )
     freeze: list[Pattern] = Field(
         [],
         max_length=64,
-        description="Patterns (fnmatch) over parameter names: these are not trained, and travel once, with version 0, "
-        "to whom has not loaded the same.",
+        description="Patterns (fnmatch) of parameter names that are not trained. They travel once, with version 0, to "
+        "learners that have not loaded the same values.",
     )
     frozen_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Of frozen matrices (by freeze or lora), embeddings aside: bfloat16 halves their memory. "
-        "The arithmetic is in bfloat16 then, with precision auto too.",
+        description="Type of frozen matrices (by freeze or lora), except embeddings. bfloat16 halves their memory; "
+        "the arithmetic is then in bfloat16, with precision auto too.",
     )
     lora: LoraSpec | None = Field(
         None, description="Train low-rank adapters and freeze everything else; null: train the model itself."
@@ -125,16 +125,16 @@ class OptimizerSpec(Spec):
     """The inner optimizer, one per learner."""
 
     name: Literal["adamw"] = Field("adamw", description="The algorithm.")
-    lr: float = Field(0.001, gt=0, le=10, description="Peak learning rate.")
+    lr: float = Field(0.001, gt=0, le=10, description="The peak learning rate.")
     betas: Betas = Field([0.9, 0.95], description="Decay of the first and second moment.")
     eps: float = Field(1e-8, gt=0, le=1, description="Added to the denominator.")
-    weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay, of matrices.")
+    weight_decay: float = Field(0.1, ge=0, le=10, description="Decoupled weight decay, applied to matrices only.")
     warmup_steps: int = Field(100, ge=0, le=10_000_000, description="Steps of linear warm-up.")
     schedule: Literal["cosine", "constant"] = Field(
-        "cosine", description="After the warm-up: cosine decay to 2 % of the peak at the stop, or the peak kept."
+        "cosine", description="After the warm-up. cosine: decay to 2 % of the peak at the stop; constant: the peak."
     )
     clip_norm: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_none_for_zero)] | None = Field(
-        1.0, description="Greatest norm of the gradient; 0 or null: not clipped."
+        1.0, description="Gradients are clipped to this norm; 0 or null: not clipped."
     )
 
 
@@ -142,12 +142,12 @@ class StopSpec(Spec):
     """When the job is done; exactly one of them."""
 
     steps: Annotated[int, Field(ge=1, le=10**12)] | None = Field(
-        None, description="Inner steps per learner: done when the greatest slot step reaches it."
+        None, description="Inner steps per learner; the job is done when the most advanced slot reaches it."
     )
     tokens: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
         None, description="Tokens trained by all learners together."
     )
-    seconds: Seconds | None = Field(None, description="Seconds from the first step.")
+    seconds: Seconds | None = Field(None, description="Seconds since the first step.")
 
     @property
     def kind(self) -> Literal["steps", "tokens", "seconds"]:
@@ -165,13 +165,13 @@ class EvaluationSpec(Spec):
 
     fraction: float = Field(0.01, ge=0, le=0.5, description="Share of the data held out of training; 0: no evaluation.")
     every_tokens: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
-        None, description="Trained tokens (all learners) between evaluations; null: 1/50 of the way to the stop."
+        None, description="Tokens, of all learners, between evaluations; null: 1/50 of the way to the stop."
     )
     batches: int = Field(8, ge=1, le=100_000, description="Batches per evaluation.")
 
 
 class TrainingSpec(Spec):
-    """The built-in trainer. With learners.command, what your own program takes of it."""
+    """The built-in trainer, or the settings that your own program (learners.command) reads."""
 
     model: ModelSpec | None = Field(None, description="The model. Required unless learners.command is given.")
     data: DataSpec | None = Field(None, description="The data. Required unless learners.command is given.")
