@@ -56,6 +56,18 @@ def test_h6_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_p
 
 
 @pytest.mark.slow
+def test_h6_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, signal\ndef make(*arguments, **more):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    job = TRAINED.replace("source: text, paths: [corpus.txt]", "source: python, function: 'mine:make'")
+    done = run(tmp_path, job)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "killed by the system" in done.stderr and "the job needs about" in done.stderr
+    assert "for each of 2 learners" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
 def test_h6_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog and runs away\n" * 2000)
     done = run(tmp_path, TRAINED, "--chaos", "1s:kill:learner")

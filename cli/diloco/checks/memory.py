@@ -33,6 +33,9 @@ class MemoryNeed:
     def whole(self) -> int:
         return self.syncer + self.learners * self.learner + self.evaluator
 
+    def text(self) -> str:
+        return f"the job needs about {size_text(self.whole)} of memory at the least ({self.parts_text()})"
+
     def parts_text(self) -> str:
         each = f"{size_text(self.learner)} for each of {self.learners} learners"
         scored = f", {size_text(self.evaluator)} for the evaluator" if self.evaluator else ""
@@ -61,9 +64,8 @@ def memory_shortage(need: MemoryNeed, free: int) -> str:
     if need.whole <= free:
         return ""
     return (
-        f"the job needs about {size_text(need.whole)} of memory at the least ({need.parts_text()}), and "
-        f"{size_text(free)} are free on this machine: fewer learners (--set regions.0.learners=N), a smaller model, "
-        "or a larger machine"
+        f"{need.text()}, and {size_text(free)} are free on this machine: fewer learners "
+        "(--set regions.0.learners=N), a smaller model, or a larger machine"
     )
 
 

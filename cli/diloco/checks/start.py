@@ -29,21 +29,22 @@ class StartCheck:
     force: bool
     tell: Callable[[str], None]
 
-    async def check(self, forkserver: ForkServerClient) -> None:
-        """Raises CommandError if the job cannot run here, StartError if the fork server cannot be started. What cannot
-        be checked does not keep a job from being tried."""
+    async def check(self, forkserver: ForkServerClient) -> str:
+        """What memory the job needs, in words; empty: it is not known. Raises CommandError if the job cannot run here,
+        StartError if the fork server cannot be started. What cannot be checked does not keep a job from being tried."""
         found = await self._ask(forkserver)
         if problems := [*found.wrong, *found.here]:
             raise CommandError(problems_text(JobError(problems, str(self.file))))
         for what in found.unchecked:
             self.tell(f"not checked: {what}")
         if found.model is None:
-            return
+            return ""
         need = estimate_memory(self.job, found.model, found.device)
         self.tell(size_line(found.model, need))
         shortage = "" if self.force else memory_shortage(need, free_memory())
         if shortage:
             raise CommandError(f"{shortage}; --force starts it all the same")
+        return need.text()
 
     async def _ask(self, forkserver: ForkServerClient) -> JobFindings:
         with tempfile.TemporaryDirectory(prefix="diloco-check-") as folder:

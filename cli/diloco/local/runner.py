@@ -60,7 +60,7 @@ DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the s
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
 ENDED_TRIES = 5  # process-ended calls while the syncer does not answer
-Check = Callable[[ForkServerClient], Awaitable[None]]
+Check = Callable[[ForkServerClient], Awaitable[str]]
 
 
 class Runner:
@@ -118,6 +118,7 @@ class Runner:
             self.watch, self.running, self.proxies, self._workers, FaultSchedule(schedule), job.spec.seed
         )
         self._watchdog = Watchdog()
+        self._need = ""  # of memory, in words, where it is known before the start
         self._errors = ExitErrors(workdir.log, self._memory_need)
         self._unjoined = UnjoinedLearners()
         self._killed_syncer = False  # this one, because it did not answer
@@ -133,7 +134,8 @@ class Runner:
 
     async def run(self, check: Check | None = None) -> RunResult:
         """From the first start to the last process's end. ``check``: whether the job can run here, asked of the
-        worker through the fork server; it raises CommandError before the syncer is started."""
+        worker through the fork server; it raises CommandError before the syncer is started, and says what memory the
+        job needs."""
         loop = asyncio.get_running_loop()
         self._outcome = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -226,7 +228,7 @@ class Runner:
         try:
             await self._forkserver.load()
             if check is not None:
-                await check(self._forkserver)
+                self._need = await check(self._forkserver)
             return True
         except CommandError as error:
             self._decide(RunOutcome(REFUSED, error.code, str(error)))
@@ -383,7 +385,7 @@ class Runner:
 
     def _memory_need(self) -> str:
         status = self.view.status
-        return memory_need_text(self.job.spec, status.parameters if status is not None else 0)
+        return self._need or memory_need_text(self.job.spec, status.parameters if status is not None else 0)
 
     def _is_still_needed(self, worker: WorkerSpec, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""
