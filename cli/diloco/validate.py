@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from diloco.console import WRONG, CommandError
+from diloco_protocol.merging import ISOTROPIC_BELOW, merge_text, settle_merge
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show
 from diloco_protocol.spec.training import DataSpec
 
@@ -88,8 +90,8 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
         f"  trains    {_trained(job)} until {stop}",
         f"  learners  {spec.slots} ({regions}), quorum {spec.quorum}",
         f"  sync      {sync.fragments} fragments, each every {sync.every} steps, overlap {sync.overlap}, "
-        f"{sync.merge.method} and {sync.outer.optimizer}, "
         f"{sync.compression.up} up, {sync.compression.down} down" + (", deterministic" if sync.deterministic else ""),
+        f"  merges    {_merges(spec)}",
         f"  evaluated {evaluated}",
         f"  digest    {spec_digest(job)[:16]}",
     ]
@@ -102,6 +104,11 @@ def warnings_text(warnings: Iterable[Problem]) -> list[str]:
 
 def _count(number: float) -> str:
     return f"{number:,}".replace(",", " ") if isinstance(number, int) else f"{number:g}"
+
+
+def _merges(spec: JobSpec) -> str:
+    small, large = (merge_text(*settle_merge(spec, parameters)) for parameters in (0, ISOTROPIC_BELOW))
+    return small if small == large else f"{small}\n            with 10^8 parameters or more: {large}"
 
 
 def _trained(job: DiLoCoJob) -> str:

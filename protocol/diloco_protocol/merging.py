@@ -50,6 +50,12 @@ def settle_merge(spec: JobSpec, parameters: int) -> tuple[Method, OuterSettings]
     return method, outer_settings(spec.sync.outer, method, pretrained)
 
 
+def merge_text(method: Method, outer: OuterSettings) -> str:
+    """How pushes are merged and what the outer step is, in words."""
+    momentum = f", momentum {outer.momentum:g}" if outer.optimizer == "nesterov" else ""
+    return f"{method}, {outer.optimizer} at rate {outer.lr:g}{momentum}"
+
+
 def outer_settings(outer: OuterSpec, method: Method, pretrained: bool = False) -> OuterSettings:
     """The outer optimizer's settings after merges by ``method``. ``pretrained``: the weights were trained before."""
     lr, momentum = _ISOTROPIC if method == "isotropic" else _PRETRAINED if pretrained else _LINEAGE

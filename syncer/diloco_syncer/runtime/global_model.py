@@ -26,7 +26,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, tensors_to_json
-from diloco_protocol.merging import settle_merge
+from diloco_protocol.merging import merge_text, settle_merge
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload
@@ -114,9 +114,7 @@ class GlobalModel:
     @property
     def merging(self) -> str:
         """How pushes are merged and what the outer step is, in words."""
-        settings = self._outer.settings
-        momentum = f", momentum {settings.momentum:g}" if settings.optimizer == "nesterov" else ""
-        return f"{self._method}, {settings.optimizer} at rate {settings.lr:g}{momentum}"
+        return merge_text(self._method, self._outer.settings)
 
     @property
     def versions(self) -> list[int]:

@@ -608,6 +608,8 @@ def test_examples_are_valid_and_round_trip(path: Path) -> None:
     assert job_from_json(job_to_json(job)) == job
     text, code = validate_file(path)
     assert code == 0 and "a valid job" in text and "warning" not in text
+    assert "merges    isotropic, nesterov at rate 1.4, momentum 0.5\n" in text
+    assert "with 10^8 parameters or more: rda, nesterov at rate 0.7, momentum 0.9\n" in text
 
 
 def test_there_are_the_examples_that_the_readme_names() -> None:
