@@ -381,6 +381,7 @@ class Runner:
             self._decide(RunOutcome("failed", decision.exit_code, said, worker.name))
         elif isinstance(decision, Finished) and not self._stopping and (how.signal is not None or how.code):
             self.screen.event(f"{worker.name} ended ({describe_end(worker.kind, how)})", "yellow")
+            self._errors.show(worker.name, error, self.screen)
         return False
 
     def _memory_need(self) -> str:

@@ -300,10 +300,10 @@ class SyncerConnection:
 
     def _on_refusal(self, refusal: sync_pb2.Refusal) -> None:
         message = self._describe_refusal(refusal)
-        log.warning("refused by the syncer (%s): %s", refusal.reason, message)
         self.status = replace(self.status, refused=(refusal.reason, message))
-        if refusal.fatal:
+        if refusal.fatal:  # which is logged where it ends the process's work
             raise RefusedError(refusal.reason, message)
+        log.warning("refused by the syncer (%s): %s", refusal.reason, message)
         raise SessionEnded(f"refused ({refusal.reason}): {message}")
 
     def _describe_refusal(self, refusal: sync_pb2.Refusal) -> str:

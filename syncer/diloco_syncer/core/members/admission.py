@@ -33,6 +33,8 @@ from diloco_syncer.core.state import JobState
 MAX_EVALUATORS = 2
 FURTHEST = 1 << 20  # incarnations that a lost state may have given: a Join each, two a second at most for a week
 
+_OTHER_MODEL = "its model is not the job's; its log names the first tensor that differs"
+
 Objection = tuple[str, str, tuple[str, ...]]  # reason, words, and the fields in which the jobs differ
 
 
@@ -180,7 +182,7 @@ class Admission:
             slot = self.state.members.by_connection(connection)
             if slot is not None:
                 slot.connection = None
-                self._lose_slot(slot, EventKind.LOST, f"{slot.learner}: refused: {objection[1]}")
+                self._lose_slot(slot, EventKind.LOST, f"{slot.learner}: refused: {_OTHER_MODEL}")
         self._unchecked.clear()
 
     def _answer_unknown_epoch(self, join: ev.Join, now: float) -> bool:

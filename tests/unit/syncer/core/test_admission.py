@@ -198,7 +198,9 @@ def test_m19_who_joined_with_another_model_before_there_was_one_is_refused_befor
     assert max(i for i, kind in enumerate(kinds) if kind is ev.Refuse) < kinds.index(ev.Announce)
     (announced,) = of(actions, ev.Announce)
     assert set(announced.merged) == {1, 3}
-    assert desk.core.slots[1].state == "lost" and "layout is M" in of(actions, ev.RecordEvent)[-2].message
+    assert (
+        desk.core.slots[1].state == "lost" and "its model is not the job's" in of(actions, ev.RecordEvent)[-2].message
+    )
     desk.report(1, 0), desk.report(3, 0)
     assert not of(desk.do(ev.ConnectionLost(2)), ev.Refuse)
     assert not of(desk.join(6, 1), ev.Refuse), "its successor has the job's model"
