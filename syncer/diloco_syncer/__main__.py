@@ -107,6 +107,9 @@ def _serve(given: argparse.Namespace) -> int:
         log.error("%s", error)
         return SyncerExit.CONFIGURATION
 
+    threads = given.threads or min(16, usable_cores())
+    # Read when numpy is loaded, below: its matrix products (isotropic merges) know nothing of a container's quota.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
     from diloco_syncer.numerics.outer import OuterError
     from diloco_syncer.service import run
@@ -125,7 +128,7 @@ def _serve(given: argparse.Namespace) -> int:
         address_file=Path(given.address_file) if given.address_file else None,
         control_key=key,
         credentials=credentials,
-        threads=given.threads or min(16, usable_cores()),
+        threads=threads,
         export=given.export,
         stay=given.stay,
         pod=os.environ.get("DILOCO_POD", ""),

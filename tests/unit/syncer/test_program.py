@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,30 @@ def test_a_port_in_use_is_no_matter_of_credentials(
         words = ["--job", "job.json", "--store", "store", "--control-key-file", "key", "--listen", address]
         assert main([*words, "--credentials", str(folder)]) == 2
     assert "cannot listen" in caplog.text
+
+
+WATCH = """
+import importlib.abc, os, sys
+
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "numpy":
+            print("numpy with", os.environ.get("OPENBLAS_NUM_THREADS"))
+
+sys.meta_path.insert(0, Watch())
+from diloco_syncer.__main__ import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "3"), ({"OPENBLAS_NUM_THREADS": "1"}, "1")])
+def test_matrix_products_have_the_threads_of_merges(tmp_path: Path, given: dict[str, str], found: str) -> None:
+    """numpy's library reads the variable when it is loaded, and knows nothing of a container's quota."""
+    (tmp_path / "job.json").write_text(job_to_json(parse_job(json.dumps(JOB))))
+    (tmp_path / "key").write_text("00" * 32 + "\n")
+    (tmp_path / "file").write_text("no directory")
+    words = ["--job", "job.json", "--store", "file", "--control-key-file", "key", "--threads", "3"]
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"} | given
+    command = [sys.executable, "-c", WATCH, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [f"numpy with {found}"], done
