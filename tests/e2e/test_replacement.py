@@ -60,7 +60,8 @@ def test_a_learner_that_runs_out_of_memory(start: Any) -> None:
         "greedy",
         learners={"command": ["python", "-c", greedy], "podTemplate": pod_template("learner", LEARNER_CPU, "128Mi")},
         regions=ONE,
-        failurePolicy={"maxReplacements": 100},
+        # The rule, for the same error again and again would fail a job that has not merged.
+        failurePolicy={"maxReplacements": 100, "rules": [{"exitCodes": [137], "action": "Replace"}]},
     )
     told(job, "OOMKilled", "resources.limits.memory", timeout=120)
     until("it is counted", lambda: replaced(job) >= 1, 60)
