@@ -414,8 +414,8 @@ def report(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Show a job's report: its outcome, and what became of every token. In a cluster also while the
-    job goes on, as it stands.
+    """Show a job's report: its outcome, and what became of every token. Also while the job goes on, as
+    it stands.
 
     Examples:
 
