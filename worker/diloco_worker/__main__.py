@@ -42,7 +42,7 @@ def main() -> int:
         return ConfigurationError.exit_code
     except WorkerError as error:
         log.error("%s", error)
-        exit_hooks.write_termination_message(str(error))
+        exit_hooks.write_termination_message(exit_hooks.error_text(error))
         return error.exit_code
     except KeyboardInterrupt:
         log.warning("interrupted")

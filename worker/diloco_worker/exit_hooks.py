@@ -42,10 +42,10 @@ def write_termination_message(text: str, path: Path | None = None) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """What is left of an error for who looks at the pod: of a WorkerError its message; of any other the end of its
-    traceback, and the error itself in the last line."""
+    """What is left of an error for who looks at the pod, which shows the last line first: of a WorkerError its message
+    in one line; of any other the end of its traceback, and last the error itself."""
     if isinstance(error, WorkerError):
-        return str(error)
+        return " ".join(str(error).split())
     lines = "".join(traceback.format_exception(error)).splitlines()
     shown, last = last_lines(lines), error_line(lines)
     return "\n".join(shown if shown[-1:] == [last] else [*shown, last])

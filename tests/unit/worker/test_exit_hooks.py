@@ -44,7 +44,7 @@ def test_h1_of_an_error_the_end_of_its_traceback_is_left_and_last_the_error(rais
 
 
 def test_of_an_error_of_this_library_its_message_is_left() -> None:
-    assert error_text(ConfigurationError("name another model")) == "name another model"
+    assert error_text(ConfigurationError("name another model:\n  gpt2")) == "name another model: gpt2"
 
 
 def test_of_a_long_text_the_end_is_left(tmp_path: Path) -> None:
