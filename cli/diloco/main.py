@@ -42,8 +42,8 @@ Or in a Kubernetes cluster with the operator:
 
     diloco apply examples/tiny-gpt.yaml --context my-cluster --wait
 
-Exit codes: 0 job complete, 1 job failed, 2 the job file or the arguments are wrong, 130 interrupted; of the
-other commands 0 done, 1 it could not be done, 2 the file, the arguments or what they name are wrong.
+Exit codes: 0 job complete, 1 job failed, 2 the job file or the arguments are wrong, 130 interrupted. Of the
+other commands: 0 done, 1 it could not be done, 2 the file, the arguments or the thing that they name are wrong.
 """,
 )
 
@@ -84,15 +84,16 @@ def run(
         str, typer.Option(metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any.")
     ] = "127.0.0.1:0",
     force: Annotated[
-        bool, typer.Option("--force", help="Start it also where the job needs more memory than is free.")
+        bool, typer.Option("--force", help="Start the job even if it needs more memory than is free.")
     ] = False,
 ) -> int:
-    """Run a job on this machine, every learner a process, until it is done.
+    """Run a job on this machine until it is done; each learner is a process.
 
-    What `diloco validate` looks at is looked at first, within seconds: a job that cannot run here is not started.
+    The checks of `diloco validate` come first, within seconds: a job that cannot run here is not started.
 
-    The same command on the same workdir goes on from the checkpoint there. Ctrl-C drains: learners offer their work,
-    the syncer makes a checkpoint; a second Ctrl-C stops at once. Logs, metrics and report.json are in the workdir.
+    The same command on the same workdir continues from its checkpoint. Ctrl-C drains the job: learners offer their
+    work, and the syncer makes a checkpoint. A second Ctrl-C stops at once. Logs, metrics and report.json are in the
+    workdir.
 
     Examples:
 
@@ -116,7 +117,7 @@ def chaos(
         str, typer.Option(metavar="NAMES", help="Baselines, separated by commas: ddp, ddp-elastic, torchft.")
     ] = "ddp",
     mtbf: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Mean time until a learner that is well fails (Poisson).")
+        float, typer.Option(metavar="SECONDS", help="Mean time until a healthy learner fails (Poisson).")
     ] = 60.0,
     repair: Annotated[
         float | None,
@@ -131,19 +132,19 @@ def chaos(
             metavar="DIR", help="Where results are kept and the report goes.  [default: runs/chaos-<the job's name>]"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the faults, and instead of the job's.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the faults, and of the job instead of its own.")] = 0,
     spec: Annotated[
         str, typer.Option("--chaos", metavar="SPEC", help="These faults instead of random ones, as for `diloco run`.")
     ] = "",
     step_seconds: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="How long a step takes.  [default: so that all steps need half of the cores]"
+            metavar="SECONDS", help="How long a step takes.  [default: all steps together need half of the cores]"
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two learners against ddp for 12 s: does it run, not how it ends.")
+        bool, typer.Option("--quick", help="Two learners against ddp for 12 s: only to see that it runs.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the faults, as --chaos takes them, and end.")
@@ -153,13 +154,13 @@ def chaos(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Train the same job under the same random faults, by this and by data-parallel training, and compare.
+    """Compare this system with data-parallel training: the same job under the same random faults.
 
-    Every arm is real processes on this machine at an emulated pace: each step takes the same time, and what the
-    arithmetic leaves of it is slept. The same command goes on where it stopped; what is done is not done again.
+    Every arm is real processes on this machine at an emulated pace: each step takes the same time, and a process
+    sleeps the rest of it. The same command continues where it stopped, and does not repeat finished arms.
 
-    With --context the job's pods in that cluster are deleted by the schedule instead (kills alone, at a time from now).
-    The job has to be there; nothing is compared.
+    With --context the job's pods in that cluster are deleted by the schedule instead (kills only, at a time from now).
+    The job must exist; nothing is compared.
 
     Examples:
 
@@ -202,11 +203,11 @@ def validate(
         bool, typer.Option("--file-only", help="Read the file and nothing else: at once, on any machine.")
     ] = False,
 ) -> int:
-    """Check a job: all that is wrong with its file at once, with the fix, and what would fail on this machine.
+    """Check a job: every problem of its file, with a fix, and what would fail on this machine.
 
-    Where torch is installed its model is built without values, in no memory and a few seconds: that finds a wrong
-    configuration, patterns that match nothing, a tokenizer or a device that is not there, and says how large the model
-    is and what memory its processes take. What this machine lacks is a warning for a job with fields for clusters.
+    If torch is installed, the model is built without values, in a few seconds and almost no memory. That finds a wrong
+    configuration, patterns that match nothing, and a missing tokenizer or device. It also shows the size of the model
+    and the memory of the processes. If the job has fields for clusters, what this machine lacks is only a warning.
 
     Examples:
 
@@ -229,7 +230,7 @@ def plan(
     step_seconds: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="How long one inner step takes; `diloco status` shows it of a job that runs."
+            metavar="SECONDS", help="How long one inner step takes; `diloco status` shows it for a running job."
         ),
     ],
     params: Annotated[
@@ -241,22 +242,22 @@ def plan(
     layout: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Directory of a run or an export, or a layout.json, of a model of the same tensors."
+            metavar="PATH", help="Directory of a run or an export, or a layout.json, of a model with the same tensors."
         ),
     ] = None,
     round_trip_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Of the way between learner and hub, as ping says it.")
+        float, typer.Option(metavar="SECONDS", help="Round trip between learner and hub, as ping shows it.")
     ] = 0.0,
     utilisation: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of its time that a learner is to compute rather than wait.")
+        float, typer.Option(metavar="SHARE", help="Share of its time that a learner should compute rather than wait.")
     ] = 0.95,
     overrides: Overrides = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="All figures, for programs.")] = False,
 ) -> None:
-    """Say what bandwidth a job needs: each learner's link, each region's, the hub's.
+    """Print the bandwidth that a job needs: each learner's link, each region's, the hub's.
 
-    By the paper's formula, and by a model in which the fragments under way queue for the link: size links by
-    the latter. Data-parallel training of the same model is beside them. Nothing is started.
+    Two figures are shown: by the paper's formula, and by a model in which fragments wait for each other on the link.
+    Size links by the second. The need of data-parallel training is beside them. Nothing is started.
 
     Examples:
 
@@ -292,7 +293,7 @@ def status(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole status document, for programs.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it, until it is over.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until the job is over.")] = False,
     everywhere: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="List the jobs of every namespace of the cluster.")
     ] = False,
@@ -354,13 +355,13 @@ def export(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Write the merged model to a directory that transformers loads; the job may still be going on.
+    """Write the merged model to a directory that transformers loads, during the job or after it.
 
     Of a job whose loop is your own (learners.command, no training.model) the directory gets model.safetensors: every
     merged parameter by its name in your model, in float32. Your program loads it with `load_state_dict`. layout.json
-    says how the model is cut. The directory appears whole or not at all.
+    has the fragments of the model. The directory appears whole or not at all.
 
-    From a cluster it comes through a port-forward to the syncer's pod, checked by length and checksum.
+    From a cluster the model comes through a port-forward to the syncer's pod, checked by length and checksum.
 
     Examples:
 
@@ -406,16 +407,13 @@ def report(
     ] = None,
     out: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json, for programs.")] = False,
-    html: Annotated[
-        bool, typer.Option("--html", help="Write one HTML page with plots, also of a run under way.")
-    ] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write one HTML page with plots, also during the run.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Write the same as Markdown, plots as tables.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Show a job's report: its outcome, and what became of every token. Also while the job goes on, as
-    it stands.
+    """Show a job's report: its outcome, and what became of every token. Also during the job.
 
     Examples:
 

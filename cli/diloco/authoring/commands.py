@@ -54,7 +54,7 @@ def init(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The job's name.  [default: from FILE]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
-    """Write a job file to start from, with a comment at what is usually changed.
+    """Write a job file to start from, with comments at the fields that are usually changed.
 
     Without options, on a terminal, it asks.
 
@@ -87,7 +87,7 @@ def explain(
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="With all that lies in it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Say what a field of the job file takes and means: type, default, bounds, an example, what is in it.
+    """Print what a field of the job file means and accepts: type, default, bounds, an example, its parts.
 
     Examples:
 
@@ -110,7 +110,7 @@ def examples(
     listed: Annotated[bool, typer.Option("--list", "-l", help="Say what there is, and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files with other content.")] = False,
 ) -> None:
-    """Write the example jobs into a directory: those that the other commands' help names.
+    """Write the example jobs, which the help of the other commands uses, into a directory.
 
     Examples:
 

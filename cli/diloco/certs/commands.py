@@ -18,9 +18,9 @@ certs = typer.Typer(
     name="certs",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""Make the certificates with which learners and the syncer prove who they are.
+    help="""Make the certificates by which learners and the syncer identify each other.
 
-A job that spans clusters speaks mutual TLS. Each party has a folder with tls.crt, tls.key, ca.crt and
+A job over several clusters uses mutual TLS. Each party has a folder with tls.crt, tls.key, ca.crt and
 join-token; its certificate names the job and the role in a URI. Make an authority once, then a folder for the
 syncer and for each cluster with learners:
 
@@ -30,7 +30,7 @@ syncer and for each cluster with learners:
 
     kubectl --context eu-1 apply --server-side -f pki/default/tiny-gpt/eu-1/secret.yaml
 
-Certificates that cert-manager makes do as well: docs/regions.md has the URIs.
+Certificates from cert-manager work as well: docs/regions.md has the URIs.
 """,
 )
 
@@ -62,11 +62,11 @@ def _explained() -> Iterator[None]:
 def init(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new authority's folder.")] = Path("pki"),
     title: Annotated[str, typer.Option("--name", help="The authority's name, for people.")] = "diloco",
-    days: Annotated[int, typer.Option(help="How long it is good for.")] = 3650,
+    days: Annotated[int, typer.Option(help="Days of validity.")] = 3650,
 ) -> None:
-    """Make an authority: a key that signs, and the certificate that everybody trusts.
+    """Make an authority: a key that signs, and the certificate that all parties trust.
 
-    Keep ca.key where only you can read it: whoever has it can be anybody. No cluster needs it.
+    Keep ca.key where only you can read it: its holder can pose as any party. No cluster needs it.
 
     Example:
 
@@ -116,7 +116,7 @@ def issue(
             "connections on by it.  [default: diloco-syncer]",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long it is good for.")] = 90,
+    days: Annotated[int, typer.Option(help="Days of validity.")] = 90,
     secret: Annotated[
         str | None,
         typer.Option(
@@ -127,7 +127,7 @@ def issue(
 ) -> None:
     """Make keys and certificates for the syncer and for learners, in folders ready to be used.
 
-    Nothing that is there is overwritten. The first issue for a job makes its join token, and all parties get the same.
+    Existing files are never overwritten. The first issue for a job makes its join token, and all parties get the same.
 
     Examples:
 

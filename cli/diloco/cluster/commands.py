@@ -48,7 +48,7 @@ Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is so, with li
 Timeout = Annotated[
     float | None,
     typer.Option(
-        metavar="DURATION", parser=duration, help="With --wait: give up after 90s, 10m or 2h (the job goes on)."
+        metavar="DURATION", parser=duration, help="With --wait: give up after 90s, 10m or 2h (the job continues)."
     ),
 ]
 
@@ -83,10 +83,10 @@ def apply(
     ] = None,
     overrides: Annotated[list[str], typer.Option("--set", metavar="PATH=VALUE", help="As for `diloco run`.")] = [],  # noqa: B006 - typer reads it, nobody writes it
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Let the API server check everything, and change nothing.")
+        bool, typer.Option("--dry-run", help="Let the API server check everything without a change.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force-conflicts", help="Take over fields that others have set otherwise.")
+        bool, typer.Option("--force-conflicts", help="Overwrite fields that another manager has set.")
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the job until it is complete (0) or has failed (1).")
@@ -96,10 +96,10 @@ def apply(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Make a job file true in a cluster: create the job, or change the one that is there.
+    """Create a job in a cluster, or change the existing one, from its job file.
 
-    The file is checked first, all problems at once, as `diloco validate` does. With several contexts the same
-    job goes to each of them. Ctrl-C during --wait leaves the job running.
+    The file is checked first, as `diloco validate` does. With several contexts the same job is applied to each
+    of them. Ctrl-C during --wait leaves the job running.
 
     Examples:
 
@@ -123,15 +123,15 @@ def apply(
 
 def events(
     job: RunOrJob,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on as they come.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object a line, for programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep listing new events.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object per line, for programs.")] = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """What has happened to a job and its pods, in sentences, as long as the cluster remembers (an hour).
+    """List what happened to a job and its pods, in sentences, as long as the cluster keeps events (an hour).
 
-    Of a run on this machine, all that its syncer has logged.
+    For a run on this machine: every event that its syncer has logged.
 
     Examples:
 
@@ -163,7 +163,7 @@ def logs(
             help="syncer, evaluator, learner-N (counted over all regions), REGION, REGION-N or a pod.  [default: all]",
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     since: Annotated[
         float | None, typer.Option(metavar="DURATION", parser=duration, help="Only the last 30s, 10m, 2h.")
     ] = None,
@@ -171,12 +171,12 @@ def logs(
     previous: Annotated[
         bool, typer.Option("--previous", "-p", help="Of the container before the last restart.")
     ] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Lines as they are, without whose.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Lines as they are, without the process's name.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """The logs of a job's pods, or of a run's processes on this machine, merged by time, each line with whose it is.
+    """Print the logs of a job's pods, or of a run's processes on this machine, merged by time.
 
     Examples:
 
@@ -205,12 +205,12 @@ def logs(
 
 def scale(
     job: Job,
-    regions: Annotated[list[str], typer.Argument(metavar="REGION=N...", help="Learners wanted in a region.")],
+    regions: Annotated[list[str], typer.Argument(metavar="REGION=N...", help="New number of learners of a region.")],
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Give regions another number of learners. Those that leave offer their work first; no token is lost.
+    """Change the number of learners of regions. Learners that leave offer their work first; no token is lost.
 
     Examples:
 
@@ -252,7 +252,7 @@ def resume(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Go on with a suspended job, or one that has failed, from its checkpoint.
+    """Continue a suspended or failed job from its checkpoint.
 
     Example:
 
@@ -269,10 +269,10 @@ def upgrade(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Take a job to the release that its operator has: its pod templates together with its images.
+    """Move a job to its operator's release: its pod templates together with its images.
 
-    After `helm upgrade` a job keeps what it started with until you say so. Its pods are replaced, learners one after
-    another, the syncer last. The same by hand: another word in `spec.release`.
+    After `helm upgrade` a job keeps the release of its start until you run this. Its pods are then replaced, learners
+    one after another, the syncer last. By hand: write another word into `spec.release`.
 
     Examples:
 
@@ -301,9 +301,9 @@ def delete(
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Delete a job: its learners are told first, and everything but its volume goes.
+    """Delete a job: its learners are informed first, then everything except its volume is deleted.
 
-    What it learned stays on the volume unless the job says storage.onDelete: Delete; how to remove it is said.
+    The volume keeps the model, unless the job has storage.onDelete: Delete. The command prints how to remove it.
 
     Examples:
 

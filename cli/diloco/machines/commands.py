@@ -22,7 +22,7 @@ learner = typer.Typer(
     name="learner",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""Give this machine's compute to a job that is served elsewhere, as long as you like.
+    help="""Train on this machine for a job that is served elsewhere.
 
     diloco learner join hub.example.org:7700 --credentials pki/default/job/learners
 """,
@@ -33,7 +33,7 @@ CredentialsFolder = Annotated[
     typer.Option(metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token, as `diloco certs issue` makes them."),
 ]
 Plaintext = Annotated[
-    bool, typer.Option("--plaintext", help="Go without certificates: for a network in which you trust everybody.")
+    bool, typer.Option("--plaintext", help="Use no certificates: only in a network in which you trust every machine.")
 ]
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="PATH=VALUE", help="Change one field below spec, as in `diloco run`.")
@@ -57,7 +57,10 @@ def serve(
     ] = True,
     evaluator_credentials: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A learner's, for the evaluator; with --credentials there is none without."),
+        typer.Option(
+            metavar="DIR",
+            help="A learner's folder, for the evaluator; with --credentials there is no evaluator without it.",
+        ),
     ] = None,
     http: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Status page and metrics; port 0: any.")
@@ -66,9 +69,9 @@ def serve(
 ) -> int:
     """Run a job's syncer on this machine until the job is done.
 
-    Learners join, leave and are lost as they like; below the quorum the job holds. The same command on the
-    same workdir goes on from its store. Ctrl-C drains: learners offer their work, then a checkpoint. Exit
-    codes are those of `diloco run`.
+    Learners may join, leave and fail at any time; below the quorum the job holds. The same command on the same
+    workdir continues from its store. Ctrl-C drains the job: learners offer their work, then the syncer makes a
+    checkpoint. Exit codes are those of `diloco run`.
 
     Examples:
 
@@ -121,15 +124,16 @@ def join(
         typer.Option(metavar="R", help="One of the job's regions.  [default: the certificate's, or the only one]"),
     ] = None,
     workdir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="This learner's, and only its.  [default: learners/JOB-REGION]")
+        Path | None,
+        typer.Option(metavar="DIR", help="A folder for this learner alone.  [default: learners/JOB-REGION]"),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> int:
-    """Train on this machine for a job that is served elsewhere, until the job is done or you say stop.
+    """Train on this machine for a job that is served elsewhere, until the job is done or you stop it.
 
-    It dials out only: no port has to be open here. It takes a free slot, or stands by until there is one. Ctrl-C or
-    SIGTERM: it offers its work and leaves, and nothing is lost. Without JOB.yaml the syncer says which model and which
-    data are used, so trust it with what you may read here; code is only run from a job file of yours.
+    The learner only connects out: no port needs to be open here. It takes a free slot, or stands by until there is one.
+    On Ctrl-C or SIGTERM it offers its work and leaves, and nothing is lost. Without JOB.yaml the syncer decides which
+    model and data are used, so trust it with everything that you may read here. Code runs only from your own job file.
 
     Exit codes: 0 the job is done, or it left in good order; 1 refused or failed; 2 wrong arguments or job.
 

@@ -148,18 +148,18 @@ def goodput(
         ),
     ] = False,
     cache: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where --core keeps what it has simulated, to go on from it.")
+        Path, typer.Option(metavar="DIR", help="Where --core keeps finished simulations, to continue from them.")
     ] = Path("runs/simulate"),
     repetitions: Annotated[int, typer.Option(min=3, max=1000, help="Of each fleet, for the intervals.")] = 8,
     failures: Annotated[
         float, typer.Option(min=10, max=1e6, help="That a repetition lasts, of the whole fleet.")
     ] = 2000,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything: the same seed gives the same figures.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything: the same seed gives the same figures.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter; wider intervals.")] = False,
     report: Report = None,
     as_json: Json = False,
 ) -> int:
-    """Say what share of their time chips train, while they fail.
+    """Print the share of their time in which failing chips train.
 
     Without --chips: the paper's table (arXiv 2604.21428) beside the simulator's, learners of unequal speed, and compute
     that comes and goes. With --chips: which number of learners is enough for this fleet, what spares buy, and what
@@ -317,7 +317,7 @@ def bandwidth(
     report: Report = None,
     as_json: Json = False,
 ) -> None:
-    """Say what bandwidth a job's links need, and how much of its time a learner computes on thinner ones.
+    """Print the bandwidth that a job's links need, and the share of its time that a learner computes on thinner ones.
 
     The paper's four figures (arXiv 2604.21428) come first, by its formula and by a queue: it exchanges by all-reduce.
     Then our star with each pair of encodings: a learner's link, up and down, and the hub's, in and out. Then shares of
