@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from torch import nn
 
@@ -28,6 +32,7 @@ from diloco_worker.training.optimizer import total_steps
 from diloco_worker.training.pretrained import FIELD as FROM
 
 T = TypeVar("T")
+HUB_SECONDS = 4.0
 
 
 def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
@@ -53,9 +58,43 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
 def main() -> int:
     """Check the job of the environment, and write the findings."""
     job = read_job(Path(os.environ["DILOCO_JOB_FILE"]))
+    look_only_in_cache_if_offline(job.spec)
     found = check_job(job.spec, Path(os.environ.get("DILOCO_JOB_DIRECTORY") or Path.cwd()))
     write_whole(Path(os.environ[VARIABLE]), found.to_json().encode())
     return 0
+
+
+def look_only_in_cache_if_offline(spec: JobSpec) -> None:
+    """Where the job names something on Hugging Face's hub and nothing answers there, have its library look only into
+    its cache: it would try again for a minute. For this process's whole life."""
+    data, model = spec.training.data, spec.training.model
+    tokenizer = data.tokenizer if data is not None and data.source != "python" else "bytes"
+    source = model.from_ if model is not None else None
+    named = [name for name in (tokenizer, source) if name not in ("bytes", None) and not Path(str(name)).is_dir()]
+    if not named or getproxies():
+        return
+    from huggingface_hub import constants
+
+    if not _answers(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True
+
+
+def _answers(url: str) -> bool:
+    """Whether something listens there. Asked in a thread, for a name's look-up may take long."""
+    parts, reached = urlsplit(url), threading.Event()
+
+    def connect() -> None:
+        try:
+            port = parts.port or (80 if parts.scheme == "http" else 443)
+            socket.create_connection((parts.hostname or "", port), timeout=HUB_SECONDS).close()
+            reached.set()
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    return reached.is_set()
 
 
 def _tried(do: Callable[[], T], problems: list[Problem]) -> T | None:

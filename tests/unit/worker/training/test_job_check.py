@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from diloco_protocol.spec.load import Problem, job_to_json, load_job
 from diloco_worker.__main__ import main
 from diloco_worker.fragments import build_layout
 from diloco_worker.training import models
 from diloco_worker.training.findings import VARIABLE, JobFindings
-from diloco_worker.training.job_check import check_job
+from diloco_worker.training.job_check import check_job, look_only_in_cache_if_offline
 from repository import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -62,6 +64,22 @@ def test_weights_at_a_uri_are_not_copied(tmp_path: Path, monkeypatch: pytest.Mon
     found = check_job(load_job(EXAMPLES / "minimal.yaml", change).spec)
     assert found.model is None and not found.wrong and "s3://bucket/weights" in found.unchecked[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_worker.training.job_check.getproxies", lambda: {})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    named = load_job(EXAMPLES / "minimal.yaml", ["training.data.tokenizer=gpt2"]).spec
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        look_only_in_cache_if_offline(named)
+        assert not constants.HF_HUB_OFFLINE
+    look_only_in_cache_if_offline(load_job(EXAMPLES / "minimal.yaml").spec)  # it names nothing there
+    assert not constants.HF_HUB_OFFLINE
+    look_only_in_cache_if_offline(named)
+    assert constants.HF_HUB_OFFLINE
+    found = check_job(named)
+    assert [problem.path for problem in found.here] == ["spec.training.data.tokenizer"]
 
 
 def test_a_worker_process_writes_its_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
