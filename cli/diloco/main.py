@@ -351,6 +351,9 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a job with LoRA, write the adapters alone, in PEFT's format.")
+    ] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -360,6 +363,9 @@ def export(
     Of a job whose loop is your own (learners.command, no training.model) the directory gets model.safetensors: every
     merged parameter by its name in your model, in float32. Your program loads it with `load_state_dict`. layout.json
     has the fragments of the model. The directory appears whole or not at all.
+
+    Of a job with training.model.lora the adapters are merged into the model. With --adapter they are written alone, as
+    adapter_model.safetensors and adapter_config.json, to be loaded by PEFT on top of training.model.from.
 
     From a cluster the model comes through a port-forward to the syncer's pod, checked by length and checksum.
 
@@ -371,6 +377,8 @@ def export(
 
         diloco export s3://bucket/models/tiny-gpt model/
 
+        diloco export runs/my-lora adapter/ --adapter
+
         python -c "import transformers; transformers.AutoModelForCausalLM.from_pretrained('model/')"
     """
     there = where(context, namespace, kubeconfig)
@@ -378,14 +386,14 @@ def export(
         from diloco.cluster.fetch import export as export_job
 
         with in_cluster(None if there.given else what):
-            export_job(there, what, out)
+            export_job(there, what, out, adapter)
     else:
         from diloco.packages import require_packages
 
         require_packages("diloco export", ["syncer"])
         from diloco.export.export import read_merged, write_merged
 
-        write_merged(read_merged(what), out)
+        write_merged(read_merged(what), out, adapter)
 
 
 @app.command()

@@ -148,8 +148,8 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
 # ------------------------------------------------------------------ export
 
 
-def export(where: Where, name: str, out: Path) -> None:
-    """``diloco export NAME OUT``. Raises ClusterError."""
+def export(where: Where, name: str, out: Path, adapter: bool = False) -> None:
+    """``diloco export NAME OUT``, with ``--adapter`` or without. Raises ClusterError."""
     from diloco.export.export import ExportFailed, read_url, write_merged
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -158,7 +158,7 @@ def export(where: Where, name: str, out: Path) -> None:
     job = cluster.job(name)
     with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):
         try:
-            write_merged(read_url(f"http://{forward.address}", _Progress()), out)
+            write_merged(read_url(f"http://{forward.address}", _Progress()), out, adapter)
         except ExportFailed as error:
             said = f"{forward.problem}: " if forward.problem else ""
             raise ClusterError(f"{said}{error}", code=FAILED) from error

@@ -114,10 +114,14 @@ def export_run(workdir: Workdir, out: Path) -> None:
     write_merged(read_run(workdir), out)
 
 
-def write_merged(model: MergedModel, out: Path) -> None:
-    """Write the new directory ``out``, whole or not at all, and say what is in it. Raises ExportFailed."""
+def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> None:
+    """Write the new directory ``out``, whole or not at all, and say what is in it. ``adapter``: of a job with LoRA the
+    adapters alone. Raises ExportFailed."""
     job, versions = model.job, model.versions
     at = f"fragments at versions {min(versions)} to {max(versions)}"
+    if adapter:
+        _write_adapter(model, out, at)
+        return
     if job.spec.training.model is None:
         try:
             files = write_tensors(job.metadata.name, model.layout, model.tensors, versions, out)
@@ -141,6 +145,17 @@ def write_merged(model: MergedModel, out: Path) -> None:
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
     print_text(f"{out}: the merged model, {at}")
+
+
+def _write_adapter(model: MergedModel, out: Path, at: str) -> None:
+    from diloco_worker.training.adapter_export import export_adapter
+    from diloco_worker.training.export import ExportError
+
+    try:
+        count = export_adapter(model.job, model.tensors, out, directory=model.directory)
+    except (ExportError, JobError) as error:
+        raise ExportFailed(str(error)) from error
+    print_text(f"{out}: the merged adapters of {count} layers in PEFT's format, {at}")
 
 
 def read_layout(path: Path) -> Layout:

@@ -10,7 +10,7 @@ A directory is whole under its name or not there: it is filled under another nam
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def export(
             transformers_logging.disable_progress_bar()
             save: Any = model
             save.save_pretrained(temporary, max_shard_size="1000GB")
-            _save_tokenizer(job, temporary)
+            save_tokenizer(job, temporary)
     except FileExistsError as e:
         raise ExportError(f"{e.filename} {e.strerror}") from e
     except OSError as e:
@@ -60,12 +60,7 @@ def assemble(job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], *, dire
     """
     model = models.skeleton(job.spec, directory=directory)
     wanted = dict(model.named_parameters())  # a tied tensor comes once, under its first name
-    missing = sorted(set(wanted) - set(tensors))
-    unknown = sorted(set(tensors) - set(wanted))
-    wrong = sorted(n for n in set(wanted) & set(tensors) if tuple(wanted[n].shape) != tensors[n].shape)
-    for names, what in ((missing, "missing"), (unknown, "not the model's"), (wrong, "of another shape")):
-        if names:
-            raise ExportError(f"the weights do not fit the job's model; {what}: {models.shorten(names)}")
+    check_parameters({name: parameter.shape for name, parameter in wanted.items()}, tensors)
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name], dtype=np.float32)))
@@ -73,7 +68,18 @@ def assemble(job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], *, dire
     return model.eval()
 
 
-def _save_tokenizer(job: DiLoCoJob, out: Path) -> None:
+def check_parameters(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]) -> None:
+    """Raise ExportError naming what of ``shapes`` is missing in ``tensors``, unknown or of another shape."""
+    missing = sorted(set(shapes) - set(tensors))
+    unknown = sorted(set(tensors) - set(shapes))
+    wrong = sorted(n for n in set(shapes) & set(tensors) if tuple(shapes[n]) != tensors[n].shape)
+    for names, what in ((missing, "missing"), (unknown, "not the model's"), (wrong, "of another shape")):
+        if names:
+            raise ExportError(f"the weights do not fit the job's model; {what}: {models.shorten(names)}")
+
+
+def save_tokenizer(job: DiLoCoJob, out: Path) -> None:
+    """Write the tokenizer of ``training.data`` to the directory, where there is one. Raises JobError."""
     data = job.spec.training.data
     if data is None or data.source == "python":
         return

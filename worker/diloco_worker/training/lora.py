@@ -4,6 +4,9 @@ y = W·x + (alpha / rank) · B·(A·x), A [rank, in] and B [out, rank], from LoR
 random, B at zero, so that the adapted model starts as the model it adapts. Everything but A and B is frozen: it
 travels in version 0 only, and merges exchange the adapters alone.
 
+Adapted are torch's ``nn.Linear``, whose weight is [out, in], and transformers' ``Conv1D``, which GPT-2 and its like
+have: despite its name a linear layer, with a weight of [in, out]. A and B have the same shapes for both.
+
 The layer keeps its parameters' names (``weight``, ``bias``) and adds ``lora_a`` and
 ``lora_b``, so that weights of the plain model load into it as they are.
 """
@@ -11,6 +14,7 @@ The layer keeps its parameters' names (``weight``, ``bias``) and adds ``lora_a``
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fnmatch import fnmatchcase
 
 import torch
@@ -28,9 +32,7 @@ class LoraLinear(nn.Linear):
         self.weight = base.weight
         self.bias = base.bias
         self.scale = alpha / rank
-        self.lora_a = nn.Parameter(base.weight.new_empty(rank, self.in_features))
-        self.lora_b = nn.Parameter(base.weight.new_zeros(self.out_features, rank))
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        self.lora_a, self.lora_b = _adapter(base.weight, rank, self.in_features, self.out_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input, self.weight, self.bias) + self.scale * F.linear(
@@ -46,8 +48,41 @@ class LoraLinear(nn.Linear):
         return plain
 
 
+class LoraConv1D(nn.Module):
+    """transformers' ``Conv1D`` with an adapter: y = x·W + bias, W [in, out]. Takes over the parameters of ``base``."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
+        super().__init__()
+        assert isinstance(base.weight, nn.Parameter) and isinstance(base.bias, nn.Parameter)
+        self.nx, self.nf = base.weight.shape  # Conv1D's own names for its sizes
+        self.weight = base.weight
+        self.bias = base.bias
+        self.scale = alpha / rank
+        self.lora_a, self.lora_b = _adapter(base.weight, rank, self.nx, self.nf)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+        return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+    def merged(self) -> nn.Module:
+        """The plain layer that computes the same: W + (alpha / rank)·(B·A)ᵀ, the product in float64."""
+        with torch.device("meta"):
+            plain = _conv1d()(self.nf, self.nx)
+        added = self.scale * (self.lora_b.double() @ self.lora_a.double())
+        plain.weight = nn.Parameter((self.weight.double() + added.T).to(self.weight.dtype))
+        plain.bias = self.bias
+        return plain
+
+
+Adapted = LoraLinear | LoraConv1D
+
+
 def linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kinds = (nn.Linear, _conv1d())
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def adapt(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> list[str]:
@@ -62,14 +97,36 @@ def adapt(model: nn.Module, rank: int, alpha: float, targets: list[str]) -> list
     for name in chosen:
         parent, _, own = name.rpartition(".")
         base = model.get_submodule(name)
-        assert isinstance(base, nn.Linear)
-        setattr(model.get_submodule(parent), own, LoraLinear(base, rank, alpha))
+        layer = LoraLinear(base, rank, alpha) if isinstance(base, nn.Linear) else LoraConv1D(base, rank, alpha)
+        setattr(model.get_submodule(parent), own, layer)
     return chosen
+
+
+def adapters(model: nn.Module) -> dict[str, Adapted]:
+    """The adapted layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear | LoraConv1D)}
 
 
 def merge(model: nn.Module) -> None:
     """Replace every adapted layer by the plain layer that computes the same."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLinear):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, module.merged())
+    holders = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    config = getattr(model, "config", None)
+    if config is not None and any(holders[id(layer.weight)] > 1 for layer in adapters(model).values()):
+        config.tie_word_embeddings = False  # a head with an adapter folded in is the embedding no longer
+    for name, module in adapters(model).items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, module.merged())
+
+
+def _adapter(weight: torch.Tensor, rank: int, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """A, random, and B, zero, of the device and dtype of ``weight``."""
+    a = nn.Parameter(weight.new_empty(rank, inputs))
+    b = nn.Parameter(weight.new_zeros(outputs, rank))
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    return a, b
+
+
+def _conv1d() -> type[nn.Module]:
+    from transformers.pytorch_utils import Conv1D  # late: transformers loads slowly
+
+    return Conv1D
