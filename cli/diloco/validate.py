@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from diloco.console import WRONG, CommandError
+from diloco.data_files import doubtful_data
 from diloco_protocol.merging import ISOTROPIC_BELOW, merge_text, settle_merge
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.spec.job_spec import JobSpec
@@ -34,7 +35,8 @@ def read_with_warnings(path: str | os.PathLike[str], overrides: Iterable[str] = 
     """The job in the file at ``path``, and what its author should know about it. Raises JobError."""
     notes: list[Problem] = []
     job = load_job(path, overrides, notes)
-    return job, [*notes, *job_warnings(job), *absent_data(job, Path(path).resolve().parent)]
+    directory = Path(path).resolve().parent
+    return job, [*notes, *job_warnings(job), *absent_data(job, directory), *doubtful_data(job, directory)]
 
 
 def read_job_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from diloco.checks.machine import find_absent_modules, find_absent_programs
 from diloco.checks.memory import estimate_memory, free_memory
+from diloco.data_files import doubtful_data
 from diloco.doctor.findings import Finding, Level
 from diloco.doctor.machine import Torch
 from diloco.validate import absent_data
@@ -48,6 +49,8 @@ def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad:
     if data is None:
         return
     missing = absent_data(job, directory)
+    for problem in doubtful_data(job, directory):
+        yield Finding("job", "data", "warning", str(problem), "docs/data.md says which files are read how")
     for problem in missing:
         fix = "paths start at the job file's directory; diloco explain training.data.paths"
         yield Finding("job", "data", bad, str(problem), fix)

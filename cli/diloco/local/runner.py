@@ -31,6 +31,7 @@ from diloco.local.metrics_log import MetricsLog
 from diloco.local.outcome import OUTCOMES, REFUSED, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
+from diloco.processes.data_found import DataFound
 from diloco.processes.exit_errors import ExitError, ExitErrors
 from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, resolve_program
 from diloco.processes.memory_kills import memory_need_text
@@ -117,6 +118,7 @@ class Runner:
         self.injector = Injector(
             self.watch, self.running, self.proxies, self._workers, FaultSchedule(schedule), job.spec.seed
         )
+        self._data_found = DataFound(workdir.path)
         self._watchdog = Watchdog()
         self._need = ""  # of memory, in words, where it is known before the start
         self._errors = ExitErrors(workdir.log, self._memory_need)
@@ -209,6 +211,8 @@ class Runner:
         next_metrics = 0.0
         while True:
             self.injector.step()
+            for text, style in self._data_found.news():
+                self.screen.event(text, style)
             if time.monotonic() >= next_metrics:
                 next_metrics = time.monotonic() + METRICS_SECONDS
                 try:

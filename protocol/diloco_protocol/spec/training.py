@@ -32,7 +32,8 @@ class LoraSpec(Spec):
         ["*q_proj", "*v_proj"],
         min_length=1,
         max_length=64,
-        description="Patterns (fnmatch) over the names of the linear modules that get an adapter.",
+        description="Patterns (fnmatch) over the names of the linear modules that get an adapter; Conv1D of "
+        "GPT-2-like models is one of them.",
     )
 
 
@@ -78,16 +79,20 @@ class DataSpec(Spec):
 
     source: Literal["text", "datasets", "python"] = Field(
         "text",
-        description="text: files read as they are; datasets: a Hugging Face data set; python: a function of yours.",
+        description="text: files, of plain text or of records; datasets: a Hugging Face data set; python: a function "
+        "of yours.",
     )
     paths: list[Text] = Field(
         [],
         max_length=256,
-        description="Of source text: files, directories, globs or fsspec URIs. "
-        "`python-stdlib` is the built-in corpus: the Python standard library's own source.",
+        description="Of source text: files, directories, globs or fsspec URIs. Files of records (.jsonl, .ndjson, "
+        ".json, .csv, each also .gz; .parquet, .arrow, folders written by save_to_disk) give their textField, all "
+        "others their bytes. `python-stdlib` is the built-in corpus: the Python standard library's own source.",
     )
     name: Text | None = Field(
-        None, description="Of source datasets: a name on Hugging Face, or a directory written by save_to_disk."
+        None,
+        description="Of source datasets: a name on Hugging Face, a directory written by save_to_disk, or a file of "
+        "records.",
     )
     subset: Text | None = Field(
         None, description="Of source datasets: the data set's configuration, where it has several."
@@ -97,8 +102,12 @@ class DataSpec(Spec):
         description="Of source datasets, where name is one on Hugging Face: a commit, tag or branch; null: its main "
         "branch. All learners must read the same rows: name a commit.",
     )
-    split: Text = Field("train", description="Of source datasets: the split to train on.")
-    text_field: Text = Field("text", description="Of source datasets: the column that holds the text.")
+    split: Text = Field(
+        "train", description="Of source datasets, and of folders written by save_to_disk: the split to train on."
+    )
+    text_field: Text = Field(
+        "text", description="Of source datasets, and of files of records: the field or column that holds the text."
+    )
     function: Annotated[str, Field(pattern=FUNCTION_PATTERN, max_length=256)] | None = Field(
         None,
         description="Of source python: `module:function`, called with this section and held_out (bool); "

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from diloco_protocol.spec.job_spec import JobSpec
+from diloco_worker.data import found as findings
 from diloco_worker.data import hf_hub, python, text
 from diloco_worker.data.shuffle import Dataset, Permutation, Shuffled
 from diloco_worker.errors import job_error
@@ -47,8 +48,19 @@ def load(
     else:
         found = python.load(data, held_out, directory)
     check(spec, found, held_out)
+    _report(data.function or data.name or "", found, held_out, cache_directory)
     # What is held out keeps its order: the evaluator spreads what it takes over all of it.
     return found if held_out else Shuffled(found, Permutation(len(found), spec.seed))
+
+
+def _report(source: str, dataset: Dataset, held_out: bool, cache_directory: Path | None) -> None:
+    """Say what was found: in the log, and, of what is trained on, for the screen of `diloco run`."""
+    part = "held out" if held_out else "to train on"
+    line, warnings = f"{source}: {len(dataset):,} items {part}", []
+    if isinstance(dataset, text.TokenSequences):
+        whole, warnings = dataset.found.line(len(dataset.tokens), dataset.length), dataset.found.warnings()
+        line = f"{whole}, {len(dataset):,} of them {part}"
+    findings.report(line, warnings, None if held_out else cache_directory)
 
 
 def check(spec: JobSpec, data: Dataset, held_out: bool) -> None:

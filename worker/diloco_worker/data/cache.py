@@ -45,6 +45,11 @@ def digest(parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def facts_path(directory: Path, key: str) -> Path:
+    """Where lies what was found in the data, beside their token file."""
+    return directory / f"tokens-{key}.json"
+
+
 def token_array(
     produce: Callable[[], Iterable[NDArray[np.generic]]], dtype: np.dtype[np.generic], directory: Path | None, key: str
 ) -> NDArray[np.generic]:

@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from diloco_protocol.spec.load import JobError, Problem
 from diloco_worker.errors import job_error
@@ -46,7 +46,17 @@ class Document:
                 return Path(self.uri).read_bytes()
             return bytes(self.filesystem.cat_file(self.uri))
         except Exception as e:  # a driver of fsspec may raise its client's own classes
-            raise job_error(FIELD, self.uri, f"cannot be read: {_words(e)}") from e
+            raise job_error(FIELD, self.uri, f"cannot be read: {words_of(e)}") from e
+
+    def open(self) -> IO[bytes]:
+        """Its bytes, to be read piece by piece. Raises JobError naming the file if it cannot be opened."""
+        try:
+            if self.filesystem is None:
+                return Path(self.uri).open("rb")
+            found: IO[bytes] = self.filesystem.open(self.uri, "rb")
+            return found
+        except Exception as e:  # a driver of fsspec may raise its client's own classes
+            raise job_error(FIELD, self.uri, f"cannot be read: {words_of(e)}") from e
 
 
 def documents(paths: Sequence[str], directory: Path) -> list[Document]:
@@ -155,7 +165,7 @@ def _remote(uri: str) -> Iterator[Document]:
     except FileNotFoundError as e:
         raise _NothingThere("nothing there") from e
     except Exception as e:  # a driver of fsspec may raise its client's own classes
-        raise _NothingThere(f"cannot be read: {_words(e)}") from e
+        raise _NothingThere(f"cannot be read: {words_of(e)}") from e
     files = [(name, info) for name, info in listed if info.get("type") != "directory"]
     if not files:
         raise _NothingThere("names no file")
@@ -164,7 +174,8 @@ def _remote(uri: str) -> Iterator[Document]:
         yield Document(filesystem.unstrip_protocol(name), int(info.get("size") or 0), stamp, filesystem)
 
 
-def _words(error: Exception) -> str:
+def words_of(error: BaseException) -> str:
+    """What an error of the system or of a driver says, without its number."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}"

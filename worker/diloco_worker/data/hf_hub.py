@@ -1,4 +1,5 @@
-"""Data of a Hugging Face data set, by name from the hub or from a directory that ``save_to_disk`` wrote.
+"""Data of a Hugging Face data set: by name from the hub, from a directory that ``save_to_disk`` wrote, or from a file
+of records (JSON lines, CSV, Parquet), whose text needs no library of theirs.
 
 What the rows hold decides what they become:
 
@@ -10,6 +11,7 @@ Held out are rows or sequences by split.py's rule, so that any one split serves 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from diloco_protocol.common.data_files import RecordFormat, record_format
 from diloco_protocol.spec.training import DataSpec
+from diloco_worker.data.corpus import Document
+from diloco_worker.data.found import Found
 from diloco_worker.data.split import Part
-from diloco_worker.data.text import TokenSequences, pack, tokenizer
+from diloco_worker.data.tables import column_names
+from diloco_worker.data.text import TokenSequences, of_paths, pack, tokenizer
 from diloco_worker.errors import job_error, one_line
 
 NAME = "spec.training.data.name"
@@ -57,6 +63,9 @@ def load(
     """The data set of ``training.data`` with source ``datasets``.
 
     Raises JobError naming the field if the library, the data set, the split or the column is not there."""
+    if _is_text_file(data, directory):
+        assert data.name is not None  # a rule of the job spec
+        return of_paths(data, [data.name], fraction, held_out, directory, cache_directory, NAME, data.name)
     table = _table(data, directory)
     names = list(table.column_names)
     if len(table) == 0:
@@ -74,6 +83,19 @@ def load(
     )
 
 
+def _is_text_file(data: DataSpec, directory: Path) -> bool:
+    """Whether the name is that of a file of records with text. A Parquet file may also hold rows to be taken as they
+    are, which the library reads."""
+    file = directory / Path(data.name or "").expanduser()
+    format = record_format(file.name)
+    if format is None or not os.path.isfile(file):
+        return False
+    if format is not RecordFormat.PARQUET:
+        return True
+    names = column_names(Document(str(file), 0, ""))
+    return data.text_field in names or not {"input_ids", "pixel_values"} & set(names)
+
+
 def _table(data: DataSpec, directory: Path) -> Any:
     try:
         import datasets
@@ -88,6 +110,8 @@ def _table(data: DataSpec, directory: Path) -> Any:
     try:
         if local.is_dir() and any((local / n).is_file() for n in ("state.json", "dataset_dict.json")):
             table = datasets.load_from_disk(str(local))
+        elif local.is_file():  # _is_text_file let it pass: Parquet with rows
+            table = datasets.load_dataset("parquet", data_files=str(local), split="train")
         else:
             where = str(local) if local.is_dir() else data.name
             table = datasets.load_dataset(where, data.subset, split=data.split, revision=data.revision)
@@ -98,7 +122,8 @@ def _table(data: DataSpec, directory: Path) -> Any:
         raise job_error(
             NAME,
             data.name,
-            f"could not be loaded ({one_line(e)}); name a data set of the hub, or a directory that save_to_disk wrote",
+            f"could not be loaded ({one_line(e)}); name a data set of the hub, a file of records "
+            "(.jsonl, .json, .csv, .parquet), or a directory that save_to_disk wrote",
         ) from e
     if isinstance(table, datasets.DatasetDict):
         if data.split not in table:
@@ -115,7 +140,8 @@ def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_dir
     words = tokenizer(data.tokenizer)
     column = table.select_columns([data.text_field])
 
-    def produce() -> Iterator[NDArray[np.generic]]:
+    def produce(found: Found) -> Iterator[NDArray[np.generic]]:
+        found.records = len(column)
         for start in range(0, len(column), ROWS_AT_ONCE):
             for text in column[start : start + ROWS_AT_ONCE][data.text_field]:
                 if not isinstance(text, str):
@@ -128,7 +154,8 @@ def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_dir
 
     # The fingerprint covers where the table came from and what was done to it.
     origin = ["datasets", words.identity, data.name, data.subset, data.split, table._fingerprint, data.text_field]
-    return pack(produce, origin, data, fraction, held_out, cache_directory, NAME, data.name)
+    unread = Found(records=len(column))
+    return pack(produce, origin, data, fraction, held_out, cache_directory, NAME, data.name, unread)
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Text as sequences of tokens: documents, tokenizer, one long array, cut into equal sequences.
 
-All documents are tokenised in order, a separator between them, into one array of the smallest unsigned type that
-holds the vocabulary. Sequence i is tokens i·L .. (i+1)·L of it, L being ``training.data.sequenceLength``; what is left
-at the end is not used. Labels are the inputs: the models shift them themselves, so a sequence of L tokens has L - 1
-predictions.
+A document is a file of plain text, or a record's field in a file of records (records.py). All documents are tokenised
+in order, a separator between them, into one array of the smallest unsigned type that holds the vocabulary. Sequence i
+is tokens i·L .. (i+1)·L of it, L being ``training.data.sequenceLength``; what is left at the end is not used. Labels
+are the inputs: the models shift them themselves, so a sequence of L tokens has L - 1 predictions.
 
 Tokenizer ``bytes`` takes each byte as a token (vocabulary 256, the byte 0 between documents). Any other name is a
 transformers tokenizer, a directory or a name on Hugging Face, with its end-of-text token between documents.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,9 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from diloco_protocol.common.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
 from diloco_protocol.spec.training import DataSpec
-from diloco_worker.data import cache
-from diloco_worker.data.corpus import documents
+from diloco_worker.data import cache, records, tables
+from diloco_worker.data.corpus import Document, documents
+from diloco_worker.data.found import Found
 from diloco_worker.data.split import Part
 from diloco_worker.errors import job_error, one_line
 
@@ -112,11 +114,12 @@ def token_dtype(vocabulary: int) -> np.dtype[np.generic]:
 @dataclass(frozen=True, slots=True)
 class TokenSequences:
     """A map-style data set of token sequences: ``self[k]`` is {"input_ids", "labels"}, int64 [length], the k-th
-    sequence of one ``part`` of ``tokens`` (unsigned integers, [n])."""
+    sequence of one ``part`` of ``tokens`` (unsigned integers, [n]). ``found``: what they were read from."""
 
     tokens: NDArray[np.generic]
     length: int
     part: Part
+    found: Found = field(default_factory=Found)
 
     def __len__(self) -> int:
         return len(self.part)
@@ -133,40 +136,100 @@ def load(
     """The sequences of the documents that ``data.paths`` names; relative paths start at ``directory``.
 
     ``fraction`` of them is held out (split.py). Raises JobError naming the field."""
-    found = documents(data.paths, directory)
+    where = "spec.training.data.paths"
+    return of_paths(data, data.paths, fraction, held_out, directory, cache_directory, where, data.paths)
+
+
+def of_paths(
+    data: DataSpec,
+    paths: Sequence[str],
+    fraction: float,
+    held_out: bool,
+    directory: Path,
+    cache_directory: Path | None,
+    named: str,
+    value: object,
+) -> TokenSequences:
+    """``load`` for ``paths``, which the job gives in the field ``named`` as ``value``."""
+    listed = tables.without_bookkeeping(documents(paths, directory), data.split)
+    tables.check_installed(listed)
     words = tokenizer(data.tokenizer)
 
-    def produce() -> Iterator[NDArray[np.generic]]:
-        for document in found:
-            yield words.tokens(document.read())
+    def produce(found: Found) -> Iterator[NDArray[np.generic]]:
+        for document in listed:
+            for text in _texts(document, data.text_field, found):
+                yield words.tokens(text)
 
-    origin = ["text", words.identity, [(d.uri, d.size, d.stamp) for d in found]]
-    return pack(produce, origin, data, fraction, held_out, cache_directory, "spec.training.data.paths", data.paths)
+    origin: list[object] = ["text", words.identity, [_origin(d, data.text_field) for d in listed]]
+    plain = Found(files=len(listed))
+    return pack(produce, origin, data, fraction, held_out, cache_directory, named, value, plain)
+
+
+def _origin(document: Document, text_field: str) -> tuple[object, ...]:
+    """What says which tokens a document gives. That of plain text is the same as ever, so that its token files are
+    still found."""
+    kept = (document.uri, document.size, document.stamp)
+    format = record_format(document.uri)
+    return kept if format is None else (*kept, format.value, text_field)
+
+
+def _texts(document: Document, text_field: str, found: Found) -> Iterator[bytes | str]:
+    """The texts of one file, counted in ``found``: of records one each, of plain text all its bytes."""
+    found.files += 1
+    format = record_format(document.uri)
+    remark = ""
+    if format is RecordFormat.JSON:
+        is_records, remark = records.is_records(document, text_field)
+        format = format if is_records else None
+    if format is None:
+        content = document.read()
+        found.add_look(remark or appearance(content[:HEAD_BYTES]), document.uri)
+        yield content
+        return
+    found.record_files += 1
+    for text in records.texts(document, format, text_field):
+        found.records += 1
+        yield text
 
 
 def pack(
-    produce: Callable[[], Iterable[NDArray[np.generic]]],
+    produce: Callable[[Found], Iterable[NDArray[np.generic]]],
     origin: object,
     data: DataSpec,
     fraction: float,
     held_out: bool,
     cache_directory: Path | None,
-    field: str,
+    named: str,
     value: object,
+    unread: Found,
 ) -> TokenSequences:
-    """Tokens that ``produce`` yields, as sequences; ``origin`` names the cached file.
+    """Tokens that ``produce`` yields, as sequences; ``origin`` names the cached file. ``produce`` counts what it reads
+    in what it is given; ``unread`` is said where nobody counted.
 
-    Raises JobError on ``field`` with its ``value`` if there is not even one sequence."""
+    Raises JobError on the field ``named`` with its ``value`` if there is not even one sequence."""
     dtype, length = token_dtype(tokenizer(data.tokenizer).vocabulary), data.sequence_length
+    key = cache.digest(origin)
+    counted: Found | None = None
+
+    def counting() -> Iterator[NDArray[np.generic]]:
+        nonlocal counted
+        found = Found()
+        yield from produce(found)
+        counted = found
+        if cache_directory is not None:  # before the tokens have their name, so that who finds them finds this too
+            found.save(cache.facts_path(cache_directory, key))
+
     try:
-        tokens = cache.token_array(produce, dtype, cache_directory, cache.digest(origin))
+        tokens = cache.token_array(counting, dtype, cache_directory, key)
     except cache.CacheError as e:
-        raise job_error(field, value, str(e)) from e
+        raise job_error(named, value, str(e)) from e
+    if counted is None and cache_directory is not None:
+        counted = Found.read(cache.facts_path(cache_directory, key))
     if len(tokens) < length:
         raise job_error(
-            field,
+            named,
             value,
             f"holds {len(tokens)} tokens, which is less than one sequence of "
             f"training.data.sequenceLength = {length}: name more data, or shorten it",
         )
-    return TokenSequences(tokens, length, Part.of(len(tokens) // length, fraction, held_out))
+    return TokenSequences(tokens, length, Part.of(len(tokens) // length, fraction, held_out), counted or unread)

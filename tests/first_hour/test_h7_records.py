@@ -1,0 +1,128 @@
+"""H7: a .jsonl file is records, what looks like records and is read as bytes is told, a line says what was found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco.main import app
+from diloco.processes.data_found import DataFound
+from diloco_protocol.spec.load import parse_job
+from diloco_worker import data
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: records}
+spec:
+  training:
+    model: {config: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+                     num_attention_heads: 2, num_key_value_heads: 2}}
+    data: {paths: [data.jsonl], sequenceLength: 16}
+    batch: {sequences: 2}
+    stop: {steps: 6}
+    evaluation: {fraction: 0}
+    optimizer: {warmupSteps: 2}
+    device: cpu
+  sync: {fragments: 1, every: 3, overlap: 1}
+  regions: [{learners: 1}]
+"""
+RECORDS = "".join(json.dumps({"text": f"story {i} of many", "id": i}) + "\n" for i in range(300))
+TEXT = "".join(f"story {i} of many\0" for i in range(300))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "data.jsonl").write_text(RECORDS)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path / "job.yaml"
+
+
+def validate(job: Path, *overrides: str) -> str:
+    done = CliRunner().invoke(app, ["validate", str(job), *(f"--set={o}" for o in overrides)])
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.timeout(120)
+def test_a_jsonl_file_is_trained_on_as_records_and_the_run_says_what_it_found(job: Path) -> None:
+    workdir = job.parent / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(workdir)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = f"data: 1 file, 300 records, {len(TEXT):,} tokens: {len(TEXT) // 16} sequences of 16"
+    assert done.stdout.count(found) == 1, done.stdout
+    assert "warning: data" not in done.stdout
+    assert any(found in log.read_text() for log in (workdir / "logs").iterdir())
+    (tokens,) = (workdir / "cache").glob("tokens-*.uint8")
+    assert tokens.read_bytes() == TEXT.encode()
+
+
+@pytest.mark.parametrize("name", ["data.txt", "data"])
+def test_records_under_another_name_are_told_with_the_fix(
+    job: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (job.parent / name).write_text(RECORDS)
+    said = validate(job, f"training.data.paths=[{name}]")
+    assert f'training.data.paths = "{name}"' in said
+    assert "read as plain bytes" in said and "looks like something else: JSON lines: name it .jsonl" in said
+    assert "warning" not in validate(job)
+    # What a learner does: it warns, reads bytes, and leaves both for the run's screen.
+    news = DataFound(job.parent)
+    assert news.news() == []
+    with caplog.at_level(logging.INFO):
+        loaded: Any = data.load(
+            parse_job(JOB, [f"training.data.paths=[{name}]"]).spec,
+            directory=job.parent,
+            cache_directory=job.parent / "cache",
+        )
+    assert bytes(loaded.inner.tokens) == RECORDS.encode() + b"\0"
+    (line, warning) = [text for text, _ in news.news()]
+    assert line.startswith(f"data: 1 file, {len(RECORDS) + 1:,} tokens")
+    assert name in warning and "looks like something else and is read as plain bytes: JSON lines" in warning
+    assert news.news() == [] and "JSON lines: name it .jsonl" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"body": "x"}\n', "its first record has no field text; its fields are body"),
+        ("prose\n", "its first line is not JSON"),
+        ("[1]\n", "its first line holds no JSON object"),
+    ],
+)
+def test_validate_sees_the_first_record(job: Path, content: str, words: str) -> None:
+    (job.parent / "data.jsonl").write_text(content)
+    assert f"would not be read as JSON lines with textField text: {words}" in validate(job)
+
+
+def test_validate_sees_a_missing_column_and_a_damaged_archive(job: Path) -> None:
+    (job.parent / "a.csv").write_text("id,body\n1,x\n")
+    assert "it has no column text; its columns are id, body" in validate(job, "training.data.paths=[a.csv]")
+    assert "warning" not in validate(job, "training.data={paths: [a.csv], textField: body, sequenceLength: 16}")
+    (job.parent / "b.jsonl.gz").write_text("no archive")
+    assert "it cannot be read: Not a gzipped file" in validate(job, "training.data.paths=[b.jsonl.gz]")
+
+
+def test_the_first_load_counts_and_later_ones_know(job: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (job.parent / "more.txt").write_text("plain")
+    spec = parse_job(JOB, ["training.data.paths=[data.jsonl, more.txt]"]).spec
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            data.load(spec, directory=job.parent, cache_directory=job.parent / "cache")
+        assert "data: 2 files, 1 of them with 300 records, " in caplog.text
