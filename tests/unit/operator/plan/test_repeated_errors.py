@@ -47,6 +47,15 @@ def test_one_broken_place_fails_no_job_that_merges_without_it() -> None:
     assert world.truth("Failed") == "False" and world.syncer.merges > 0
 
 
+def test_one_broken_place_fails_no_job_that_will_merge_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first merge is far away, and a quorum works towards it."""
+    world = broken(3, places=(1,))
+    known = world.document
+    monkeypatch.setattr(world, "document", lambda: known().model_copy(update={"merges": 0}))
+    world.run(300)
+    assert world.truth("Failed") == "False" and world.memory.repeated_error is not None
+
+
 def test_one_broken_place_fails_a_job_that_cannot_merge_without_it() -> None:
     world = broken(3, places=(1,), sync={"quorum": 3})
     world.until(lambda w: w.truth("Failed") == "True", 200)

@@ -57,6 +57,7 @@ def test_m1_time_counts_only_while_it_could_step() -> None:
     desk = Desk(config(slots=2, quorum=2))
     desk.join(1, 0)
     desk.do(ev.InitialModelStored("L", (8,)))
+    given(desk, 1, 0)
     desk.now = LONG_SECONDS
     given(desk, 1, MANY_BATCHES)
     assert desk.core.phase is JobPhase.WAITING and not told(desk)
