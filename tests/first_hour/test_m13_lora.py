@@ -171,6 +171,7 @@ def test_a_head_that_shares_the_embedding_keeps_its_adapter_in_an_export(tmp_pat
     of = job({"config": config, "lora": {"rank": 2, "alpha": 4, "targets": ["lm_head"]}})
     model, tensors = trained(of, tmp_path)
     export(of, tensors, tmp_path / "out", directory=tmp_path)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-5)
 
