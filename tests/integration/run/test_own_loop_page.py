@@ -56,6 +56,7 @@ def test_the_difference_from_ddp_is_as_small_as_it_says() -> None:
     assert sum(line.startswith("+") for line in block.splitlines()) <= 10
 
 
+@pytest.mark.slow
 def test_every_script_of_the_page_runs_alone(folder: Path) -> None:
     short = folder / "short.yaml"
     short.write_text((folder / "job.yaml").read_text().replace("tokens: 60000", "tokens: 13000"))

@@ -107,6 +107,7 @@ def answer_to_a_stranger(run: Run) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -290,7 +290,7 @@ def test_version() -> None:
 # ------------------------------------------------------------------ imports
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["validate", "JOB"], ["status", "RUN"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "JOB", "--file-only"], ["status", "RUN"]])
 def test_light_commands_load_nothing_heavy(arguments: list[str], job: Path, tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)

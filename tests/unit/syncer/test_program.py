@@ -20,6 +20,12 @@ from parties import Parties
 JOB = job_object() | {"metadata": {"name": "job"}}
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``main`` sets a variable for its process, which is the tests' here."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+
+
 @pytest.mark.parametrize("fault", ["another job's", "no key", "no control key"])
 def test_a_syncer_with_wrong_credentials_says_so_and_ends_with_a_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str

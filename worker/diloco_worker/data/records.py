@@ -12,6 +12,7 @@ import csv
 import gzip
 import io
 import json
+import posixpath
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any
@@ -239,7 +240,8 @@ def _no_field(uri: str, where: str, fields: list[str], field: str) -> JobError:
 
 
 def _damaged(uri: str, where: str, what: str) -> JobError:
-    return job_error(DATA, uri, f"{where} {what}")
+    # An error shows the start of a long value: the name would be lost.
+    return job_error(DATA, uri, f"{posixpath.basename(uri)}, {where} {what}")
 
 
 def _not_utf8(uri: str, where: str, error: UnicodeDecodeError) -> JobError:

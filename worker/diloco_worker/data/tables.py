@@ -7,6 +7,7 @@ it holds ``dataset_dict.json`` and such a folder for each. Tables are read batch
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
@@ -31,7 +32,8 @@ def check_installed(documents: Sequence[Document]) -> None:
         raise job_error(
             DATA,
             table.uri,
-            "is read by the package pyarrow, which is not installed: pip install 'decoupled-diloco[datasets]'",
+            f"{posixpath.basename(table.uri)} is read by the package pyarrow, which is not installed: "
+            "pip install 'decoupled-diloco[datasets]'",
         ) from e
 
 

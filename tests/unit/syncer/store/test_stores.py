@@ -183,6 +183,7 @@ def test_a_syncer_in_a_pod_that_was_succeeded_ends_and_claims_nothing(
     for pod in ("old", "new"):
         Epoch.claim(store, json.dumps({"pod": pod, "time": time.time()}).encode())
     monkeypatch.setenv("DILOCO_POD", "old")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which main sets for its process
     words = ["--job", "job.json", "--store", "store", "--control-key-file", "key"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diloco_syncer.__main__._log", lambda *_: None)
