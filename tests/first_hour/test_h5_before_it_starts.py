@@ -4,6 +4,7 @@ syncer starts."""
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,7 @@ def diloco_run(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_before_its_syncer_starts(tmp_path: Path) -> None:
     done = diloco_run(write_job(tmp_path, {"config": {**LLAMA, "num_hidden_layer": 2}}))
     assert done.returncode == 2, done
@@ -188,6 +190,7 @@ def test_a_run_without_its_data_or_program_is_refused_at_once(tmp_path: Path) ->
         assert not done.stdout and not (tmp_path / "run" / "job.json").exists()
 
 
+@pytest.mark.slow
 def test_the_fork_server_is_asked_and_what_cannot_fit_needs_force(tmp_path: Path) -> None:
     workdir = Workdir(tmp_path / "run")
     workdir.logs.mkdir(parents=True)
@@ -216,6 +219,6 @@ def test_the_fork_server_is_asked_and_what_cannot_fit_needs_force(tmp_path: Path
         finally:
             await server.close()
 
-    server = ForkServerClient(base_environment({"PYTHONPATH": ":".join(sys.path)}, 1), tmp_path, tmp_path / "log")
+    server = ForkServerClient(base_environment(os.environ, 1), tmp_path, tmp_path / "log")
     asyncio.run(main())
     assert said[-1].startswith("parameters ") and len(said) == 3

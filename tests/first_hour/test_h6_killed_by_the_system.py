@@ -44,6 +44,7 @@ def run(folder: Path, job: str, *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*command, *words], capture_output=True, text=True, timeout=150)
 
 
+@pytest.mark.slow
 def test_h6_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = run(tmp_path, JOB)

@@ -165,6 +165,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     assert again.ends() == 0 and "complete already" in again.output
 
 
+@pytest.mark.slow
 def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Program]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(steps=1, learners=1))

@@ -257,6 +257,7 @@ def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     assert "going on from the checkpoint" in again.output
 
 
+@pytest.mark.slow
 def test_what_a_command_started_goes_with_it(start: Callable[..., Run], tmp_path: Path) -> None:
     marker = f"seconds-{os.getpid()}-{time.monotonic_ns()}"
     script = tmp_path / "learner.sh"

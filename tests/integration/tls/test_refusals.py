@@ -198,6 +198,7 @@ async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Par
         await until(lambda: syncer.status()["tls"]["handshakes"] == 0, 20)
 
 
+@pytest.mark.slow
 async def test_the_other_ports_survive_too(syncer: SyncerProcess, parties: Parties) -> None:
     """Control and pages: plaintext, for those who may reach them at all."""
     held = []

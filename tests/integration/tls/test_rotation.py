@@ -72,6 +72,7 @@ def made() -> Iterator[list[Hub | Pod | Wire]]:
         one.close() if isinstance(one, Wire) else one.kill()
 
 
+@pytest.mark.slow
 def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[Hub | Pod | Wire]) -> None:
     parties = Parties(tmp_path / "pki", "pods")
     hub = Hub(tmp_path, make_job(learners={"eu-1": 1, "us-2": 1}), credentials=parties.syncer())

@@ -76,6 +76,7 @@ def test_values_too_large_for_the_encoding_end_a_learner_too(syncer: Callable[..
                 break
 
 
+@pytest.mark.slow
 def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callable[..., Syncer]) -> None:
     """Its heartbeats go on, so nobody but the process itself can notice."""
     with socket.create_server(("127.0.0.1", 0)) as free:

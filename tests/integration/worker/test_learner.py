@@ -73,6 +73,7 @@ def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[...
         load_merged(service.folder / "out-of-the-way")
 
 
+@pytest.mark.slow
 def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Syncer]) -> None:
     """Two learner processes, three fragments, int4 up with feedback, bfloat16 down; an observer follows."""
     sync = {"quorum": 2, "compression": {"up": "int4", "errorFeedback": True}, "outer": {"optimizer": "sgd", "lr": 1.0}}
@@ -216,6 +217,7 @@ def test_two_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
     assert tapes[0] != tapes[2]
 
 
+@pytest.mark.slow
 def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[..., Syncer]) -> None:
     # Steps of a millisecond leave no grace: a learner may be late in any number of rounds running.
     service = syncer({"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}, {"steps": 1_000_000}, 2)
@@ -246,6 +248,7 @@ def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[...
         assert set(row["reasons"]) <= {"died"}
 
 
+@pytest.mark.slow
 def test_where_nobody_left_an_optimizer_state_the_newcomer_begins_fresh(syncer: Callable[..., Syncer]) -> None:
     sync = {"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}
     service = syncer(sync, {"steps": 1_000_000}, 1, {"checkpoint": {"everySeconds": 3600}})

@@ -150,6 +150,7 @@ def test_a_drain_without_a_syncer_is_bounded(house: House, env: dict[str, str], 
     assert code == 0 and least < seconds < most, seconds
 
 
+@pytest.mark.slow
 def test_a_drain_with_a_syncer_loses_nothing_and_is_quick(house: House) -> None:
     hub = house.hub(learners=2)
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]

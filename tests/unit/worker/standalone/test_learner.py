@@ -131,6 +131,7 @@ def test_a_learner_of_a_job_that_lacks_its_job_file_never_trains_alone(left: str
         Learner.from_environment(model, torch.optim.SGD(model.parameters()), environ={left: "127.0.0.1:1"})
 
 
+@pytest.mark.slow
 def test_the_example_runs_under_plain_python(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.replace("steps: 5", "steps: 2"))
     done = subprocess.run(
@@ -169,6 +170,7 @@ print("after", learner.step)
 """
 
 
+@pytest.mark.slow
 def test_a_breakpoint_in_the_data_set_stops_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
