@@ -176,7 +176,7 @@ def test_a_complete_job_stays_so_and_goes_on_to_a_later_stop(start: Callable[...
     began = time.monotonic()
     again = start(steps=120)  # the job is complete: nothing is trained, that is said, and its report is kept
     assert again.ends() == 0, again.everything()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
     assert "the job is complete already" in again.output and "local-0 ended" not in again.output
     assert again.report() == report
 
