@@ -115,7 +115,7 @@ def wall_clock(run: Run, row: dict[str, Any]) -> float:
 
 
 def step_times(run: Run) -> dict[str, list[float]]:
-    return {f"learner-{i}": [r["time"] for r in run.metrics(f"learner-local-{i}")] for i in range(3)}
+    return {f"local-{i}": [r["time"] for r in run.metrics(f"learner-local-{i}")] for i in range(3)}
 
 
 def within(times: list[float], start: float, end: float) -> int:
@@ -125,7 +125,7 @@ def within(times: list[float], start: float, end: float) -> int:
 def print_costs(faults: list[dict[str, Any]]) -> None:
     print("\n" + "fault".ljust(14), *(part.rjust(11) for part in PARTS))
     for fault in faults:
-        name = f"{fault['action']} {fault['target'].removeprefix('learner-')}"
+        name = f"{fault['action']} {fault['target'].removeprefix('local-')}"
         print(name.ljust(14), *(f"{fault[f'{part}_seconds']:11.2f}" for part in PARTS))
     print("median".ljust(14), *(f"{median(f[f'{part}_seconds'] for f in faults):11.2f}" for part in PARTS))
 
@@ -136,7 +136,7 @@ def test_ten_kills_of_learners(start: Callable[..., Run], capsys: pytest.Capture
     for _ in range(KILLS):
         at += rng.uniform(5, 8)
         target = rng.choice([i for i in range(3) if i != target])  # the other two survive this one
-        schedule.append(f"{at:.2f}s:kill:learner-{target}")
+        schedule.append(f"{at:.2f}s:kill:local-{target}")
     run = start("--chaos", ",".join(schedule), text=JOB.format(stop=f"seconds: {math.ceil(at) + 12}"))
     assert run.ends(240) == 0, run.everything()
     report = run.report()
@@ -179,7 +179,7 @@ def test_ten_kills_of_learners(start: Callable[..., Run], capsys: pytest.Capture
     assert report["final_loss"] < report["initial_loss"] - 1
     # Every replacement was merged with: a slot has the first incarnation and one for each kill.
     for slot, learner in enumerate(report["learners"]):
-        hits = sum(fault["target"] == f"learner-{slot}" for fault in faults)
+        hits = sum(fault["target"] == f"local-{slot}" for fault in faults)
         assert learner["incarnations"] == 1 + hits, report["learners"]
 
 
@@ -243,7 +243,7 @@ def test_syncers_killed_lose_no_acknowledged_merge(
 
 
 def test_sigterm_drops_nothing(start: Callable[..., Run]) -> None:
-    chaos = "4s:term:learner-1,9s:term:learner-2,14s:term:learner-1,19s:term:learner-0"
+    chaos = "4s:term:local-1,9s:term:local-2,14s:term:local-1,19s:term:local-0"
     run = start("--chaos", chaos, text=JOB.format(stop="seconds: 28"))
     assert run.ends(150) == 0, run.everything()
     report = run.report()
