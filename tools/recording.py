@@ -5,8 +5,8 @@
 The command runs in a pseudo-terminal of its own, and its output is shown here while it runs. What it printed is kept
 with its times, in asciinema's format (asciicast v2), in the file that ``--cast`` names; ``--from-cast`` renders such a
 file again and runs nothing. The picture shows the screen as it was, faster (``--seconds`` is how long it plays) and
-with at most ``--frames`` frames; it says by how much faster. Styles and animation are CSS within the file, so that a
-page may show it as an image.
+with at most ``--frames`` frames; it says by how much faster. The folder that it was made in is ``…`` there. Styles and
+animation are CSS within the file, so that a page may show it as an image.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ class Recording:
     width: int
     height: int
     events: tuple[tuple[float, str], ...]
+
+    def without(self, folder: Path) -> Recording:
+        """The same, where this folder of the machine that recorded it is ``…``."""
+        return Recording(
+            self.width, self.height, tuple((at, text.replace(str(folder), "…")) for at, text in self.events)
+        )
 
     def to_cast(self) -> str:
         head = {"version": 2, "width": self.width, "height": self.height}
@@ -215,10 +221,11 @@ def main(arguments: Sequence[str]) -> int:
     if bool(chosen.command) == bool(chosen.from_cast):
         parser.error("name a command after --, or a recording by --from-cast")
     if chosen.from_cast:
-        recording, status = Recording.from_cast(chosen.from_cast.read_text(encoding="utf-8")), 0
+        recording, status = Recording.from_cast(chosen.from_cast.read_text(encoding="utf-8")).without(Path.cwd()), 0
     else:
         width, _, height = chosen.size.partition("x")
         recording, status = record(chosen.command, int(width), int(height))
+        recording = recording.without(Path.cwd())
         if chosen.cast:
             write_whole(chosen.cast, recording.to_cast().encode())
     if status or not recording.events:

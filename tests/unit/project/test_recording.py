@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -70,6 +72,14 @@ def test_a_long_recording_has_no_more_frames_than_it_may_and_says_how_fast_it_pl
     assert recording.take_frames(told, 50)[-1][1][0][0].text == "1000"
     picture = recording.render(told, 20, 50, "make demo")
     assert "make demo: 1000 s, played 59 times as fast" in picture
+
+
+def test_a_recording_does_not_show_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert record(tmp_path, "import os; print('in', os.getcwd() + '/runs')", "--size", "200x6") == 0
+    for name in ("run.svg", "run.cast"):
+        text = (tmp_path / name).read_text()
+        assert "in …/runs" in text and str(tmp_path) not in text
 
 
 def test_a_command_that_fails_leaves_no_picture(tmp_path: Path) -> None:
