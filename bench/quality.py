@@ -18,12 +18,14 @@ goes on. bench/ablations.py varies one thing at a time.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trials import ddp
 from trials.cells import Cache, Trial, default_cache, losses, run_trials
@@ -46,10 +48,10 @@ def references(chosen: argparse.Namespace) -> Iterator[Trial]:
                 yield Trial(kind, size, merges, 0)
 
 
-def arms(reference: Trial) -> list[tuple[str, Trial]]:
-    """What is compared with this reference, by name."""
-    found = [(f"M = {m}", replace(reference, learners=m)) for m in LEARNERS]
-    return [*found, ("M = 4, faults", replace(reference, learners=4, deaths=True))]
+def arms(reference: Trial, sync: Mapping[str, Any]) -> list[tuple[str, Trial]]:
+    """What is compared with this reference, by name. ``sync``: the job's spec.sync, other than the defaults."""
+    found = [(f"M = {m}", replace(reference, learners=m, sync=sync)) for m in LEARNERS]
+    return [*found, ("M = 4, faults", replace(reference, learners=4, sync=sync, deaths=True))]
 
 
 def of_seeds(trial: Trial, seeds: int) -> list[Trial]:
@@ -62,7 +64,7 @@ def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
     for reference in references(chosen):
         model, merges = f"{reference.kind}-{reference.size}", reference.merges
         base = losses(of_seeds(reference, chosen.seeds), cache)
-        for arm, trial in arms(reference):
+        for arm, trial in arms(reference, chosen.sync):
             values = losses(of_seeds(trial, chosen.seeds), cache)
             if base is not None and values is not None:
                 name = f"{model}, {merges} merges: {arm}"
@@ -128,6 +130,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="MERGES")
+    parser.add_argument("--sync", type=json.loads, default={}, metavar="JSON", help="spec.sync, if not the defaults")
     parser.add_argument("--rates", action="store_true", help="instead: data-parallel at each inner rate of the grid")
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
     return parser.parse_args(arguments)
@@ -149,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
         replace(trial, seed=seed)
         for reference in references(chosen)
         for seed in range(chosen.seeds)
-        for trial in (reference, *(arm for _, arm in arms(reference)))
+        for trial in (reference, *(arm for _, arm in arms(reference, chosen.sync)))
     ]
     complete = chosen.show or run_trials(trials, cache, chosen.jobs, chosen.json, end)
     show_quality(quality_rows(chosen, cache), chosen, note)
