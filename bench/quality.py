@@ -118,6 +118,16 @@ def show_quality(rows: list[TrialRow], chosen: argparse.Namespace, note: str) ->
     show_trials(quality_report(rows, note), rows, chosen.json, chosen.report)
 
 
+def sync_from(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("""not an object such as {"merge": {"method": "rda"}}""")
+    return found
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -130,7 +140,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="MERGES")
-    parser.add_argument("--sync", type=json.loads, default={}, metavar="JSON", help="spec.sync, if not the defaults")
+    parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")
     parser.add_argument("--rates", action="store_true", help="instead: data-parallel at each inner rate of the grid")
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
     return parser.parse_args(arguments)

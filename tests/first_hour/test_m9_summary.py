@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from diloco.local.run import next_commands
-from diloco.local.summary import share_text, summary
+from diloco.local.summary import dropped_by_reason, share_text, summary
 from diloco.processes.workdir import Workdir
 from diloco_protocol.documents import Report
 from status_documents import job_report
@@ -112,3 +112,12 @@ def test_m9_the_next_commands_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     elsewhere = Workdir(Path("/data/run"))
     assert next_commands(elsewhere)[1] == "diloco report /data/run --html"
+
+
+def test_m9_what_was_dropped_by_reason_sums_to_what_was_dropped() -> None:
+    """An average over fragments is no whole number, and its roundings need not sum to the whole."""
+    ledger = [{"fragment": f, "merged": 0, "pending": 0, "dropped": died + stale,
+               "reasons": {"died": died, "stale": stale}}
+              for f, (died, stale) in enumerate([(4010, 7), (4011, 8), (4011, 8)])]  # fmt: skip
+    tokens = {"trained": 9000, "merged": 4982, "pending": 0, "dropped": 4018}
+    assert dropped_by_reason(job_report(tokens=tokens, ledger=ledger)) == [("died", 4010), ("stale", 8)]

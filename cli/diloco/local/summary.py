@@ -110,12 +110,17 @@ def tokens_text(report: Report) -> str:
 
 
 def dropped_by_reason(report: Report) -> list[tuple[str, int]]:
-    """Whole tokens that were dropped, by reason, of reasons with at least one; the most first."""
+    """Whole tokens that were dropped, by reason, of reasons with at least one; the most first. Their sum is the
+    report's: what rounding leaves is the first one's."""
     parts: Counter[str] = Counter()
     for row in report.ledger or []:
         parts.update(row.reasons)
     whole = [(name, round(count / len(report.ledger or [0]))) for name, count in parts.most_common()]
-    return [(name, count) for name, count in whole if count]
+    whole = [(name, count) for name, count in whole if count]
+    if whole:
+        rest = report.tokens.dropped - sum(count for _, count in whole)
+        whole[0] = (whole[0][0], whole[0][1] + round(rest))
+    return whole
 
 
 def _merges(report: Report) -> str:

@@ -21,10 +21,9 @@ from diloco_protocol.common.data_files import TABLES, RecordFormat, is_gzipped
 from diloco_protocol.spec.load import JobError
 from diloco_worker.data import tables
 from diloco_worker.data.corpus import Document, words_of
+from diloco_worker.data.tables import DATA, TEXT_FIELD
 from diloco_worker.errors import job_error
 
-DATA = "spec.training.data"
-TEXT_FIELD = "spec.training.data.textField"
 CHUNK_BYTES = 1 << 20  # of a JSON array, read at a time
 MAX_CELL_CHARACTERS = 1 << 30  # of CSV; the csv module's own limit is 131 072
 _BOM = "\ufeff"
