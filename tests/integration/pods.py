@@ -90,7 +90,7 @@ def make_job(
     )
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
@@ -134,7 +134,7 @@ class Process:
         """The log, which must be JSON throughout."""
         return [json.loads(line) for line in self.text().splitlines()]
 
-    def ends(self, seconds: float = 30.0) -> int:
+    def ends(self, seconds: float = 60.0) -> int:
         assert self.process is not None
         try:
             return self.process.wait(seconds)
@@ -206,7 +206,7 @@ class Hub(Process):
     def report(self) -> dict[str, Any]:
         return conforming(Report, json.loads(get(f"http://{self.address('http')}/report")[1]))
 
-    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 60) -> Any:
+    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 90) -> Any:
         try:
             return wait_for(lambda: condition(self.status()), what, seconds)
         except AssertionError as error:
@@ -272,7 +272,7 @@ class Pod(Process):
         code, body = self.page("/status")
         return conforming(LearnerPage, json.loads(body)) if code == 200 else {}
 
-    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 60) -> Any:
+    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 90) -> Any:
         def holds() -> Any:
             assert self.running, self.text()[-3000:]
             status = self.status()

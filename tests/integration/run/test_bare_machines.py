@@ -43,7 +43,7 @@ class Program:
     def output(self) -> str:
         return self.log.read_text()
 
-    def ends(self, seconds: float = 60.0) -> int:
+    def ends(self, seconds: float = 100.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -174,7 +174,7 @@ def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Pr
         "served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0", "--credentials", pki / "syncer"
     )
     address_file = tmp_path / "hub" / "address.json"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not address_file.exists():
         assert served.process.poll() is None and time.monotonic() < end, served.output
         time.sleep(0.05)
@@ -192,7 +192,7 @@ def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Pr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_third_learner_trains_beyond_the_two_of_the_job(tmp_path: Path, start: Callable[..., Program]) -> None:
     """It joins, is merged and leaves, under one syncer; each region's learners have their own batch."""
     (tmp_path / "corpus.txt").write_text(WORDS * 2000)
@@ -208,7 +208,7 @@ def test_a_third_learner_trains_beyond_the_two_of_the_job(tmp_path: Path, start:
     last: dict[str, Any] = {}
 
     def until(condition: Callable[[], Any], what: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 150  # the third imports for a minute beside two that train and a busy machine
         while not condition():
             logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.out")))
             assert served.process.poll() is None and time.monotonic() < end, f"{what}: {last}\n{logs}"
@@ -248,7 +248,7 @@ def test_without_certificates_the_join_token_keeps_others_out(tmp_path: Path, st
     job.write_text(JOB.format(steps=20, learners=1))
     served = start("served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0")
     address_file, token = tmp_path / "hub" / "address.json", tmp_path / "hub" / "join-token"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not address_file.exists():
         assert served.process.poll() is None and time.monotonic() < end, served.output
         time.sleep(0.05)
