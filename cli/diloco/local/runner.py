@@ -18,7 +18,6 @@ import os
 import random
 import signal
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,13 @@ from diloco.local.metrics_log import MetricsLog
 from diloco.local.outcome import OUTCOMES, REFUSED, RunOutcome, RunResult
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
+from diloco.local.worker_start import WorkerStarter
 from diloco.processes.data_found import DataFound
 from diloco.processes.exit_errors import ExitError, ExitErrors
-from diloco.processes.launch import Child, ForkServerClient, Process, StartError, check_free, end_all, resolve_program
+from diloco.processes.launch import Child, ForkServerClient, Process, StartError, end_all
 from diloco.processes.memory_kills import memory_need_text
 from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor, describe_end
+from diloco.processes.syncer_ports import ANY, SyncerPorts
 from diloco.processes.unjoined import UnjoinedLearners, unjoined_text
 from diloco.processes.watchdog import Watchdog, peak_rss_bytes, progress
 from diloco.processes.workdir import Workdir
@@ -43,11 +44,9 @@ from diloco.processes.worker_specs import (
     ServeOptions,
     WorkerSpec,
     base_environment,
-    gpus,
     served_worker_specs,
     syncer_command,
     threads_each,
-    worker_environment,
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
@@ -74,20 +73,18 @@ class Runner:
         job_directory: Path,
         schedule: Sequence[Fault],
         screen: Screen,
-        http: str = "127.0.0.1:0",
+        http: str = ANY,
         serving: ServeOptions | None = None,
     ) -> None:
         """``serving``: learners are other machines' (`diloco syncer serve`)."""
         self.job = job
         self.workdir = workdir
         self.screen = screen
-        self._job_directory = job_directory
         self._serving = serving
         self._workers = worker_specs(job) if serving is None else served_worker_specs(job, serving)
         learners = job.spec.slots + sum(region.spares for region in job.spec.regions)
         threads = threads_each(len(os.sched_getaffinity(0)), learners)
         self._env = base_environment(os.environ, threads)
-        self._gpus = gpus(os.environ, os.listdir("/dev"))
         self._forkserver = ForkServerClient(
             {**self._env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
             job_directory,
@@ -102,10 +99,8 @@ class Runner:
         self.view = RunView(job.metadata.name, (stop.kind, stop.limit))
         self.running: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
-        self._http = http
-        self._sync_port = self._control_port = "127.0.0.1:0"
-        if serving is not None:
-            self._sync_port = serving.listen
+        sync = ANY if serving is None else serving.listen
+        self._ports = SyncerPorts(sync, http=http, sync_is_known=serving is not None)
         self.watch = StatusWatch(
             self.syncer,
             self.view,
@@ -114,6 +109,17 @@ class Runner:
             self._workers,
             workdir.store,
             lambda: self.injector.merged(),
+        )
+        self._starter = WorkerStarter(
+            job,
+            workdir,
+            job_directory,
+            self._workers,
+            self._forkserver,
+            self._env,
+            self.proxies,
+            self.watch.process_ids,
+            serving,
         )
         self.injector = Injector(
             self.watch, self.running, self.proxies, self._workers, FaultSchedule(schedule), job.spec.seed
@@ -289,8 +295,9 @@ class Runner:
     async def _keep_syncer(self) -> None:
         """Keep the syncer running; after a restart it listens where it did before."""
         while not self._stopping:
-            self._recall_ports()
-            command = syncer_command(self.workdir, self._sync_port, self._control_port, self._http, self._serving)
+            self._ports.recall(self.syncer.address())
+            ports = self._ports
+            command = syncer_command(self.workdir, ports.sync, ports.control, ports.http, self._serving)
             self._killed_syncer = False
             self._errors.begin("syncer")
             try:
@@ -323,23 +330,14 @@ class Runner:
         address = self.syncer.address()
         return self.workdir.ended_in(int(address["epoch"])) if address is not None else None
 
-    def _recall_ports(self) -> None:
-        address = self.syncer.address()
-        if address is None:
-            return
-        self._control_port, self._http = (_free_or_any(str(address[name])) for name in ("control", "http"))
-        if self._serving is None:
-            self._sync_port = _free_or_any(str(address["sync"]))
-        else:
-            self._sync_port = str(address["sync"])  # other machines know it: it does not move
-
     async def _keep_worker(self, worker: WorkerSpec) -> None:
         while not self._stopping:
             how: Exit
             error: ExitError | None
             self._errors.begin(worker.name)
+            self.view.notes.pop(worker.name, None)
             try:
-                process = await self._start(worker)
+                process = await self._starter.start(worker)
             except (StartError, OSError) as failed:
                 self.screen.event(str(failed), "red")
                 how, error = Exit(code=1), ExitError(str(failed))
@@ -401,29 +399,6 @@ class Runner:
             done = self.job.spec.sync.deterministic and how.code == 0
             return not self.watch.closing and not done
         return True
-
-    async def _start(self, worker: WorkerSpec) -> Process:
-        process_id = uuid.uuid4().hex
-        self.watch.process_ids[worker.name] = process_id
-        proxy = self.proxies.get(worker.name)
-        gpu = None
-        if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
-            gpu = self._gpus[self._workers.index(worker) % len(self._gpus)]
-        env = worker_environment(
-            worker, process_id, self.workdir, self._job_directory, proxy.address if proxy else None, gpu
-        )
-        if self._serving is None or self._serving.credentials is None:
-            env["DILOCO_JOIN_TOKEN_FILE"] = str(self.workdir.join_token)
-        elif self._serving.evaluator_credentials is not None:
-            env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
-        log = self.workdir.log(worker.name)
-        spec = self.job.spec
-        command = spec.evaluator.command if worker.kind is Kind.EVALUATOR else spec.learners.command
-        self.view.notes.pop(worker.name, None)
-        if command is None:
-            return await self._forkserver.spawn(worker.name, env, log)
-        program = resolve_program(command)
-        return await Child.start(worker.name, program, {**self._env, **env}, log, cwd=self._job_directory, guard=True)
 
     async def _report_ended(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:
         """Tell the syncer at once; it would find out by silence, but later."""
@@ -513,13 +488,3 @@ class Runner:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._decide(RunOutcome("failed", 1, f"the runner failed: {type(error).__name__}: {error}"))
             asyncio.get_running_loop().call_exception_handler({"message": "runner task failed", "exception": error})
-
-
-def _free_or_any(address: str) -> str:
-    """``address`` if this machine can listen there, else any port of the same host. Somebody may
-    have taken the port while the syncer was down; who reads the address file does not mind."""
-    try:
-        check_free(address)
-    except OSError:
-        return f"{address.rpartition(':')[0]}:0"
-    return address
