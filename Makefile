@@ -163,6 +163,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/python tools/job_reference.py --check docs/job.md
 	$(BIN)/python tools/contracts.py --check docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --check docs/operator.md
+	$(BIN)/python tools/results_picture.py --check
 	$(BIN)/python tools/crd.py --check $(CRDS)
 	$(BIN)/python tools/cluster_examples.py
 	$(BIN)/python tools/chart.py readme --check
@@ -213,10 +214,11 @@ manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job
 docs: tables site ## Regenerate the tables of docs/ and the chart's README (tables), and build the site (site)
 
 .PHONY: tables
-tables: $(STAMP) ## Regenerate docs/job.md, the tables of other pages, and the chart's README from its values
+tables: $(STAMP) ## Regenerate docs/job.md, the tables of other pages, the picture of results.md, and the chart's README from its values
 	$(BIN)/python tools/job_reference.py --write docs/job.md
 	$(BIN)/python tools/contracts.py --write docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --write docs/operator.md
+	$(BIN)/python tools/results_picture.py
 	$(BIN)/python tools/chart.py readme --write
 
 $(SITE)/.installed: pyproject.toml requirements.lock
