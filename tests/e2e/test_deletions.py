@@ -10,9 +10,11 @@ from __future__ import annotations
 import calendar
 import json
 import random
+import re
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from repository import ROOT
 
 from .clusters import Cluster, until
 from .conftest import SYSTEM
-from .jobs import Job, clock
+from .jobs import Job, clock, small_job
 
 WINDOW = 20.0  # seconds of steps before and after a deletion
 
@@ -147,3 +149,26 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     # Each survivor at each deletion, in the run by hand; the machine of .ci/run may have other work.
     worst = max(slower) if count == 10 else statistics.median(slower)
     assert worst <= 1.15, f"survivors' steps took so many times as long after the deletions: {shown}"
+
+
+@pytest.mark.timeout(900)
+def test_pods_are_deleted_by_a_random_schedule(cluster: Cluster, start: Any, tmp_path: Path) -> None:
+    """``diloco chaos --context``: learners' pods and then the syncer's are deleted, and the operator replaces them."""
+    job: Job = start("random", learners=3)
+    job.in_merges(3)
+    before = job.identities() | job.identities("syncer")
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(small_job("random", learners=3)))
+    chaos = ("chaos", str(file), "-n", job.namespace)
+    said = cluster.diloco(*chaos, "--mtbf", "60", "--minutes", "1.5", "--seed", "1", timeout=200)
+    deleted = set(re.findall(r"^deleted (\S+) ", said, re.MULTILINE))
+    assert deleted and "random goes on" in said, said
+    said = cluster.diloco(*chaos, "--chaos", "1s:kill:syncer", "--minutes", "0.2", timeout=60)
+    deleted |= set(re.findall(r"^deleted (\S+) ", said, re.MULTILINE))
+    job.in_merges(3)
+    job.merging_on()
+    after = job.identities() | job.identities("syncer")
+    for pod in before:
+        same = after.get(pod) == before[pod]
+        assert same == (pod not in deleted), f"{pod}: deleted were {sorted(deleted)}"
+    job.exact()
