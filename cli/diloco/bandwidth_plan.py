@@ -223,7 +223,7 @@ def _ratio(over: float, under: float) -> float | None:
 def text(found: dict[str, Any]) -> str:
     formula, queued = found["formula"], found["queued"]
     learners, spares = found["learners"], found["spares"]
-    count = f"{found['parameters']:,}".replace(",", " ")
+    count = f"{found['parameters']:,}"
     lines = [
         f"{found['job']}: {learners} learner{'s' * (learners != 1)}, {count} trained parameters in "
         f"{found['fragments']} fragments, each merged every {found['every']} steps",

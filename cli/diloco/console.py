@@ -66,6 +66,15 @@ def duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def job_file(argument: Path | None, option: Path | None, usage: str) -> Path:
+    """The job file of a command that takes it as an argument or, as kubectl does, after ``-f``; ``usage``: the words
+    before it. Raises CommandError unless one is named."""
+    named = argument or option
+    if named is None or (argument is not None and option is not None):
+        raise CommandError(f"name one job file: {usage} JOB.yaml, or {usage} -f JOB.yaml")
+    return named
+
+
 def job_name(text: str) -> str:
     """The name of a job in a cluster."""
     if not _NAME.fullmatch(text):

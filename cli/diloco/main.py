@@ -15,7 +15,7 @@ from diloco.authoring import commands as authoring_commands
 from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
-from diloco.console import CommandError, command, means_job, print_text
+from diloco.console import CommandError, command, job_file, means_job, print_text
 from diloco.doctor import commands as doctor_commands
 from diloco.machines import commands as machine_commands
 from diloco.simulate import commands as simulate_commands
@@ -47,7 +47,10 @@ other commands: 0 done, 1 it could not be done, 2 the file, the arguments or the
 """,
 )
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file (kind: DiLoCoJob).")]
+JobFile = Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file (kind: DiLoCoJob).")]
+FileOption = Annotated[
+    Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
+]
 Overrides = Annotated[
     list[str],
     typer.Option(
@@ -62,7 +65,8 @@ Overrides = Annotated[
 @app.command()
 @command
 def run(
-    job: JobFile,
+    job: JobFile = None,
+    file: FileOption = None,
     workdir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]"),
@@ -86,6 +90,17 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="Start the job even if it needs more memory than is free.")
     ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            help="Run the job's own program (learners.command) alone, in this terminal, so that breakpoints work: "
+            "one process with the job's settings, no syncer, nothing saved.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print report.json at the end, for programs; progress goes to stderr.")
+    ] = False,
 ) -> int:
     """Run a job on this machine until it is done; each learner is a process.
 
@@ -102,17 +117,27 @@ def run(
         diloco run examples/tiny-gpt.yaml --workdir runs/second --seed 1 --set regions.0.learners=2
 
         diloco run examples/tiny-gpt.yaml --chaos 20s:kill:local-1,step=150:cut:local-2:5s,40s:kill:syncer
+
+        diloco run examples/custom-loop.yaml --debug
     """
+    named = job_file(job, file, "diloco run")
+    if debug:
+        from diloco.machines.debug_program import debug_program
+
+        if workdir or report or chaos or as_json:
+            raise CommandError("--debug keeps and breaks nothing: leave out --workdir, --report, --chaos and --json")
+        return debug_program(named, overrides, seed)
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
 
-    return run_job(RunOptions(job, workdir, report, chaos, seed, overrides, http, force=force))
+    return run_job(RunOptions(named, workdir, report, chaos, seed, overrides, http, force=force, as_json=as_json))
 
 
 @app.command()
 @command
 def chaos(
-    job: JobFile,
+    job: JobFile = None,
+    file: FileOption = None,
     compare: Annotated[
         str, typer.Option(metavar="NAMES", help="Baselines, separated by commas: ddp, ddp-elastic, torchft.")
     ] = "ddp",
@@ -176,8 +201,9 @@ def chaos(
     from diloco.compare.random_faults import text_of
     from diloco.packages import require_packages
 
+    named = job_file(job, file, "diloco chaos")
     options = CompareOptions(
-        job, report, compare, mtbf, repair, minutes, seed, spec, step_seconds, tuple(overrides), dry_run, as_json
+        named, report, compare, mtbf, repair, minutes, seed, spec, step_seconds, tuple(overrides), dry_run, as_json
     )
     there = where(context, namespace, kubeconfig)
     if there.given:
@@ -197,11 +223,13 @@ def chaos(
 @app.command()
 @command
 def validate(
-    job: JobFile,
+    job: JobFile = None,
+    file: FileOption = None,
     overrides: Overrides = [],  # noqa: B006
     file_only: Annotated[
         bool, typer.Option("--file-only", help="Read the file and nothing else: at once, on any machine.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Problems, warnings and sizes, for programs.")] = False,
 ) -> int:
     """Check a job: every problem of its file, with a fix, and what would fail on this machine.
 
@@ -214,25 +242,32 @@ def validate(
         diloco validate examples/tiny-gpt.yaml --set sync.every=12
 
         diloco validate job.yaml --file-only
+
+        diloco validate -f job.yaml --json
     """
     from diloco.checks.verdict import judge_file
     from diloco.validate import validate_file
 
-    text, code = validate_file(job, overrides) if file_only else judge_file(job, overrides)
-    print_text(text, file=sys.stderr if code else sys.stdout)
-    return code
+    named = job_file(job, file, "diloco validate")
+    verdict = validate_file(named, overrides) if file_only else judge_file(named, overrides)
+    if as_json:
+        print_text(json.dumps(verdict.document, indent=1))
+    else:
+        print_text(verdict.text, file=sys.stderr if verdict.problems else sys.stdout)
+    return verdict.exit_code
 
 
 @app.command()
 @command
 def plan(
-    job: JobFile,
     step_seconds: Annotated[
         float,
         typer.Option(
             metavar="SECONDS", help="How long one inner step takes; `diloco status` shows it for a running job."
         ),
     ],
+    job: JobFile = None,
+    file: FileOption = None,
     params: Annotated[
         str | None,
         typer.Option(
@@ -277,7 +312,8 @@ def plan(
         from diloco.export.export import read_layout
 
         known = read_layout(layout)
-    found = made(job, overrides, params, Conditions(step_seconds, round_trip_seconds, utilisation), known)
+    conditions = Conditions(step_seconds, round_trip_seconds, utilisation)
+    found = made(job_file(job, file, "diloco plan"), overrides, params, conditions, known)
     print_text(json.dumps(found, indent=1) if as_json else text(found))
 
 
@@ -340,6 +376,49 @@ def status(
     return 0
 
 
+@app.command(name="list")
+@command
+def list_jobs(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Where the runs are.  [default: ./runs]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object with all of them, for programs.")] = False,
+    everywhere: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="The jobs of every namespace of the cluster.")
+    ] = False,
+    context: Contexts = [],  # noqa: B006
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """List the runs on this machine, or with --context, -n or -A the jobs of a cluster.
+
+    Examples:
+
+        diloco list
+
+        diloco list /data/runs --json
+
+        diloco list -A
+    """
+    there = where(context, namespace, kubeconfig)
+    if there.given or everywhere:
+        if directory is not None:
+            raise CommandError(f"{directory}: a directory holds runs of this machine; leave it out, or the cluster")
+        from diloco.cluster.status import show_status
+
+        with in_cluster():
+            show_status(there, None, everywhere, watch=False, as_json=as_json)
+        return
+    from diloco.local.status import list_runs, show_runs
+
+    place = directory or Path("runs")
+    rows = list_runs(place)
+    if as_json:
+        print_text(json.dumps({"items": [row.document for row in rows]}, indent=1))
+    else:
+        show_runs(rows, place)
+
+
 @app.command()
 @command
 def export(
@@ -354,6 +433,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Of a job with LoRA, write the adapters alone, in PEFT's format.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON, for programs.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -386,14 +466,15 @@ def export(
         from diloco.cluster.fetch import export as export_job
 
         with in_cluster(None if there.given else what):
-            export_job(there, what, out, adapter)
+            written = export_job(there, what, out, adapter)
     else:
         from diloco.packages import require_packages
 
         require_packages("diloco export", ["syncer"])
         from diloco.export.export import read_merged, write_merged
 
-        write_merged(read_merged(what), out, adapter)
+        written = write_merged(read_merged(what), out, adapter)
+    print_text(json.dumps(written.document, indent=1) if as_json else written.text)
 
 
 @app.command()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import glob
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from diloco.console import WRONG, CommandError
+from diloco.console import COMPLETE, WRONG, CommandError
 from diloco.data_files import doubtful_data
 from diloco_protocol.merging import ISOTROPIC_BELOW, merge_text, settle_merge
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
@@ -22,21 +24,60 @@ from diloco_protocol.spec.training import DataSpec
 _WIDTH = 100
 
 
-def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> tuple[str, int]:
-    """What to print for the job file at ``path``, and the exit code: 0 valid, 2 wrong. The file alone is looked at."""
-    try:
-        job, warnings = read_with_warnings(path, overrides)
-    except JobError as error:
-        return problems_text(error), WRONG
-    return summary_text(job, warnings, str(path)), 0
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found in the job file ``source``. ``job``: None where the file is none. ``problems``: empty, or the job
+    is refused. ``figures``: what was measured of the job, for programs; ``figure_lines``: the same for people."""
+
+    source: str
+    job: DiLoCoJob | None
+    problems: Sequence[Problem] = ()
+    warnings: Sequence[Problem] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    figure_lines: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> int:
+        return WRONG if self.problems else COMPLETE
+
+    @property
+    def text(self) -> str:
+        """For people: all problems, or the job in a few lines; and the warnings."""
+        if self.problems or self.job is None:
+            head = problems_text(JobError(self.problems, self.source))
+        else:
+            head = "\n".join([summary_text(self.job, (), self.source), *self.figure_lines])
+        return "\n".join([head, *warnings_text(self.warnings)])
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For programs, as JSON takes it."""
+        job = self.job
+        return {
+            "valid": not self.problems,
+            "source": self.source,
+            "job": None if job is None else job.metadata.name,
+            "digest": None if job is None else spec_digest(job),
+            **{kind: [_problem_document(each) for each in getattr(self, kind)] for kind in ("problems", "warnings")},
+            **self.figures,
+        }
 
 
-def read_with_warnings(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> tuple[DiLoCoJob, list[Problem]]:
-    """The job in the file at ``path``, and what its author should know about it. Raises JobError."""
+def _problem_document(problem: Problem) -> dict[str, Any]:
+    value = problem.value if isinstance(problem.value, bool | int | float | str | None) else show(problem.value)
+    return {"field": problem.path, "value": value, "line": problem.line, "message": problem.message}
+
+
+def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Verdict:
+    """The verdict on the job file at ``path``. The file alone is looked at."""
     notes: list[Problem] = []
-    job = load_job(path, overrides, notes)
+    try:
+        job = load_job(path, overrides, notes)
+    except JobError as error:
+        return Verdict(error.source or str(path), None, error.problems)
     directory = Path(path).resolve().parent
-    return job, [*notes, *job_warnings(job), *absent_data(job, directory), *doubtful_data(job, directory)]
+    warnings = [*notes, *job_warnings(job), *absent_data(job, directory), *doubtful_data(job, directory)]
+    return Verdict(str(path), job, warnings=warnings)
 
 
 def read_job_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:
@@ -105,7 +146,7 @@ def warnings_text(warnings: Iterable[Problem]) -> list[str]:
 
 
 def _count(number: float) -> str:
-    return f"{number:,}".replace(",", " ") if isinstance(number, int) else f"{number:g}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 def _merges(spec: JobSpec) -> str:

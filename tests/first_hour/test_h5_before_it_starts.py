@@ -4,9 +4,11 @@ syncer starts."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,12 @@ def ask(job: DiLoCoJob, directory: Path) -> JobFindings:
     return check_job(job.spec, directory)
 
 
+def judged(path: Path, overrides: Sequence[str] = ()) -> tuple[str, int]:
+    """What `diloco validate` prints, and its exit code."""
+    verdict = judge_file(path, overrides, ask)
+    return verdict.text, verdict.exit_code
+
+
 # ------------------------------------------------------------------ validate
 
 
@@ -99,7 +107,7 @@ def ask(job: DiLoCoJob, directory: Path) -> JobFindings:
 def test_what_makes_a_run_fail_is_no_valid_job(
     tmp_path: Path, model: dict[str, Any], training: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    said, code = judge_file(write_job(tmp_path, model, **training), ask=ask)
+    said, code = judged(write_job(tmp_path, model, **training))
     text = " ".join(said.split())
     assert code == 2 and text.startswith(f"{tmp_path / 'job.yaml'}: 1 problem "), said
     assert all(word in text for word in words), said
@@ -108,7 +116,7 @@ def test_what_makes_a_run_fail_is_no_valid_job(
 def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
     model = {"config": {**LLAMA, "hiden_size": 3}}
     job = write_job(tmp_path, model, device="cuda", data={"paths": ["corpus.txt"], "tokenizer": "gpt2"})
-    said, code = judge_file(job, ask=ask)
+    said, code = judged(job)
     assert code == 2 and "3 problems" in said
     assert "training.device" in said and "data.tokenizer" in said and "did you mean hidden_size" in said
 
@@ -116,14 +124,14 @@ def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
 def test_what_this_machine_lacks_is_a_warning_for_a_cluster(tmp_path: Path) -> None:
     job = write_job(tmp_path, device="cuda")
     cluster = ["syncer.storage.size=20Gi", "learners.command=[/opt/train]"]
-    assert judge_file(job, ask=ask)[1] == 2
-    said, code = judge_file(job, cluster, ask=ask)
+    assert judged(job)[1] == 2
+    said, code = judged(job, cluster)
     assert code == 0 and "a valid job" in said
     assert "warning:\n  spec.training.device" in said and "there is no program /opt/train" in said
 
 
 def test_data_that_is_not_here_is_a_warning(tmp_path: Path) -> None:
-    said, code = judge_file(write_job(tmp_path, data={"paths": ["absent.txt"]}), ask=ask)
+    said, code = judged(write_job(tmp_path, data={"paths": ["absent.txt"]}))
     assert code == 0 and "warning:" in said and "there is no such file" in said
 
 
@@ -133,12 +141,12 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
         ("[python, train.py]", "there is no train.py"),
         ("[no-such]", "there is no program no-such"),
     ):
-        said, code = judge_file(job, [f"learners.command={command}"], ask=ask)
+        said, code = judged(job, [f"learners.command={command}"])
         assert code == 2 and words in said and "spec.learners.command" in said
 
 
 def test_sizes_and_what_is_to_come(tmp_path: Path) -> None:
-    said, code = judge_file(write_job(tmp_path), ask=ask)
+    said, code = judged(write_job(tmp_path))
     assert code == 0
     # 256·32 twice, and two layers of 4·32² + 3·32·64 + 2·32, and the last norm
     parameters = 2 * 256 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
@@ -146,8 +154,21 @@ def test_sizes_and_what_is_to_come(tmp_path: Path) -> None:
     assert "50 steps of each learner, 12,800 tokens; 256 tokens in a step of every learner" in said
 
 
+def test_the_same_for_programs(tmp_path: Path) -> None:
+    document = json.loads(json.dumps(judge_file(write_job(tmp_path), (), ask).document))
+    assert document["valid"] and document["job"] == "tiny" and document["problems"] == []
+    assert document["trained_parameters"] == document["parameters"] > 0 and document["steps"] == 50
+    path = write_job(tmp_path, {"config": {**LLAMA, "hiden_size": 3}})
+    document = judge_file(path, ["sync.quorum=9"], ask).document
+    assert not document["valid"] and document["job"] is None and document["source"] == str(path)
+    done = CliRunner().invoke(app, ["validate", "-f", str(path), "--file-only", "--json", "--set", "sync.quorum=9"])
+    assert done.exit_code == 2
+    problem = json.loads(done.stdout)["problems"][0]
+    assert problem["field"] == "spec.sync.quorum" and problem["value"] == 9 and "learners" in problem["message"]
+
+
 def test_a_model_far_beyond_this_machine_takes_no_memory_and_is_warned_of(tmp_path: Path) -> None:
-    said, code = judge_file(write_job(tmp_path, {"config": LARGE}), ask=ask)
+    said, code = judged(write_job(tmp_path, {"config": LARGE}))
     assert code == 0 and "parameters 70,553,706,496 (282 GB float32)" in said
     warning = " ".join(said.partition("warning:")[2].split())
     assert "TB of memory at the least" in warning and "`diloco run` refuses it here" in warning

@@ -122,15 +122,13 @@ def merged_model(of: DiLoCoJob, tensors: dict[str, np.ndarray], directory: Path)
     return MergedModel(of, layout, tensors, [3, 4], directory)
 
 
-def test_adapters_in_the_form_that_peft_reads(
-    base: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_in_the_form_that_peft_reads(base: Path, kind: str, tmp_path: Path) -> None:
     """Its names, shapes and fields; W + alpha/r·B·A with what the files say is the merged model."""
     of = of_base(kind)
     model, tensors = trained(of, tmp_path)
-    write_merged(merged_model(of, tensors, tmp_path), tmp_path / "out", adapter=True)
+    written = write_merged(merged_model(of, tensors, tmp_path), tmp_path / "out", adapter=True)
     layers = adapters(model)
-    assert f"the merged adapters of {len(layers)} layers in PEFT's format" in capsys.readouterr().out
+    assert f"the merged adapters of {len(layers)} layers in PEFT's format" in written.text
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} < files and "model.safetensors" not in files
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -178,20 +179,38 @@ def renew(
 @certs.command()
 @command
 @_explained()
-def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")]) -> None:
+def show(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")],
+    as_json: Annotated[bool, typer.Option("--json", help="One array, for programs.")] = False,
+) -> None:
     """Say whose certificates these are, and how long they are good for.
 
-    Example:
+    Examples:
 
         diloco certs show pki/default/tiny-gpt/eu-1
+
+        diloco certs show pki/default/tiny-gpt/* --json
     """
     from diloco.certs.files import describe_folder, utc_now
 
-    for folder in folders:
-        if folder.name == "join-token" and len(folders) > 1:  # the shell's * brings it too
-            continue
-        found = describe_folder(folder)
-        now = utc_now()
+    # The shell's * brings the join token too.
+    described = [(each, describe_folder(each)) for each in folders if each.name != "join-token" or len(folders) == 1]
+    now = utc_now()
+    if as_json:
+        rows = [
+            {
+                "path": str(folder),
+                "names": sorted(each.uri for each in found.names),
+                "hosts": list(found.hosts),
+                "not_after": found.not_after.isoformat(),
+                "days_left": found.days_left(now),
+                "expired": found.not_after <= now,
+            }
+            for folder, found in described
+        ]
+        print_text(json.dumps(rows, indent=1))
+        return
+    for folder, found in described:
         print_text(f"{folder}")
         for each in sorted(found.names):
             print_text(f"    {each.uri}")

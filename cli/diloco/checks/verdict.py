@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from diloco.checks.machine import find_absent_modules, find_absent_programs, is_for_cluster
 from diloco.checks.memory import estimate_memory, free_memory, memory_shortage, size_line
 from diloco.checks.model import check_model
-from diloco.console import WRONG
-from diloco.validate import problems_text, read_with_warnings, summary_text, warnings_text
+from diloco.validate import Verdict, validate_file
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.spec.load import JobError, Problem
+from diloco_protocol.spec.load import Problem
 from diloco_worker.training.findings import JobFindings
 
 
@@ -20,28 +20,41 @@ def judge_file(
     path: str | os.PathLike[str],
     overrides: Iterable[str] = (),
     ask: Callable[[DiLoCoJob, Path], JobFindings] = check_model,
-) -> tuple[str, int]:
-    """What to print for the job file at ``path``, and the exit code: 0 valid, 2 wrong. ``ask``: asks the worker.
+) -> Verdict:
+    """The verdict on the job file at ``path`` and on whether the job can run here. ``ask``: asks the worker.
 
     What this machine lacks is wrong too, unless the job is for a cluster. Data may be where the job runs: that they
     are not here is a warning in any case."""
-    try:
-        job, warnings = read_with_warnings(path, overrides)
-    except JobError as error:
-        return problems_text(error), WRONG
+    read = validate_file(path, overrides)
+    job, warnings = read.job, [*read.warnings]
+    if job is None:
+        return read
     directory = Path(path).resolve().parent
     found = ask(job, directory)
     here = [*find_absent_programs(job, directory), *find_absent_modules(job, directory), *found.here]
     elsewhere = is_for_cluster(job)
     wrong, excused = ([*found.wrong], here) if elsewhere else ([*found.wrong, *here], list[Problem]())
-    if wrong:
-        text = problems_text(JobError(wrong, str(path)))
-        return "\n".join([text, *warnings_text([*warnings, *excused])]), WRONG
-    lines = [summary_text(job, (), str(path)), *figures_text(job, found)]
-    if found.model is not None and not elsewhere:
+    if not wrong and found.model is not None and not elsewhere:
         shortage = memory_shortage(estimate_memory(job, found.model, found.device), free_memory())
         warnings += [Problem("", None, f"{shortage}; `diloco run` refuses it here")] if shortage else []
-    return "\n".join([*lines, *warnings_text([*warnings, *excused])]), 0
+    return Verdict(
+        str(path), job, wrong, [*warnings, *excused], figures_document(job, found), figures_text(job, found)
+    )
+
+
+def figures_document(job: DiLoCoJob, found: JobFindings) -> dict[str, Any]:
+    """The model's size, bytes of its processes, and what is to come; what is not known is null."""
+    model = found.model
+    need = None if model is None else estimate_memory(job, model, found.device)
+    return {
+        "parameters": model and model.parameters,
+        "trained_parameters": model and model.trained,
+        "learner_bytes": need and need.learner,
+        "syncer_bytes": need and need.syncer,
+        "step_tokens": found.step_tokens,
+        "steps": found.steps,
+        "unchecked": list(found.unchecked),
+    }
 
 
 def figures_text(job: DiLoCoJob, found: JobFindings) -> list[str]:

@@ -38,8 +38,11 @@ SEEN_SECONDS = 60.0  # for an operator to see a suspension
 Patch = list[dict[str, Any]]
 
 
-def on_every_copy(clusters: Sequence[Cluster], act: Callable[[Cluster], str]) -> tuple[int, list[Cluster]]:
-    """Do one thing in every cluster and print what it says; the exit code, and where it worked."""
+def on_every_copy(
+    clusters: Sequence[Cluster], act: Callable[[Cluster], str], quiet: bool = False
+) -> tuple[int, list[Cluster]]:
+    """Do one thing in every cluster and print what it says (``quiet``: only errors); the exit code, and where it
+    worked."""
     code, done = 0, []
     for cluster in clusters:
         try:
@@ -49,7 +52,8 @@ def on_every_copy(clusters: Sequence[Cluster], act: Callable[[Cluster], str]) ->
             code = max(code, error.code)
             continue
         done.append(cluster)
-        print_text(said + context_suffix(cluster, clusters), flush=True)
+        if not quiet:
+            print_text(said + context_suffix(cluster, clusters), flush=True)
     return code, done
 
 
@@ -172,9 +176,11 @@ def _problems(job: Object) -> set[tuple[str, str]]:
     return set()
 
 
-def scale(where: Where, name: str, words: Sequence[str]) -> int:
-    """``diloco scale NAME REGION=N …`` in every context; the exit code. Raises ClusterError."""
+def scale(where: Where, name: str, words: Sequence[str], as_json: bool = False) -> int:
+    """``diloco scale NAME REGION=N …`` in every context; the exit code. ``as_json``: print what changed where as one
+    array. Raises ClusterError."""
     targets = parse_targets(words)
+    documents: list[dict[str, Any]] = []
 
     def act(cluster: Cluster) -> str:
         changed: dict[str, tuple[int, int]] = {}
@@ -185,7 +191,11 @@ def scale(where: Where, name: str, words: Sequence[str]) -> int:
             changed.update(now)
             return patch or None
 
-        if patched(cluster, name, make) is None:
+        found = patched(cluster, name, make)
+        regions = {region: {"before": before, "after": after} for region, (before, after) in changed.items()}
+        place = {"context": cluster.context, "namespace": cluster.namespace}
+        documents.append({**place, "job": name, "changed": {} if found is None else regions})
+        if found is None:
             return f"{name} has {', '.join(f'{n} in {r}' for r, n in targets.items())} already"
         words = [f"{region} {before} → {after}" for region, (before, after) in changed.items()]
         leaving = any(after < before for before, after in changed.values())
@@ -193,7 +203,10 @@ def scale(where: Where, name: str, words: Sequence[str]) -> int:
             "; learners that leave offer their work first" if leaving else ""
         )
 
-    return on_every_copy(where.open(), act)[0]
+    code, _ = on_every_copy(where.open(), act, quiet=as_json)
+    if as_json:
+        print_text(json.dumps(documents, indent=1))
+    return code
 
 
 # ------------------------------------------------------------------ suspend, resume

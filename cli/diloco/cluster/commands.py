@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.console import CommandError, command, duration, job_name, means_job, run_or_job
+from diloco.console import CommandError, command, duration, job_file, job_name, means_job, run_or_job
 
 DELETE_SECONDS = 120.0
 
@@ -109,16 +109,11 @@ def apply(
 
         diloco apply job.yaml --context hub --context far
     """
-    if (job is None) == (file is None):
-        raise CommandError("name one job file: diloco apply JOB.yaml, or -f JOB.yaml")
-
     from diloco.cluster.apply import ApplyOptions
     from diloco.cluster.apply import apply as apply_job
 
-    chosen = job or file
-    assert chosen is not None
     there = where(context, namespace, kubeconfig)
-    return apply_job(ApplyOptions(there, chosen, overrides, dry_run, force, wait, timeout))
+    return apply_job(ApplyOptions(there, job_file(job, file, "diloco apply"), overrides, dry_run, force, wait, timeout))
 
 
 def events(
@@ -206,6 +201,7 @@ def logs(
 def scale(
     job: Job,
     regions: Annotated[list[str], typer.Argument(metavar="REGION=N...", help="New number of learners of a region.")],
+    as_json: Annotated[bool, typer.Option("--json", help="What changed in each context, for programs.")] = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -220,7 +216,7 @@ def scale(
     """
     from diloco.cluster import change
 
-    return change.scale(where(context, namespace, kubeconfig), job, regions)
+    return change.scale(where(context, namespace, kubeconfig), job, regions, as_json)
 
 
 def suspend(

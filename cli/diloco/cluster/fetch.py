@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
@@ -24,6 +25,9 @@ from diloco.text_console import TextConsole
 from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import EXPORT_PORT, HTTP_PORT
+
+if TYPE_CHECKING:
+    from diloco.export.export import Written
 
 REPORT_SECONDS = 60.0
 PAGE_SECONDS = 5.0
@@ -148,7 +152,7 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
 # ------------------------------------------------------------------ export
 
 
-def export(where: Where, name: str, out: Path, adapter: bool = False) -> None:
+def export(where: Where, name: str, out: Path, adapter: bool = False) -> Written:
     """``diloco export NAME OUT``, with ``--adapter`` or without. Raises ClusterError."""
     from diloco.export.export import ExportFailed, read_url, write_merged
 
@@ -158,7 +162,7 @@ def export(where: Where, name: str, out: Path, adapter: bool = False) -> None:
     job = cluster.job(name)
     with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):
         try:
-            write_merged(read_url(f"http://{forward.address}", _Progress()), out, adapter)
+            return write_merged(read_url(f"http://{forward.address}", _Progress()), out, adapter)
         except ExportFailed as error:
             said = f"{forward.problem}: " if forward.problem else ""
             raise ClusterError(f"{said}{error}", code=FAILED) from error

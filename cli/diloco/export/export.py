@@ -109,34 +109,59 @@ def _is_output(what: str) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What an export has written. ``what``: model (for transformers), tensors (by name, of a loop of one's own) or
+    adapter (PEFT's). ``versions``: of the fragments."""
+
+    output: Path
+    job: str
+    what: str
+    versions: Sequence[int]
+    text: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For programs, as JSON takes it."""
+        return {
+            "output": str(self.output),
+            "job": self.job,
+            "what": self.what,
+            "versions": {"min": min(self.versions), "max": max(self.versions)},
+            "files": sorted(path.name for path in self.output.iterdir()),
+        }
+
+
 def export_run(workdir: Workdir, out: Path) -> None:
     """Write the run's merged model to ``out``. Raises ExportFailed."""
     write_merged(read_run(workdir), out)
 
 
-def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> None:
-    """Write the new directory ``out``, whole or not at all, and say what is in it. ``adapter``: of a job with LoRA the
-    adapters alone. Raises ExportFailed."""
+def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Written:
+    """Write the new directory ``out``, whole or not at all. ``adapter``: of a job with LoRA the adapters alone. Raises
+    ExportFailed."""
     job, versions = model.job, model.versions
     at = f"fragments at versions {min(versions)} to {max(versions)}"
+    name = job.metadata.name
     if adapter:
-        _write_adapter(model, out, at)
-        return
+        layers = _write_adapter(model, out)
+        text = f"{out}: the merged adapters of {layers} layers in PEFT's format, {at}"
+        return Written(out, name, "adapter", versions, text)
     if job.spec.training.model is None:
         try:
-            files = write_tensors(job.metadata.name, model.layout, model.tensors, versions, out)
+            files = write_tensors(name, model.layout, model.tensors, versions, out)
         except FileExistsError as error:
             raise ExportFailed(f"{error.filename} {error.strerror}") from error
         except (OSError, SafetensorError) as error:  # safetensors has errors of its own for a disk that is full
             said = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ExportFailed(f"{out} cannot be written: {said}") from error
-        print_text(f"{out}: the merged parameters (the job has no training.model), {at}")
         elements = sum(values.size for values in model.tensors.values())
-        print_text(
+        text = (
+            f"{out}: the merged parameters (the job has no training.model), {at}\n"
             f"{', '.join(files)}: {len(model.tensors)} tensors of {elements:,} elements in float32, by the names that "
             f"the program's own model gives them"
         )
-        return
+        return Written(out, name, "tensors", versions, text)
     require_packages("diloco export of a transformers model", ["worker"])
     from diloco_worker.training.export import ExportError, export
 
@@ -144,18 +169,17 @@ def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> None:
         export(job, model.tensors, out, directory=model.directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-    print_text(f"{out}: the merged model, {at}")
+    return Written(out, name, "model", versions, f"{out}: the merged model, {at}")
 
 
-def _write_adapter(model: MergedModel, out: Path, at: str) -> None:
+def _write_adapter(model: MergedModel, out: Path) -> int:
     from diloco_worker.training.adapter_export import export_adapter
     from diloco_worker.training.export import ExportError
 
     try:
-        count = export_adapter(model.job, model.tensors, out, directory=model.directory)
+        return export_adapter(model.job, model.tensors, out, directory=model.directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-    print_text(f"{out}: the merged adapters of {count} layers in PEFT's format, {at}")
 
 
 def read_layout(path: Path) -> Layout:

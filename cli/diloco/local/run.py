@@ -45,6 +45,7 @@ class RunOptions:
     http: str = "127.0.0.1:0"
     serving: ServeOptions | None = None  # learners are other machines'
     force: bool = False  # also where memory is too little
+    as_json: bool = False  # the report on stdout, all else on stderr
 
 
 def run(options: RunOptions) -> int:
@@ -63,7 +64,8 @@ def run(options: RunOptions) -> int:
         for warning in job_warnings(job):
             print_text(f"warning: {warning}", file=sys.stderr)
         if ignored := without_meaning(job):
-            print_text(f"without meaning on one machine, not used: {', '.join(ignored)}", flush=True)
+            out = sys.stderr if options.as_json else None
+            print_text(f"without meaning on one machine, not used: {', '.join(ignored)}", file=out, flush=True)
         result = _run_job(job, workdir, options, schedule, again)
         if result.ended.outcome == REFUSED:
             raise CommandError(result.ended.message, result.ended.exit_code)
@@ -83,7 +85,7 @@ def run(options: RunOptions) -> int:
             except (FileError, OSError) as error:
                 print_text(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
                 return result.ended.exit_code or 1
-        _tell(result, report, workdir)
+        _tell(result, report, workdir, options.as_json)
         return result.ended.exit_code
 
 
@@ -141,7 +143,7 @@ def _run_job(
     except (CredentialsError, OSError) as error:
         raise CommandError(f"workdir {workdir.path}: {error}") from error
     # A person who pipes the output still wants whole lines, whatever the pipe's width.
-    console = TextConsole(soft_wrap=True)
+    console = TextConsole(soft_wrap=True, stderr=options.as_json)
     screen = make_screen(console)
     try:
         learners = job.spec.slots
@@ -166,9 +168,11 @@ def _run_job(
         screen.close()
 
 
-def _tell(result: RunResult, report: RunReport, workdir: Workdir) -> None:
+def _tell(result: RunResult, report: RunReport, workdir: Workdir, as_json: bool) -> None:
     ended = result.ended
-    console = TextConsole(soft_wrap=True)
+    if as_json:
+        print_text(report.model_dump_json(indent=1))
+    console = TextConsole(soft_wrap=True, stderr=as_json)
     if not console.is_terminal:
         console.width = 200  # nobody's window: lines stay whole
     console.print()

@@ -1,4 +1,4 @@
-"""``diloco status``: what a running or finished job looks like, from outside."""
+"""``diloco status`` and ``diloco list``: what running and finished jobs look like, from outside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import json
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from diloco.console import CommandError
@@ -60,6 +63,78 @@ def read_status(where: str | None) -> StatusDocument | RunReport:
         ) from error
     except (OSError, ValueError) as error:
         raise CommandError(f"{workdir.report} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run in the list of runs. ``state``: the phase of one that goes on, else how it ended; ``unknown``: it has left
+    nothing that can be read. ``changed``: when its files last did, Unix seconds."""
+
+    job: str
+    workdir: Path
+    state: str
+    running: bool
+    changed: float
+    step: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    goodput: float | None = None
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {**asdict(self), "workdir": str(self.workdir)}
+
+
+def list_runs(directory: Path) -> list[RunRow]:
+    """The runs in a directory, the newest first. Raises CommandError if it cannot be read."""
+    try:
+        found = [job.parent for job in directory.glob("*/job.json")]
+    except OSError as error:
+        raise CommandError(f"{directory} cannot be read: {error.strerror or error}") from error
+    return sorted((_run_row(path) for path in found), key=lambda row: -row.changed)
+
+
+def _run_row(path: Path) -> RunRow:
+    workdir = Workdir(path)
+    changed = max((each.stat().st_mtime for each in (workdir.job, workdir.report, workdir.lock) if each.exists()))
+    head = (workdir.job_name() or path.name, path)
+    try:
+        document = read_status(str(path))
+    except CommandError:
+        return RunRow(*head, "unknown", False, changed)
+    tokens = document.tokens.trained
+    if isinstance(document, StatusDocument):
+        loss = document.eval_loss[-1][1] if document.eval_loss else document.loss
+        figures = (document.step, tokens, loss, document.goodput)
+        return RunRow(*head, str(document.phase), True, changed, *figures)
+    loss = document.final_loss
+    if loss is None and document.eval_loss:
+        loss = document.eval_loss[-1][1]
+    goes_on = document.outcome == "running"
+    return RunRow(*head, document.outcome, goes_on, changed, document.steps, tokens, loss, document.goodput)
+
+
+def show_runs(rows: Sequence[RunRow], directory: Path) -> None:
+    from rich.table import Table
+
+    from diloco.text_console import TextConsole
+
+    console = TextConsole(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # nobody's window: all columns
+    if not rows:
+        console.print(f"there is no run in {directory}; `diloco run JOB.yaml` makes one in runs/")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("WORKDIR", "JOB", "STATE", "STEP", "TOKENS", "LOSS", "GOODPUT", "CHANGED"):
+        right = title in ("STEP", "TOKENS", "LOSS", "GOODPUT")
+        table.add_column(title, justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        changed = datetime.fromtimestamp(row.changed).astimezone().strftime("%Y-%m-%d %H:%M")
+        counts = ("-" if count is None else f"{count:,}" for count in (row.step, row.tokens))
+        shares = ("-" if share is None else f"{share:.3f}" for share in (row.loss, row.goodput))
+        table.add_row(str(row.workdir), row.job, row.state, *counts, *shares, changed)
+    console.print(table)
 
 
 def _as_address(where: str | None) -> str | None:

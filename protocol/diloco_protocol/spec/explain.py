@@ -62,7 +62,7 @@ def constraints(annotation: Any, metadata: typing.Iterable[Any]) -> dict[str, An
 
 
 def _number(value: float) -> str:
-    return f"{value:,}".replace(",", " ") if isinstance(value, int) and value >= 10_000 else f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"{value:g}"
 
 
 def _range(bounds: dict[str, Any]) -> str:

@@ -64,11 +64,14 @@ def own_model() -> MergedModel:
     return MergedModel(parse_job(json.dumps(OWN)), LAYOUT, TENSORS, [3, 4])
 
 
-def test_it_says_what_it_wrote_and_under_which_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_merged(own_model(), tmp_path / "out")
-    said = capsys.readouterr().out
+def test_it_says_what_it_wrote_and_under_which_names(tmp_path: Path) -> None:
+    written = write_merged(own_model(), tmp_path / "out")
+    said = written.text
     assert f"{tmp_path / 'out'}: the merged parameters (the job has no training.model), fragments at versions" in said
     assert "model.safetensors: 3 tensors of 300 elements in float32, by the names that the program's own" in said
+    document = written.document
+    assert document["job"] == "own" and document["what"] == "tensors" and document["versions"] == {"min": 3, "max": 4}
+    assert document["files"] == sorted(path.name for path in (tmp_path / "out").iterdir()) != []
 
 
 def test_a_disk_that_is_full_leaves_nothing_and_is_told(tmp_path: Path) -> None:

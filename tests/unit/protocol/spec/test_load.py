@@ -8,6 +8,7 @@ import socket
 import stat
 import time
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,13 @@ from example_counts import share_of
 from repository import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+def validated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, int]:
+    """What `diloco validate --file-only` prints, and its exit code."""
+    verdict = validate_file(path, overrides)
+    return verdict.text, verdict.exit_code
+
 
 MINIMAL = """\
 apiVersion: diloco.io/v1alpha1
@@ -316,7 +324,7 @@ def test_files_that_are_no_job(tmp_path: Path, content: bytes, said: str) -> Non
     path = tmp_path / "job.yaml"
     path.write_bytes(content)
     assert said in refusal(path)
-    text, code = validate_file(path)
+    text, code = validated(path)
     assert code == 2 and said in text and "Traceback" not in text
 
 
@@ -434,7 +442,7 @@ def test_the_record_of_an_api_server_is_named_and_not_used(tmp_path: Path) -> No
     path = tmp_path / "job.yaml"
     path.write_text(text)
     assert load_manifest(path)[1] == parse(MINIMAL).value
-    said, code = validate_file(path)
+    said, code = validated(path)
     assert code == 0 and "metadata.managedFields" in said and "not used" in said
 
 
@@ -606,7 +614,7 @@ def test_a_wrong_override_points_at_no_line() -> None:
 def test_examples_are_valid_and_round_trip(path: Path) -> None:
     job = load_job(path)
     assert job_from_json(job_to_json(job)) == job
-    text, code = validate_file(path)
+    text, code = validated(path)
     assert code == 0 and "a valid job" in text and "warning" not in text
     assert "merges    isotropic, nesterov at rate 1.4, momentum 0.5\n" in text
     assert "with 10^8 parameters or more: rda, nesterov at rate 0.7, momentum 0.9\n" in text
@@ -619,7 +627,7 @@ def test_there_are_the_examples_that_the_readme_names() -> None:
 def test_validate_says_what_the_job_is(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(MINIMAL)
-    text, code = validate_file(
+    text, code = validated(
         path, ["training.stop={steps: 20}", "training.data.paths=[./none, 's3://b/x', ./*.yaml]"]
     )
     assert code == 0
@@ -631,7 +639,7 @@ def test_validate_says_what_the_job_is(tmp_path: Path) -> None:
 def test_validate_shows_every_problem_with_its_cure(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(MINIMAL.replace("name: tiny", "nam: tiny"))
-    text, code = validate_file(path, ["sync.quorum=9"])
+    text, code = validated(path, ["sync.quorum=9"])
     assert code == 2 and text.startswith(f"{path}: 3 problems\n")
     assert '  metadata.nam = "tiny"   (line 3)\n      is not a known field: did you mean name?' in text
     assert "such as tiny-gpt" in text and "all regions (3)" in " ".join(text.split())
