@@ -1,0 +1,60 @@
+"""H2: the model of a loop of one's own is exported without its class: merged tensors by name.
+
+On commit 8f0ca90 such an export ended with exit code 2, and there was no ``load_merged``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from typer.testing import CliRunner
+
+from diloco.main import app
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "integration"))
+
+from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FROZEN = {"table": np.arange(6, dtype=np.float32).reshape(2, 3)}
+
+
+async def test_h2_merged_tensors_are_exported_by_name_and_a_program_has_them_too(tmp_path: Path) -> None:
+    """After a merge, and after the syncer has gone."""
+    job = raw_job()
+    assert job.spec.training.model is None and job.spec.learners.command
+    syncer = SyncerProcess(tmp_path / "run", job).start()
+    client = Client(syncer)
+    try:
+        assert (await client.join()).welcome.initialise
+        await client.initialise(safetensors.numpy.save(FROZEN))
+        await client.ready()
+        await turn(client, 0)
+    finally:
+        await client.close()
+        syncer.stop()
+    merged = np.sort(np.concatenate(client.bases))
+
+    out = tmp_path / "model"
+    done = CliRunner().invoke(app, ["export", str(syncer.folder), str(out)])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in out.iterdir()) == ["layout.json", "model.safetensors"]
+    exported = safetensors.numpy.load_file(out / "model.safetensors")
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in LAYOUT.tensors} | {"table": (2, 3)}
+    assert {name: values.shape for name, values in exported.items()} == shapes
+    trained = [exported[tensor.name].ravel() for tensor in LAYOUT.tensors]
+    np.testing.assert_array_equal(np.sort(np.concatenate(trained)), merged)
+    np.testing.assert_array_equal(exported["table"], FROZEN["table"])
+
+    from diloco_worker import load_merged  # loads torch
+
+    loaded = load_merged(syncer.folder)
+    assert loaded.keys() == exported.keys()
+    for name, values in exported.items():
+        np.testing.assert_array_equal(loaded[name].numpy(), values)

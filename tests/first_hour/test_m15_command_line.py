@@ -1,0 +1,78 @@
+"""M15: the command line has what people try first: a version, completion, a new job file, explanations, a check.
+
+On commit 8f0ca90 each of these was ``No such command`` or ``No such option``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco.main import app
+from repository import VERSION
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    return tmp_path
+
+
+def diloco(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(words))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def test_m15_the_version_by_the_usual_option() -> None:
+    assert diloco("--version") == (0, f"{VERSION}\n")
+
+
+def test_m15_shells_are_completed() -> None:
+    assert "--install-completion" in diloco("--help")[1]
+    code, script = diloco("--show-completion", "bash")
+    assert code == 0 and "_DILOCO_COMPLETE" in script
+
+
+def test_m15_a_new_job_file_is_valid_and_is_not_overwritten(here: Path) -> None:
+    code, said = diloco("init", "job.yaml", "--learners", "3")
+    assert code == 0 and "diloco run job.yaml" in said
+    text = (here / "job.yaml").read_text()
+    assert text.count("#") > 5, "it has comments"
+    code, said = diloco("validate", "job.yaml", "--file-only")
+    assert code == 0 and "a valid job" in said and "learners  3" in said
+    code, said = diloco("init", "job.yaml")
+    assert code == 2 and "--force" in said and (here / "job.yaml").read_text() == text
+
+
+def test_m15_a_field_is_explained() -> None:
+    code, said = diloco("explain", "sync.every")
+    assert code == 0 and said.startswith("spec.sync.every\n") and "--set sync.every=" in said
+    assert diloco("explain", "H") == (code, said), "by the paper's letter too"
+    code, said = diloco("explain", "sync.evry")
+    assert code == 2 and "did you mean spec.sync.every?" in said
+
+
+def test_m15_files_that_the_help_names_come_with_the_program(here: Path) -> None:
+    code, said = diloco("examples")
+    assert code == 0, said
+    named = set(re.findall(r"examples/[\w.-]+\.yaml", diloco("--help")[1] + diloco("run", "--help")[1]))
+    assert named and all((here / name).is_file() for name in named)
+    code, said = diloco("validate", sorted(named)[0], "--file-only")
+    assert code == 0, said
+
+
+def test_m15_what_would_fail_here_is_found_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.doctor.machine.check_torch", lambda installed: (None, []))  # which takes seconds
+    assert diloco("init", "job.yaml", "--data", "absent.txt")[0] == 0
+    code, said = diloco("doctor", "job.yaml", "--json")
+    found = json.loads(said)
+    assert code == 1 and not found["ok"], said
+    assert {one["section"] for one in found["findings"]} == {"machine", "packages", "job"}
+    (data,) = [one for one in found["findings"] if one["about"] == "data"]
+    assert data["level"] == "error" and "absent.txt" in data["said"] and data["fix"]
