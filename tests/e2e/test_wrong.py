@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -222,3 +223,70 @@ def test_a_learner_that_crashes_again_and_again(start: Any) -> None:
     told(job, "the disk is on fire", timeout=120)
     job.wait_condition("Failed", timeout=240)
     told(job, "maxReplacements")
+
+
+# A loop of one's own with a wrong name in its step: it joins, takes a batch and ends.
+OWN_LOOP = """
+import torch
+import diloco_worker
+
+def step(model, batch):
+    return lss
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with diloco_worker.Learner.from_environment(model, optimizer) as learner:
+    for batch in learner.batches([torch.ones(4)] * 1000):
+        learner.after_step(tokens=len(batch), loss=step(model, batch))
+"""
+NAME_ERROR = "NameError: name 'lss' is not defined"
+
+
+def termination_messages(job: Job) -> list[str]:
+    """What the learners' programs have left behind at their last ends."""
+    ends = [
+        state.get("terminated") or {}
+        for pod in job.pods("learner")
+        for container in pod["status"].get("containerStatuses", [])
+        for state in (container.get("state") or {}, container.get("lastState") or {})
+    ]
+    return [end["message"] for end in ends if end.get("message")]
+
+
+@pytest.mark.timeout(500)
+def test_a_program_of_ones_own_that_fails_the_same_way_again_and_again(cluster: Cluster, namespace: str) -> None:
+    """Before any merge the same error three times fails the job, long before maxReplacements. The error is in the pod's
+    termination message, the Events, the condition, the syncer's status and what `diloco status` prints."""
+    learners = {"command": ["python", "-c", OWN_LOOP], "podTemplate": pod_template("learner", "500m")}
+    document = small_job("misnamed", learners=learners, regions=ONE)
+    for field in ("model", "data"):  # the program's own
+        del document["spec"]["training"][field]
+    job = Job(cluster, "misnamed", namespace)
+    job.apply(document)
+
+    left = until(
+        "a learner has left its error",
+        lambda: next((message for message in termination_messages(job) if NAME_ERROR in message), None),
+        180,
+    )
+    assert left.strip().splitlines()[-1] == NAME_ERROR and "in step" in left, "the end of its traceback"
+
+    job.wait_condition("Failed", timeout=300)
+    failed = job.condition("Failed")
+    assert failed["reason"] == "RepeatedError", failed
+    said = r"Learner misnamed-local-0 ended \d times with the same error, and nothing was merged yet: .*"
+    assert re.match(said + re.escape(NAME_ERROR), failed["message"]), failed
+    status = job.status()
+    assert status["phase"] == "Failed"
+    assert 3 <= status["replacements"]["sinceMerge"] < 10, "maxReplacements is 50"
+    assert not (status.get("progress") or {}).get("merges")
+
+    def told_in_events() -> set[str]:
+        return {event["reason"] for event in job.events() if NAME_ERROR in (event.get("message") or "")}
+
+    until("Events of the crash and of the failure", lambda: {"LearnerCrashed", "Failed"} <= told_in_events(), 60)
+    until("no learner is left", lambda: not job.pods("learner"), 120)
+    page = job.wait_training("the syncer knows it", lambda d: d["phase"] == "failed", 60)
+    assert NAME_ERROR in page["message"] and page["merges"] == 0
+    shown = " ".join(cluster.diloco("status", job.name, "-n", namespace).split())
+    assert "RepeatedError" in shown and NAME_ERROR in shown
