@@ -43,7 +43,7 @@ class StartCheck:
         self.tell(size_line(found.model, need))
         shortage = "" if self.force else memory_shortage(need, free_memory())
         if shortage:
-            raise CommandError(f"{shortage}; --force starts it all the same")
+            raise CommandError(f"{shortage}; --force starts it anyway")
         return need.text()
 
     async def _ask(self, forkserver: ForkServerClient) -> JobFindings:

@@ -36,7 +36,8 @@ def judge_file(
     wrong, excused = ([*found.wrong], here) if elsewhere else ([*found.wrong, *here], list[Problem]())
     if not wrong and found.model is not None and not elsewhere:
         shortage = memory_shortage(estimate_memory(job, found.model, found.device), free_memory())
-        warnings += [Problem("", None, f"{shortage}; `diloco run` refuses it here")] if shortage else []
+        unstarted = f"{shortage}; `diloco run` does not start it here without --force"
+        warnings += [Problem("", None, unstarted)] if shortage else []
     return Verdict(
         str(path), job, wrong, [*warnings, *excused], figures_document(job, found), figures_text(job, found)
     )

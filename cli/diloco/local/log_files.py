@@ -150,7 +150,7 @@ def show_logs(workdir: Workdir, options: LogFileOptions) -> int:
         running = is_running(workdir)
         show(heapq.merge(*(one.new_lines() for one in found()), key=lambda line: line[0]))
         if not running:
-            print_text(f"the run in {workdir.path} is not going on", file=sys.stderr)
+            print_text(f"the run in {workdir.path} is not running", file=sys.stderr)
             break
         time.sleep(POLL_SECONDS)
     return 0
@@ -210,4 +210,4 @@ def show_events(workdir: Workdir, watch: bool, as_json: bool) -> None:
     if not shown and not as_json:
         print_text(f"no events in {workdir.path} yet: its syncer has logged none")
     if watch and not running:
-        print_text(f"the run in {workdir.path} is not going on", file=sys.stderr)
+        print_text(f"the run in {workdir.path} is not running", file=sys.stderr)

@@ -65,7 +65,7 @@ def run(options: RunOptions) -> int:
             print_text(f"warning: {warning}", file=sys.stderr)
         if ignored := without_meaning(job):
             out = sys.stderr if options.as_json else None
-            print_text(f"without meaning on one machine, not used: {', '.join(ignored)}", file=out, flush=True)
+            print_text(f"ignored, because they are for clusters only: {', '.join(ignored)}", file=out, flush=True)
         result = _run_job(job, workdir, options, schedule, again)
         if result.ended.outcome == REFUSED:
             raise CommandError(result.ended.message, result.ended.exit_code)
@@ -148,7 +148,7 @@ def _run_job(
     try:
         learners = job.spec.slots
         screen.event(
-            f"{'going on with' if again else 'starting'} {job.metadata.name}: {learners}"
+            f"{'continuing' if again else 'starting'} {job.metadata.name}: {learners}"
             f" learner{'s' * (learners != 1)} in {workdir.path}",
             "bold",
         )
@@ -157,10 +157,10 @@ def _run_job(
             if options.serving.credentials is None:
                 what = f"--join-token-file {workdir.join_token.absolute()} (or a copy of it)"
             screen.event(
-                f"they join from other machines: diloco learner join ADDRESS:{port} {what}; ADDRESS is this one's"
+                f"join from other machines with: diloco learner join ADDRESS:{port} {what}; ADDRESS is this machine's"
             )
             if job.spec.evaluated and not options.serving.evaluator:
-                screen.event("nobody scores the merged model (see --evaluator-credentials)", "yellow")
+                screen.event("the merged model is not evaluated here: give --evaluator-credentials", "yellow")
         check = StartCheck(job, options.job, workdir, options.force, screen.event)
         runner = Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving)
         return asyncio.run(runner.run(None if options.serving is not None else check.check))
@@ -181,7 +181,7 @@ def _tell(result: RunResult, report: RunReport, workdir: Workdir, as_json: bool)
     if ended.outcome == "complete" and ended.exit_code:
         print_text(f"error: {ended.message}", file=sys.stderr)
     if ended.outcome == "interrupted":
-        begun = f"goes on from {workdir.store}" if workdir.has_begun() else "begins anew: nothing was trained yet"
+        begun = f"continues from {workdir.store}" if workdir.has_begun() else "starts anew: nothing was trained yet"
         console.print(f"the same command {begun}", highlight=False)
     if report.merges and not ended.message:
         console.print(f"next: {' · '.join(next_commands(workdir))}", highlight=False)

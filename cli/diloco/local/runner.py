@@ -225,7 +225,7 @@ class Runner:
                     metrics_log.write(self.view.status if self.view.serving else None)
                 except OSError as error:  # a full disk: the job's own state has its own handling
                     next_metrics = float("inf")
-                    self.screen.event(f"metrics are not written any more: {error}", "red")
+                    self.screen.event(f"no more metrics are written: {error}", "red")
             await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
             if not await self._poll() and (why := self._reason_to_kill_syncer()):
                 self.screen.event(f"{why}: it is killed", "red")

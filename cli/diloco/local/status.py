@@ -54,12 +54,12 @@ def read_status(where: str | None) -> StatusDocument | RunReport:
     try:
         report = read_document(RunReport, read_bounded(workdir.report, MAX_REPORT_BYTES))
         if killed:
-            before = f"the last run was killed before anything was seen of it; this is the run before: {report.outcome}"
+            before = f"the last run was killed before it reported anything; this is the run before: {report.outcome}"
             report = report.model_copy(update={"outcome": "killed", "message": before})
         return report
     except FileNotFoundError as error:
         raise CommandError(
-            f"the run in {workdir.path} is not going on and has left no report{unread}; `diloco run` goes on with it"
+            f"the run in {workdir.path} is not running and has left no report{unread}; `diloco run` continues it"
         ) from error
     except (OSError, ValueError) as error:
         raise CommandError(f"{workdir.report} cannot be read: {error}") from error
@@ -154,7 +154,7 @@ def read_report(where: str | None) -> Report:
         address = _as_address(where) or str(read_address(find(where).address)["http"])
         return asyncio.run(fetch_document(address, "/report", Report, REPORT_SECONDS))
     except (OSError, WorkdirError, SyncerError) as error:
-        raise CommandError(f"the run goes on, and its report is not to be had ({error}): try again") from error
+        raise CommandError(f"the run continues, but its report cannot be read now ({error}): try again") from error
 
 
 def last_seen(workdir: Workdir, killed: bool) -> RunReport | None:
@@ -232,9 +232,9 @@ def as_json(document: StatusDocument | RunReport) -> dict[str, Any]:
 def ended_words(report: RunReport) -> str:
     """What is said above the report of a run that does not answer."""
     if report.outcome == "killed":
-        return "not running: killed, without a report; what was last seen of it"
+        return "not running: killed, without a report; its last known figures"
     if report.outcome == "running":
-        return "the run goes on, and its syncer does not answer at the moment; what was last seen of it"
+        return "running, but its syncer does not answer at the moment; its last known figures"
     return "not running; its last report"
 
 

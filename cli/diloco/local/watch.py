@@ -160,7 +160,7 @@ class StatusWatch:
         self._told_resumed = True
         if status.merges:
             self.screen.event(
-                f"going on from the checkpoint in {self.store}: step {status.step}, {status.merges:,} merges,"
+                f"continuing from the checkpoint in {self.store}: step {status.step}, {status.merges:,} merges,"
                 f" {status.tokens.trained:,} tokens",
                 "bold",
             )
@@ -191,7 +191,7 @@ class StatusWatch:
             self._late_since[slot.slot] = float("inf")
             self.screen.event(
                 f"late: {slot.region}-{slot.ordinal}'s updates have arrived after the merge for {LATE_SECONDS:.0f} s; "
-                "they count in a later one. If it goes on, raise sync.every or sync.grace.capSeconds",
+                "they count in a later one. If this continues, raise sync.every or sync.grace.capSeconds",
                 "yellow",
             )
 

@@ -149,7 +149,7 @@ class Supervisor:
             tries = self._vain.get(name, 0)
             if why is not None or tries >= EVALUATOR_RESTARTS:
                 reason = why or f"it ended {tries + 1} times in a row ({end})"
-                return Abandon(f"giving up on the {name}: {reason}; the job goes on without evaluation")
+                return Abandon(f"giving up on the {name}: {reason}; the job continues without evaluation")
             return self._restart(name, now)
         rule = None
         if kind is Kind.LEARNER and how.code is not None:

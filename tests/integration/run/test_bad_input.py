@@ -145,5 +145,5 @@ def test_ctrl_c_on_a_full_disk(start: Callable[..., Run], mount: Callable[[str],
     filler.unlink()
     again = start("--set", "training.stop.steps=400", workdir=disk / "run")
     assert again.ends(90) == 0, again.everything()
-    assert "going on from the checkpoint" in again.output
+    assert "continuing from the checkpoint" in again.output
     check_ledger(again.report())

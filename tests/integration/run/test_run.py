@@ -131,7 +131,7 @@ def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
     copy = tmp_path / "copy.json"
     again = start("--set", f"training.stop.steps={steps + 100}", "--report", str(copy))
     assert again.ends() == 0, again.everything()
-    assert re.search(rf"going on from the checkpoint in \S+: step {steps}, [\d,]+ merges", again.output), again.output
+    assert re.search(rf"continuing from the checkpoint in \S+: step {steps}, [\d,]+ merges", again.output), again.output
     report = again.report()
     assert report["tokens"]["trained"] > interrupted["tokens"]["trained"]
     assert report == json.loads(copy.read_text())
@@ -184,7 +184,7 @@ def test_a_complete_job_stays_so_and_goes_on_to_a_later_stop(start: Callable[...
     further_steps = report["steps"] + 30
     more = start("--set", f"training.stop.steps={further_steps}")
     assert more.ends() == 0, more.everything()
-    assert "going on from the checkpoint" in more.output
+    assert "continuing from the checkpoint" in more.output
     assert more.report()["steps"] >= further_steps
     check_ledger(more.report())
     # The first end's score is a point of the curve now, and the new end has its own.
@@ -254,7 +254,7 @@ def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     assert not alive, [child.cmdline() for child in alive]
     again = start("--set", "training.stop.steps=40")
     assert again.ends() == 0, again.everything()
-    assert "going on from the checkpoint" in again.output
+    assert "continuing from the checkpoint" in again.output
 
 
 @pytest.mark.slow

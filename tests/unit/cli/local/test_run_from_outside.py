@@ -163,7 +163,7 @@ def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
         ended.wait()
         run.lock.write_text(f"{ended.pid}\n")
         assert reader.wait(30) == 0
-        assert "is not going on" in reader.stderr.read()
+        assert "is not running" in reader.stderr.read()
     assert not is_running(run)
 
 
