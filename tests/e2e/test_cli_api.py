@@ -133,7 +133,7 @@ def test_scale_suspend_resume(shell: Shell, tmp_path: Path) -> None:
     assert "not suspended after 2 s" in said and "no operator" in said
     shell.set_status("sized", phase="Suspended")
     assert "sized is suspended" in shell("suspend", "sized", "--wait")
-    assert "goes on from its checkpoint" in shell("resume", "sized")
+    assert "continues from its checkpoint" in shell("resume", "sized")
     assert shell.job("sized")["spec"]["suspend"] is False
     shell.set_status("sized")
     assert "sized is running" in shell("resume", "sized", "--wait")
@@ -158,7 +158,7 @@ def test_delete(shell: Shell, tmp_path: Path) -> None:
     shell.cluster.kubectl("patch", "dj", "doomed", "-n", shell.namespace, "--type=merge", "-p", hold)
     said = shell("delete", "doomed", "--timeout", "2", code=1)
     assert "not gone after 2 s" in said and "diloco.io/job" in said
-    (let_go,) = re.findall(r"let go by hand: (kubectl .*})'", said)
+    (let_go,) = re.findall(r"remove its finalizer by hand: (kubectl .*})'", said)
     assert "being deleted" in shell("status", "doomed")
     waiting = shell.start("delete", "doomed")
     assert waiting.stdout is not None and "is being deleted" in waiting.stdout.readline()

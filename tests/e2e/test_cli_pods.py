@@ -229,11 +229,11 @@ def test_status_with_the_syncers_page(pods: Shell) -> None:
 
 @pytest.mark.ci
 def test_report(pods: Shell, tmp_path: Path) -> None:
-    assert "the job goes on" in pods("report", "tiny"), "it does, whatever outcome the syncer's page names"
+    assert "the job continues" in pods("report", "tiny"), "it does, whatever outcome the syncer's page names"
     pods.set_status("tiny", phase="Complete", conditions=[a_condition("Complete", "all tokens trained")])
     try:
         said = pods("report", "tiny")
-        assert "complete" in said and "the job goes on" not in said
+        assert "complete" in said and "the job continues" not in said
     finally:
         pods.set_status("tiny")
     pods("report", "tiny", "-o", tmp_path / "report.json")
@@ -363,6 +363,6 @@ def test_chaos_deletes_learners_pods(pods: Shell, tmp_path: Path) -> None:
     path = f"/api/v1/namespaces/{pods.namespace}/pods/tiny-local-1"
     assert pods.cluster.api(path) is not None
     said = pods("chaos", file, "--chaos", "1s:kill:learner-1", "--minutes", "0.1")
-    assert "deleted tiny-local-1 (1s:kill:learner-1)" in said and "tiny goes on" in said
+    assert "deleted tiny-local-1 (1s:kill:learner-1)" in said and "tiny continues" in said
     assert pods.cluster.api(path) is None, "without a grace period it is gone at once"
-    assert "it did not come to" in pods("chaos", file, "--chaos", "1s:kill:learner-1", "--minutes", "0.05", code=1)
+    assert "was never carried out" in pods("chaos", file, "--chaos", "1s:kill:learner-1", "--minutes", "0.05", code=1)

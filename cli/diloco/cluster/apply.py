@@ -77,7 +77,7 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int
     def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
         unseen = job is not None and not (job.get("status") or {}).get("observedGeneration")
         return [
-            f"has not ended within {options.timeout:g} s and goes on",
+            f"has not ended within {options.timeout:g} s; it continues",
             *([no_operator(cluster, name)] if unseen else []),
         ]
 

@@ -82,7 +82,7 @@ def patched(cluster: Cluster, name: str, make: Callable[[Object], Patch | None])
                 raise
             if last:
                 raise ClusterError(
-                    f"{name} is being changed again and again by others: try once more", error.reason
+                    f"another program keeps changing {name}: try again", error.reason
                 ) from error
         time.sleep(random.uniform(0.05, 0.3))
     raise AssertionError("unreachable")
@@ -225,7 +225,7 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
             return f"{name} is suspended already" if value else f"{name} is not suspended"
         if value:
             return f"{name} is being suspended: learners offer their work, the syncer makes a checkpoint"
-        return f"{name} goes on from its checkpoint"
+        return f"{name} continues from its checkpoint"
 
     def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
         unseen = job is not None and invalid(job) is None and not heard(job)
@@ -243,7 +243,7 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
     try:
         return max(code, wait_for(clusters, name, suspended if value else resumed, timeout, unfinished))
     except KeyboardInterrupt:
-        print_text(f"\nno longer waiting; it goes on: diloco status {name} {clusters[0].flags}")
+        print_text(f"\nno longer waiting; the change continues: diloco status {name} {clusters[0].flags}")
         return INTERRUPTED
 
 
@@ -262,8 +262,8 @@ def _suspend_failed(clusters: Sequence[Cluster], name: str) -> None:
     for cluster, outcome, _ in found:
         if outcome is None:
             raise ClusterError(
-                f"{name} has failed and is suspended now, and no operator has seen that in {SEEN_SECONDS:.0f} s"
-                f"{context_suffix(cluster, clusters)}: is it running? Then resume it again"
+                f"{name} has failed and was suspended, but no operator reacted within {SEEN_SECONDS:.0f} s"
+                f"{context_suffix(cluster, clusters)}: is the operator running? Then run diloco resume again"
             )
 
 
@@ -299,15 +299,15 @@ def stays(job: Object, flags: str) -> str | None:
     """What a deleted job leaves, and how to remove it; None: nothing. ``flags``: as kubectl takes them."""
     storage = ((job.get("spec") or {}).get("syncer") or {}).get("storage") or {}
     if storage.get("uri"):
-        return f"what it learned stays at {storage['uri']}"
+        return f"its model and checkpoints stay at {storage['uri']}"
     if storage.get("claimName"):
-        return f"what it learned stays on your PersistentVolumeClaim {storage['claimName']}"
+        return f"its model and checkpoints stay on your PersistentVolumeClaim {storage['claimName']}"
     if storage.get("onDelete") == "Delete":
         return None
     claim = made_claim(job)
     return (
-        f"what it learned stays on the PersistentVolumeClaim {claim}, and a job of this name goes on"
-        f" from it; to remove it: kubectl {flags} delete pvc {claim}"
+        f"its model and checkpoints stay on the PersistentVolumeClaim {claim}, and a job of this name continues"
+        f" from them; to remove them: kubectl {flags} delete pvc {claim}"
     )
 
 
@@ -331,17 +331,17 @@ def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
         uid = str(job["metadata"]["uid"])
         cluster.request("DELETE", cluster.job_path(name), body={"preconditions": {"uid": uid}})
         uids.add(uid)
-        return f"{name} is being deleted: its learners are told first"
+        return f"{name} is being deleted: its learners are informed first"
 
     def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
-        return [f"is not gone after {timeout:g} s; the deletion goes on", *_held_by(cluster, name, job)]
+        return [f"is not gone after {timeout:g} s; the deletion continues", *_held_by(cluster, name, job)]
 
     code, clusters = on_every_copy(where.open(), act)
     if wait and clusters:
         try:
             code = max(code, wait_for(clusters, name, gone_within(uids), timeout, unfinished))
         except KeyboardInterrupt:
-            print_text("\nno longer waiting; the deletion goes on")
+            print_text("\nno longer waiting; the deletion continues")
             code = INTERRUPTED
     for cluster in clusters:
         if text := left[cluster.context]:
@@ -353,10 +353,10 @@ def _held_by(cluster: Cluster, name: str, job: Object | None) -> list[str]:
     """What keeps a job from being gone, and the cure."""
     held = (job or {}).get("metadata", {}).get("finalizers") or []
     if FINALIZER not in held:
-        return [f"it is held by {', '.join(held)}, which is not ours"] if held else []
+        return [f"another program's finalizer keeps it: {', '.join(held)}"] if held else []
     rest = json.dumps({"metadata": {"finalizers": [one for one in held if one != FINALIZER]}})
     return [
-        f"the operator still holds it ({FINALIZER}). Is it running? {operator_hint(cluster)}."
-        " Where it is gone for good, let go by hand:"
+        f"the operator's finalizer keeps it ({FINALIZER}). Is the operator running? {operator_hint(cluster)}."
+        " If the operator is gone for good, remove its finalizer by hand:"
         f" kubectl {cluster.flags} patch dilocojob {name} --type=merge -p '{rest}'"
     ]

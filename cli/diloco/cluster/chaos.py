@@ -34,9 +34,9 @@ def delete_by_schedule(where: Where, name: str, schedule: Sequence[Fault], secon
     cluster = where.open_one()
     held = _delete_all(cluster, name, FaultSchedule(schedule), seconds)
     for fault in held:
-        print_text(f"it did not come to {fault.text}: the pod was not there")
+        print_text(f"{fault.text} was never carried out: there was no such pod at its time")
     failed = holds(cluster.job(name), "Failed")
-    print_text(f"{name} {'has failed' if failed else 'goes on'}: diloco report {name} {cluster.flags}")
+    print_text(f"{name} {'has failed' if failed else 'continues'}: diloco report {name} {cluster.flags}")
     return FAILED if failed or held else COMPLETE
 
 

@@ -44,7 +44,7 @@ RunOrJob = Annotated[
         metavar="WORKDIR|JOB", help="A run's directory, or the name of a job in a cluster.", callback=run_or_job
     ),
 ]
-Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is so, with lines of progress.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until it has happened, with lines of progress.")]
 Timeout = Annotated[
     float | None,
     typer.Option(

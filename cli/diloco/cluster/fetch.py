@@ -49,8 +49,8 @@ def syncer_pod(job: Object, pods: list[Object]) -> str:
     output = (job.get("status") or {}).get("output") or {}
     if output.get("state") == "Written":
         uri = output.get("uri")
-        said = f"{name} is complete and its syncer has gone; its model and report.json lie in {uri}"
-        raise ClusterError(f"{said}: diloco export {uri} OUT, where that can be read")
+        said = f"{name} is complete and its syncer was removed; its model and report.json are in {uri}"
+        raise ClusterError(f"{said}: diloco export {uri} OUT, from where that can be read")
     if pods:
         state = (pods[-1].get("status") or {}).get("phase")
         raise ClusterError(f"the syncer of {name} is not running yet (its pod is {state}): diloco status {name}")
@@ -122,7 +122,7 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
         short = (job.get("status") or {}).get("report")
         if out is not None or not short:
             raise
-        print_text(f"warning: only the status's part of the report: {error}", file=sys.stderr)
+        print_text(f"warning: only the short report of the job's status: {error}", file=sys.stderr)
         try:
             document = read_document(Report, short)
         except DocumentError as wrong:
@@ -146,7 +146,7 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
         console = TextConsole(soft_wrap=True)
         if not console.is_terminal:
             console.width = 200  # nobody's window: lines stay whole
-        console.print(summary(document, "the job goes on" if going else ""))
+        console.print(summary(document, "the job continues" if going else ""))
 
 
 # ------------------------------------------------------------------ export

@@ -232,7 +232,7 @@ def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], seve
         if not error.passing:
             raise
         if not copy.silent and not quiet:
-            say(f"{prefix}{error} (the job goes on without it; asking again)")
+            say(f"{prefix}{error} (the job continues meanwhile; asking again)")
         copy.silent = True
         return
     copy.silent = False

@@ -267,7 +267,7 @@ def regions_table(job: Object, now: float) -> Table:
         table.add_column(title, justify="right" if title in ("learners", "ready", "in quorum") else "left")
     for region in (job.get("status") or {}).get("regions") or []:
         lost = since(region.get("lostSince"), now)
-        cause = str(region.get("cause") or "") + ("" if lost is None else f" (nobody heard for {span(lost)})")
+        cause = str(region.get("cause") or "") + ("" if lost is None else f" (not heard for {span(lost)})")
         table.add_row(
             str(region.get("name")),
             str(region.get("cluster") or "-"),
@@ -322,7 +322,7 @@ def _output_line(output: Object) -> Text:
     """Where the merged model lies, or why it does not."""
     uri, state = str(output.get("uri")), str(output.get("state"))
     if state == "Written":
-        return Text(f"its merged model lies at {uri} ({size_text(output.get('size') or 0)})", "green")
+        return Text(f"its merged model is at {uri} ({size_text(output.get('size') or 0)})", "green")
     why = f": {output['message']}" if output.get("message") else ""
     said = f"is being written to {uri}" if state == "Writing" else f"was not written to {uri}"
     return Text(f"its merged model {said}{why}", "yellow" if state == "Writing" else "red")

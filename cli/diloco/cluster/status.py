@@ -53,7 +53,7 @@ def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, a
                 console.print(f"context {cluster.context}", style="dim")
             console.print(job_picture(job, page, events, time.time()))
             if page is None and (job.get("status") or {}).get("phase") == ResourcePhase.RUNNING:
-                console.print(f"(learner by learner: not to be had: {pages.problem})", style="dim")
+                console.print(f"(no rows for learners: {pages.problem})", style="dim")
     if as_json:
         print_text(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
 

@@ -85,9 +85,9 @@ def serve(
 
     if credentials is None and not plaintext and not here(listen.rpartition(":")[0]):
         raise CommandError(
-            f"--credentials is missing: whoever reaches {listen} could join. Give the syncer's folder "
-            "(`diloco certs issue` makes it); --plaintext goes without, for a network in which you trust "
-            "everybody"
+            f"--credentials is missing: any process that reaches {listen} could join. Give the syncer's folder "
+            "(`diloco certs issue` makes it); --plaintext uses none, for a network in which you trust every "
+            "machine"
         )
     for option, folder in (("--credentials", credentials), ("--evaluator-credentials", evaluator_credentials)):
         if folder is not None and not folder.is_dir():

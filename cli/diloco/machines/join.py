@@ -108,8 +108,8 @@ def _check(options: JoinOptions) -> None:
     if options.credentials is None and not options.plaintext and not here(match[1]):
         raise CommandError(
             f"--credentials is missing: {match[1]} is another machine. Give the folder with tls.crt, "
-            "tls.key, ca.crt and join-token (`diloco certs issue` makes it); --plaintext goes without, for a "
-            "network in which you trust everybody"
+            "tls.key, ca.crt and join-token (`diloco certs issue` makes it); --plaintext uses none, for a "
+            "network in which you trust every machine"
         )
 
 
@@ -126,15 +126,15 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
         raise CommandError(str(error), FAILED) from error
     except (bulk.TransferError, limits.WireError) as error:
         if why := unreachable(address):
-            raise CommandError(f"the syncer at {address} gave no job: {why}", FAILED) from error
+            raise CommandError(f"cannot read the job from the syncer at {address}: {why}", FAILED) from error
         kind = "credentials" if credentials.secure else "join token (--join-token-file)"
         raise CommandError(
-            f"the syncer at {address} gave no job: {error}; is it up, and is this its {kind}?", FAILED
+            f"cannot read the job from the syncer at {address}: {error}; is it up, and is this its {kind}?", FAILED
         ) from error
     except CredentialsError as error:
         raise CommandError(str(error)) from error
     if not found.found:
-        raise CommandError(f"the syncer at {address} hands out no job ({found.reason}): give JOB.yaml", FAILED)
+        raise CommandError(f"the syncer at {address} does not send its job ({found.reason}): give JOB.yaml", FAILED)
     try:
         return job_from_json(data.tobytes())
     except JobError as error:
@@ -152,7 +152,7 @@ def unreachable(address: str) -> str:
     except ConnectionRefusedError:
         return f"nothing listens on {address}; is the syncer up (`diloco syncer serve`), and is that its port?"
     except socket.gaierror:
-        return f"there is no host called {host} for this machine; check the name, or write its address"
+        return f"the host name {host} does not resolve here; check the name, or write its address"
     except TimeoutError:
         return f"{address} does not answer; is that the right host, and does a firewall let its port through?"
     except OSError as error:

@@ -180,7 +180,7 @@ def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Pr
         time.sleep(0.05)
     sync = json.loads(address_file.read_text())["sync"]
     plain = start("plain", "learner", "join", sync)
-    assert plain.ends() == 1 and "gave no job" in plain.output
+    assert plain.ends() == 1 and "cannot read the job" in plain.output
     (pki / "learners" / "join-token").write_text("guessed\n")
     wrong = start("wrong", "learner", "join", sync, "--credentials", pki / "learners")
     assert wrong.ends() == 1 and "token" in wrong.output

@@ -39,7 +39,7 @@ def job(*overrides: str) -> DiLoCoJob:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["syncer", "serve", GPT, "--listen", "0.0.0.0:0"], "--credentials is missing: whoever reaches"),
+        (["syncer", "serve", GPT, "--listen", "0.0.0.0:0"], "--credentials is missing: any process"),
         (["syncer", "serve", GPT, "--plaintext", "--listen", "nowhere"], "--listen nowhere: write host:port"),
         (["syncer", "serve", GPT, "--credentials", "/not/there"], "--credentials /not/there: there is no"),
         (["syncer", "serve", "no.yaml", "--listen", "127.0.0.1:0"], "there is no such file"),
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_named_before_anything_runs(
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "FETCH_SECONDS", 1.0)
     code, output = diloco("learner", "join", "127.0.0.1:1")
-    assert code == 1 and "the syncer at 127.0.0.1:1 gave no job: nothing listens on 127.0.0.1:1" in output
+    assert code == 1 and "from the syncer at 127.0.0.1:1: nothing listens on 127.0.0.1:1" in output
     assert "UNKNOWN" not in output and "`diloco syncer serve`" in output
 
 
@@ -75,7 +75,7 @@ def test_why_an_address_is_not_reached() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert joining.unreachable(address) == ""
     assert f"nothing listens on {address}" in joining.unreachable(address)
-    assert "there is no host called nowhere.invalid" in joining.unreachable("nowhere.invalid:7700")
+    assert "the host name nowhere.invalid does not resolve" in joining.unreachable("nowhere.invalid:7700")
     assert joining.unreachable("[::1]:1")
 
 

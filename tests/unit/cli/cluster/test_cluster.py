@@ -558,7 +558,7 @@ def test_a_job_that_is_not_placed_was_looked_at() -> None:
 def test_a_report_of_a_job_that_goes_on_does_not_say_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     document = job_report(outcome="interrupted", merges=7)
     show_report(document, "tiny", None, False, going=True)
-    assert "the job goes on" in (said := capsys.readouterr().out) and "interrupted" not in said
+    assert "the job continues" in (said := capsys.readouterr().out) and "interrupted" not in said
     show_report(document, "tiny", None, True, going=True)
     assert json.loads(capsys.readouterr().out) == document.model_dump(mode="json")
 
@@ -760,9 +760,9 @@ def test_the_syncers_pod() -> None:
             syncer_pod(a_job(**status), pods)
     written = {"uri": "s3://b/models", "state": "Written", "size": 7_600_000}
     ended = a_job(**{**RUNNING, "phase": "Complete", "output": written})
-    with pytest.raises(ClusterError, match="lie in s3://b/models: diloco export s3://b/models OUT"):
+    with pytest.raises(ClusterError, match="are in s3://b/models: diloco export s3://b/models OUT"):
         syncer_pod(ended, [a_pod("going", going=True)])
-    assert "its merged model lies at s3://b/models (7.6 MB)" in shown(job_picture(ended, None, [], NOW))
+    assert "its merged model is at s3://b/models (7.6 MB)" in shown(job_picture(ended, None, [], NOW))
     failed = a_job(**{**RUNNING, "output": {"uri": "s3://b/models", "state": "Failed", "message": "access denied"}})
     assert "was not written to s3://b/models: access denied" in shown(job_picture(failed, None, [], NOW))
     elsewhere = a_job(**RUNNING)
