@@ -76,8 +76,8 @@ def find_held_edit(view: View) -> str:
         if origin.template != now.template and origin.release != view.settings.release:
             return (
                 f"this edit changes the pods of {ref.kind} {ref.name}, which release {origin.release} of the operator "
-                f"made; it is {view.settings.release} now. `diloco upgrade {view.job.name}` takes the job there, edit "
-                "and all; until then everything goes on as it was."
+                f"made; it is {view.settings.release} now. `diloco upgrade {view.job.name}` moves the job to that "
+                "release, with this edit; until then the job continues unchanged."
             )
     return ""
 

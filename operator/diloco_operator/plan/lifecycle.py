@@ -75,7 +75,7 @@ STAGE_WORDS: dict[Stage, StageWords] = {
     "waiting": StageWords("Suspended", "Suspended", "Suspended", "The job is suspended and was not started."),
     "suspending": StageWords("Suspending", "Suspending", "Suspending", "The job is being suspended."),
     "suspended": StageWords("Suspended", "Suspended", "Suspended", "The job is suspended."),
-    "restarting": StageWords("Starting", "Restarting", "Restarting", "The job goes on when its earlier pods are gone."),
+    "restarting": StageWords("Starting", "Restarting", "Restarting", "The job continues once its old pods are gone."),
     "finishing": StageWords("Finishing", "Ended", "Complete", "The job has reached its end."),
     "complete": StageWords("Complete", "Ended", "Complete", "The job has ended."),
     "failing": StageWords("Failed", "Ended", "Failed", "The job has failed."),
@@ -141,7 +141,7 @@ def _deleting(view: View) -> LifecycleDecision:
     reachable = view.begun and syncer is not None and not syncer.over
     if not calls or not reachable or view.now - deleted >= DELETE_SECONDS:
         return LifecycleDecision("deleting")
-    return LifecycleDecision("deleting", calls=calls, message="The syncer tells its learners that the job is deleted.")
+    return LifecycleDecision("deleting", calls=calls, message="The syncer informs its learners of the deletion.")
 
 
 def deletion_done(decision: LifecycleDecision) -> bool:
@@ -155,7 +155,7 @@ def _failed(view: View, failure: str) -> LifecycleDecision:
     down = told or view.now - since > FAIL_SECONDS
     found = LifecycleDecision("failed" if down and not _has_pods(view, "learner") else "failing")
     found.scale = _ended_scale(view) if down else _full_scale(view)
-    found.message = "" if down else "Learners are told that the job has failed."
+    found.message = "" if down else "The syncer informs its learners that the job has failed."
     if view.job_phase not in ENDED_PHASES:
         found.calls = _announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
     return found
@@ -167,11 +167,11 @@ def _complete(view: View) -> LifecycleDecision:
         return found
     missing = view.observe(Fact.REPORT_MISSING, holds=view.observed.report is None)
     if view.observed.report is None and missing < REPORT_SECONDS:
-        found.stage, found.message = "finishing", "The job's report is fetched from the syncer."
+        found.stage, found.message = "finishing", "The operator reads the job's report from the syncer."
     elif view.output is not None and view.output["state"] == "Writing":
         unanswered = view.observe(Fact.OUTPUT_UNANSWERED, holds=view.document is None)
         if unanswered < OUTPUT_UNANSWERED_SECONDS:
-            found.stage, found.message = "finishing", f"The merged model is written to {view.output['uri']}."
+            found.stage, found.message = "finishing", f"The syncer writes the merged model to {view.output['uri']}."
     return found
 
 
@@ -184,7 +184,7 @@ def _ended_scale(view: View) -> Scale:
 
 def _suspended(view: View) -> LifecycleDecision:
     if not view.begun:
-        return LifecycleDecision("waiting", message="It is suspended from its creation: nothing was started.")
+        return LifecycleDecision("waiting", message="The job was created suspended; nothing was started.")
     if not _asks_for_no_pods(view):
         answers = view.document is not None
         told = view.job_phase == JobPhase.SUSPENDED
@@ -196,14 +196,14 @@ def _suspended(view: View) -> LifecycleDecision:
             found.message = (
                 "Learners offer their work and the syncer makes a checkpoint."
                 if answers
-                else "The syncer does not answer; without it the pods are taken down after "
+                else "The syncer does not answer; the pods are removed without it after "
                 f"{UNREACHABLE_SECONDS:.0f} s."
             )
             return found
     else:
         view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
     if _has_pods(view) or not _asks_for_no_pods(view):
-        return LifecycleDecision("suspending", message="Learners drain, and pods are taken down.")
+        return LifecycleDecision("suspending", message="Learners drain, and pods are removed.")
     return LifecycleDecision("suspended")
 
 
@@ -211,11 +211,11 @@ def _running(view: View) -> LifecycleDecision:
     view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
     if view.begun:
         if view.job_phase == JobPhase.SUSPENDED and view.here.syncer:
-            return LifecycleDecision("restarting", message="The suspension is finished first, then the job goes on.")
+            return LifecycleDecision("restarting", message="The suspension is finished first; then the job continues.")
         if _is_resumed(view, view.job_phase) and not (_asks_for_no_pods(view) and not _has_pods(view)):
-            return LifecycleDecision("restarting", message="The pods of the job that failed leave first.")
+            return LifecycleDecision("restarting", message="The pods of the failed job are removed first.")
         if _asks_for_no_pods(view) and _has_pods(view):
-            return LifecycleDecision("restarting", message="The pods from before the suspension leave first.")
+            return LifecycleDecision("restarting", message="The pods from before the suspension are removed first.")
     return LifecycleDecision("running", _full_scale(view))
 
 

@@ -175,23 +175,24 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
     ref = names.claim(job.name)
     claim = view.live(ref)
     event_log = EventLog(memory)
-    message, wake_in, poll = decision.message or "Its objects go.", BRIEFLY, POLL_SOON
+    message, wake_in, poll = decision.message or "The job's objects are being removed.", BRIEFLY, POLL_SOON
     if done and claim is not None and "deletionTimestamp" not in claim["metadata"] and _deletes_volume(job, here):
         tried = view.observe(Fact.VOLUME_STAYS)
         refused = "; ".join(error.message.rstrip(".") for error in observed.apply_errors if error.ref == ref)
         done, wake_in, poll = tried >= LET_GO_SECONDS, min(STEADY, max(BRIEFLY, tried / 2)), STEADY
         stays = f"PersistentVolumeClaim {ref.name} cannot be deleted: {refused or 'its deletion is not answered'}"
         if refused:
-            message = f"{stays}. It is tried again; after {LET_GO_SECONDS / 60:.0f} minutes the job goes without it."
+            minutes = f"{LET_GO_SECONDS / 60:.0f} minutes"
+            message = f"{stays}. The operator tries again; after {minutes} the job is removed without it."
         if done:
-            said = f"{stays}. The job goes, and the claim stays: delete it by hand."
+            said = f"{stays}. The job is removed, but the claim stays: delete it by hand."
             event_log.transition(Topic.VOLUME_STAYS, "", "stays", "Warning", "VolumeStays", said)
         else:
             why = "the job was deleted, and syncer.storage.onDelete is Delete"
             deletes.append(Delete(ref, claim["metadata"]["uid"], why))
     status = _status_not_ready(job, observed.now, "Deleting", "Deleting", message)
     was = "deleting" if job.status.get("phase") == "Deleting" else ""
-    message = "The job is deleted: its learners are told, then its objects go."
+    message = "The job is being deleted: its learners are informed, then its objects are removed."
     event_log.transition(Topic.JOB_END, was, "deleting", "Normal", "Deleting", message)
     return JobPlan(
         finalizer=not done,
@@ -251,8 +252,8 @@ def _failure(
     if left is not None and left <= 0:
         return (
             "DeadlineExceeded",
-            f"It has not ended within {view.job.spec.active_deadline_seconds} s of its start (activeDeadlineSeconds); "
-            "raise that before it goes on.",
+            f"It has not ended within {view.job.spec.active_deadline_seconds} s of its start (activeDeadlineSeconds): "
+            "raise that before you continue the job.",
         )
     limit, since_merge = view.job.spec.failure_policy.max_replacements, replacements["sinceMerge"]
     last = view.memory.last_counted_failure

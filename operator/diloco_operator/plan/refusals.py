@@ -32,7 +32,7 @@ _REASONS: dict[str, str] = {
 }
 _SUBJECTS: dict[str, str] = {
     TrustFailure.CREDENTIALS_UNUSABLE: UNFIT,
-    TrustFailure.UNTRUSTED_SYNCER: "it does not believe the syncer",
+    TrustFailure.UNTRUSTED_SYNCER: "it does not trust the syncer",
 }
 
 
@@ -87,8 +87,8 @@ def describe_secret(job: Job, role: Literal["learner", "syncer"]) -> str:
 
 
 UNREACHED = (
-    "Learners try again by themselves. Is the job there (not suspended, its syncer ready), does "
-    "syncer.endpoint.address lead to its Service's port, and does no firewall stand between?"
+    "Learners try again by themselves. Check that the job runs there (not suspended, its syncer ready), that "
+    "syncer.endpoint.address leads to its Service's port, and that no firewall is in between."
 )
 """What HubReachable adds where no learner reaches the hub."""
 
@@ -98,7 +98,7 @@ _WHOLE = (
     "with diloco certs issue (diloco certs show says what a folder holds) and apply it."
 )
 _CERTIFICATE = (
-    "The certificate in {secret} is not taken: renew it (diloco certs renew), or issue one for this "
+    "The syncer does not accept the certificate in {secret}. Renew it (diloco certs renew), or issue one for this "
     "job and region (diloco certs issue), and apply the Secret; learners read it by themselves."
 )
 _SAME_FILES = "Apply the same job in every cluster; where it reads files, they must be the same too."
@@ -106,13 +106,13 @@ _CURES: dict[str, str] = {
     TrustFailure.CREDENTIALS_UNUSABLE: _WHOLE,
     TrustFailure.CERTIFICATE_REFUSED: _CERTIFICATE,
     ConnectionRefusal.WRONG_REGION: _CERTIFICATE,
-    TrustFailure.UNTRUSTED_SYNCER: "Either the address leads to somebody else, or ca.crt in {secret} and the "
-    "certificate in {syncer} of the syncer's cluster are not of one authority and this job: diloco certs show says "
-    "what they are.",
-    TrustFailure.UNAUTHENTICATED: "The join-token in {secret} must be the syncer's, one for all clusters: put it "
-    "right and apply the Secret; learners read it by themselves.",
-    JoinRefusal.SPEC_DRIFT: "What may not differ cannot be edited either: delete this cluster's copy (diloco delete "
-    "{job}, with its --context), and apply the hub's here. Nothing is lost by it: the model is the hub's.",
+    TrustFailure.UNTRUSTED_SYNCER: "Either the address leads to another server, or ca.crt in {secret} and the "
+    "certificate in {syncer} of the syncer's cluster are not from one authority or not for this job: diloco certs "
+    "show prints what they are.",
+    TrustFailure.UNAUTHENTICATED: "The join-token in {secret} must be the syncer's, the same in all clusters: correct "
+    "it and apply the Secret; learners read it by themselves.",
+    JoinRefusal.SPEC_DRIFT: "These fields cannot be edited after the start: delete this cluster's copy (diloco delete "
+    "{job}, with its --context), and apply the hub's copy here. Nothing is lost: the hub has the model.",
     JoinRefusal.OTHER_LAYOUT: _SAME_FILES,
     JoinRefusal.OTHER_DATA: _SAME_FILES,
 }
@@ -128,12 +128,12 @@ def syncer_cure(job: Job, words: str) -> str:
     """What to do where a syncer has ended with ``SyncerExit.CREDENTIALS``; ``words``: its last line."""
     if names.CONTROL_PATH in words:
         made = names.secret_name(job.name, "syncer", job.uid)
-        said = f"Secret {made} is the operator's: delete it, and it is made again."
+        said = f"The operator made Secret {made}: delete it, and the operator makes it again."
     elif "join-token" in words and job.spec.syncer.tls.secret_name is not None:
         said = f"{describe_secret(job, 'learner')} must hold the job's join-token: apply it anew."
     else:
         said = _WHOLE.format(secret=describe_secret(job, "syncer"), whose="the syncer")
-    return f"{said} The pod tries again within five minutes, at once when it is deleted."
+    return f"{said} The pod tries again within five minutes; delete the pod to try at once."
 
 
 def missing_secret_cure(job: Job, obstacle: Obstacle) -> str:

@@ -135,13 +135,13 @@ def _report_region_elsewhere(
 ) -> None:
     taking = _in_quorum(view, region, decision, before)
     lost = _lost_since(view, region, decision, before, taking)
-    causes = ["nobody there is heard"] if lost is not None else []
+    causes = ["no learner there is heard"] if lost is not None else []
     known = any(slot.region == region.name and slot.process for slot in view.slots)
     waiting = decision.training and view.document is not None and lost is None and not known
     if view.observe(Fact.REGION_NEVER_HEARD, region.name, holds=waiting) >= NEVER_HEARD_SECONDS:
         causes = [
-            f"nobody there has joined yet: is the job applied in cluster {region.cluster}, to an operator "
-            "with that cluster.name, with its Secret?"
+            f"no learner there has joined yet: check that the job and its Secret are applied in cluster "
+            f"{region.cluster}, and that its operator has that cluster.name"
         ]
     wanted = region.learners + region.spares if decision.training else 0
     state = "Lost" if lost is not None else "Running" if taking >= region.learners else "Elsewhere"
@@ -177,7 +177,7 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
         unmade = explain_not_made(view, names.stateful_set(view.job.name, region.name))
         if unmade:
             return unmade
-        return "its pod is not there; the StatefulSet is to make it" if missing > START_PATIENCE else ""
+        return "its pod does not exist; its StatefulSet has not created it yet" if missing > START_PATIENCE else ""
     if pod.name in nodes.reasons:
         return nodes.reasons[pod.name]
     if pod.terminating:
@@ -192,7 +192,7 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
         return refused
     slot = view.slot_of(pod)
     if slot is not None and slot.state == SlotState.LOST and pod.ready:
-        return "it runs, and the syncer does not hear it"
+        return "it runs, but the syncer does not hear it"
     return _explain_not_joined(view, pod)
 
 
@@ -202,8 +202,8 @@ def _explain_stuck(view: View, pod: Pod) -> str:
     if not view.stuck(pod) or view.observe(Fact.POD_SLOW, pod.uid) <= START_PATIENCE:
         return ""
     return (
-        f"it was to be gone by {rfc3339(pod.leaves_at)} and is not, and its successor waits for that: look at "
-        f"its finalizers{f' and at the kubelet of node {pod.node}' if pod.node else ''}"
+        f"it should have ended by {rfc3339(pod.leaves_at)}, and its successor waits for it: check "
+        f"its finalizers{f' and the kubelet of node {pod.node}' if pod.node else ''}"
     )
 
 
@@ -217,8 +217,8 @@ def _explain_not_joined(view: View, pod: Pod) -> str:
     if view.observe(Fact.POD_NOT_JOINED, pod.uid, epoch=view.epoch, holds=outside) <= JOIN_PATIENCE:
         return ""
     named = view.job.spec.learners.credentials.secret_name
-    unless = f"; it waits where Secret {named} does not fit" if named is not None else ""
-    return f"it runs, and has not joined the syncer: its log says why (kubectl logs {pod.name}){unless}"
+    unless = f"; it also waits if Secret {named} does not fit" if named is not None else ""
+    return f"it runs, but has not joined the syncer: its log says why (kubectl logs {pod.name}){unless}"
 
 
 def _explain_refusal(view: View, pod: Pod) -> str:
@@ -233,9 +233,9 @@ def explain_not_made(view: View, ref: Ref) -> str:
     message = newest_message(view.observed.cluster_events, ref, "FailedCreate")
     if not message:
         return ""
-    said = f"its pod cannot be made: {shortened(message)}"
+    said = f"its pod cannot be created: {shortened(message)}"
     if "exceeded quota" in message:
-        said += "; raise the namespace's quota, ask for fewer learners, or for less of what it counts"
+        said += "; raise the namespace's quota, or ask for less (fewer learners, smaller requests)"
     return said
 
 

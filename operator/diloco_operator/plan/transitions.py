@@ -30,10 +30,10 @@ _REFUSALS = JOB_REFUSED_REASONS | {"InvalidSpec"}
 """Reasons of Ready with which the job itself, or an object that it cannot do without, is refused."""
 FAULT_OVER = {
     "NameConflict": "The names that the job needs are free.",
-    "SpecDrift": "The job is the same again.",
-    "SettingsDiffer": "The settings are the hub's again.",
-    "RegionLost": "Every region is heard again.",
-    "LinksTooSlow": "Every link is as fast as the job needs again.",
+    "SpecDrift": "No learner is refused for another copy of the job any more.",
+    "SettingsDiffer": "The settings are the same as the hub's again.",
+    "RegionLost": "Every region has a learner that is heard again.",
+    "LinksTooSlow": "Every link is fast enough for the job again.",
     "RoundOverdue": "Every round gets its pushes again.",
     "HubReachable": "",  # its own message says it
 }
@@ -208,7 +208,7 @@ def _report_regions(view: View, event_log: EventLog, found: TurnFindings, status
             continue
         was, wanted = old.get("desired", 0), row["desired"]
         reason = "Scaled" if was and wanted else ""
-        message = f"Region {name} goes from {was} to {wanted} learners, spares included."
+        message = f"Region {name}: from {was} to {wanted} learners, spares included."
         event_log.transition(Topic.REGION_SCALE, str(was), str(wanted), "Normal", reason, message, name)
         was_state = str(old.get("state")) if old.get("state") in ROLLING else ""
         state = str(row["state"]) if row["state"] in ROLLING else ""
@@ -258,7 +258,8 @@ def _report_output(view: View, event_log: EventLog) -> None:
         message = f"The merged model was not written to {now['uri']}: {now['message']}."
         event_log.transition(Topic.OUTPUT, was, state, "Warning", "OutputFailed", message)
     else:
-        message = f"The merged model lies at {now.get('uri')}, {now.get('size') or 0:,} bytes; the syncer is stopped."
+        size = f"{now.get('size') or 0:,} bytes"
+        message = f"The merged model was written to {now.get('uri')} ({size}); the syncer is being stopped."
         event_log.transition(Topic.OUTPUT, was, state, "Normal", "OutputWritten" if state else "", message)
 
 
@@ -278,9 +279,9 @@ def _report_end(
     old, new = state(before, view.job.status.get("phase") == "Deleting"), state(now, stage == "deleting")
     kind: Literal["Normal", "Warning"] = "Warning" if new == "Failed" else "Normal"
     reason, message = {
-        "deleting": ("Deleting", "The job is deleted: learners are told, then its objects go."),
+        "deleting": ("Deleting", "The job is being deleted: learners are informed, then its objects are removed."),
         "suspending": ("Suspending", now.get("Suspended", {}).get("message", "")),
-        "": ("Resumed", "The job goes on.")
+        "": ("Resumed", "The job continues.")
         if old in ("Suspended", "suspending", "Failed") and view.begun
         else ("", ""),
     }.get(new, (new, str(now.get(new, {}).get("message", ""))))

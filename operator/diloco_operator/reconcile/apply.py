@@ -207,7 +207,7 @@ def explain_refusal(error: ApiError) -> str:
     if classify_failure(error) == "forbidden" and "cannot " in message:
         # "… is forbidden: User "system:serviceaccount:…" cannot patch resource …": the part for people
         return (
-            f"the operator may not {error.verb} {error.resource}: grant it that (docs/operator.md, "
+            f"the operator may not {error.verb} {error.resource}: grant it that right (docs/operator.md, "
             f"permissions). {message}"
         )[:1000]
     return message[:1000]

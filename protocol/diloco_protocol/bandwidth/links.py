@@ -184,6 +184,6 @@ def judge(carried: Traffic, sync: SyncSpec, fragments: int, step_seconds: float,
         f"the link is slower than the job needs: measured {', '.join(parts)}{distance}; a merge's exchange "
         f"({size_text(carried.up)} up, {size_text(carried.down)} down) takes {seconds_text(up + down)}, and "
         f"needs up {rate_text(verdict.up)}, down {rate_text(verdict.down)} at {seconds_text(step_seconds)} a "
-        f"step; {effect}. Cure: a smaller sync.compression, a larger "
+        f"step; {effect}. Fix: a smaller sync.compression, a larger "
         "sync.every or sync.overlap, or a faster link",
     )

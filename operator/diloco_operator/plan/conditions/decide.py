@@ -24,12 +24,12 @@ from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JOB_REFUS
 
 _APPLY_ERRORS = {
     "conflict": ("NameConflict", ""),
-    "forbidden": ("Forbidden", "It is done when the operator is granted that."),
+    "forbidden": ("Forbidden", "The operator tries again; grant it that right."),
     "quota": ("QuotaExceeded", "Raise the namespace's quota, or ask for less."),
-    "invalid": ("Refused", "Correct the job; what ran before goes on as it was."),
+    "invalid": ("Refused", "Correct the job; what runs already continues unchanged."),
     "other": ("ApplyFailed", ""),
 }
-"""For each reason of an ApplyError the reason of Ready, and the cure."""
+"""For each reason of an ApplyError the reason of Ready, and the fix."""
 # Without these nothing trains; the other kinds are good to have.
 _ESSENTIAL = frozenset({"ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Deployment", "StatefulSet"})
 
@@ -89,7 +89,7 @@ def _decide_syncer_ready(view: View, found: TurnFindings, out: ConditionSet) -> 
     wanted = found.decision.scale.syncer > 0
     pod = view.pod_of("syncer")
     if not view.begun and pod is None:
-        reason, message = ("Starting", "It is being started.") if wanted else _stage_reason(found)
+        reason, message = ("Starting", "The syncer is being started.") if wanted else _stage_reason(found)
         out.set("SyncerReady", False, reason, message)
     elif not wanted and (pod is None or pod.terminating):
         out.set("SyncerReady", False, *_stage_reason(found))
@@ -106,12 +106,12 @@ def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: Co
         out.set("SyncerReady", False, "NodeLost", f"Pod {on_lost_node}: {found.node_losses.reasons[on_lost_node]}.")
     elif pod is None or pod.over:
         unmade = explain_not_made(view, names.syncer_deployment(view.job.name))
-        said = f"{unmade[0].upper()}{unmade[1:]}." if unmade else "Its pod is being made."
+        said = f"{unmade[0].upper()}{unmade[1:]}." if unmade else "The syncer's pod is being created."
         out.set("SyncerReady", False, "NotCreated" if unmade else "Starting", said)
     elif pod.terminating:
-        out.set("SyncerReady", False, "Restarting", f"Pod {pod.name} is on its way out.")
+        out.set("SyncerReady", False, "Restarting", f"Pod {pod.name} is terminating.")
     elif handing_over:
-        said = f"Pod {pod.name} waits for the volume that the one before it still has."
+        said = f"Pod {pod.name} waits for its volume, which the previous pod still uses."
         out.set("SyncerReady", False, "Starting", said)
     elif unfit := _explain_unfit(view, pod):
         out.set("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
@@ -143,26 +143,26 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     asked, document = view.observed.syncer, view.document
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.store_problem:
-        out.set("SyncerReady", False, "StoreProblem", f"Its store: {document.store_problem}.{_volume_cure(view)}")
+        out.set("SyncerReady", False, "StoreProblem", f"The store: {document.store_problem}.{_volume_cure(view)}")
     elif document is not None and _awaits_address(view):
-        message = "It serves in its own cluster; its load balancer has no address yet, so that no other reaches it."
+        message = "The syncer serves this cluster. Others cannot reach it until its load balancer has an address."
         out.set("SyncerReady", len({region.cluster for region in view.job.spec.regions}) < 2, "AddressPending", message)
     elif document is not None:
-        message = f"It serves at {sync_address(view.job, view.here)} in epoch {document.epoch}."
+        message = f"The syncer serves at {sync_address(view.job, view.here)}, in epoch {document.epoch}."
         out.set("SyncerReady", True, "Serving", message)
     elif view.ready_unanswered_seconds < ANSWER_PATIENCE:
         if view.is_true("SyncerReady"):
             out.keep("SyncerReady")  # one failed call changes nothing
         else:
-            out.set("SyncerReady", False, "Starting", f"Pod {pod.name} is ready and about to be asked.")
+            out.set("SyncerReady", False, "Starting", f"Pod {pod.name} is ready; the operator asks it next.")
     else:
         out.set(
             "SyncerReady",
             False,
             "NotAnswering",
-            f"Pod {pod.name} is ready, and has not answered this operator since "
-            f"{rfc3339(view.now - view.ready_unanswered_seconds)} ({error}). Learners may still reach it; if they "
-            f"do, look for what keeps the operator from its port {CONTROL_PORT}: a NetworkPolicy, or a "
+            f"Pod {pod.name} is ready, but has not answered this operator since "
+            f"{rfc3339(view.now - view.ready_unanswered_seconds)} ({error}). Learners may still reach it. If they "
+            f"do, check what keeps the operator from its port {CONTROL_PORT}: a NetworkPolicy, or a "
             "control key of another operator.",
         )
 
@@ -176,7 +176,7 @@ def _volume_cure(view: View) -> str:
     storage = view.job.spec.syncer.storage
     if storage.uri is not None or storage.claim_name is not None:
         return ""
-    return " A larger syncer.storage.size makes its volume grow, where its storage class can."
+    return " To enlarge the volume, raise syncer.storage.size, if its storage class allows expansion."
 
 
 def _describe_claim(view: View, pod: Pod) -> str:
@@ -201,18 +201,18 @@ def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> No
         return
     if view.document is None:
         if out.status_of("SyncerReady") != "True" or not out.keep("QuorumMet"):
-            message = "The syncer, which knows, cannot be asked; learners go on alone for a while."
+            message = "The syncer cannot be asked. Learners continue alone for a while."
             out.set("QuorumMet", "Unknown", "SyncerNotReady", message)
         return
     active, required = view.document.quorum.active, view.document.quorum.required
     if active >= required:
         out.set("QuorumMet", True, "Met", f"{_learners_are(active)} active, a merge needs {required}.")
     elif view.job_phase == JobPhase.WAITING:
-        message = f"{_learners_are(active)} active; training begins, or goes on, with {required} (sync.quorum)."
+        message = f"{_learners_are(active)} active; training starts, or continues, with {required} (sync.quorum)."
         said = f" The syncer: {shortened(view.document.message, 1000)}." if view.document.message else ""
         out.set("QuorumMet", False, "Gathering", message + said)
     elif view.job_phase in FINISHING_PHASES:
-        message = f"The stop is reached; {_learners_are(active)} active, and they leave with their work offered."
+        message = f"The stop is reached; {_learners_are(active)} active, and each offers its last work and leaves."
         out.set("QuorumMet", False, "Finishing", message)
     else:
         message = f"{_learners_are(active)} active, and a merge needs {required} (sync.quorum): nothing is merged."
@@ -231,7 +231,7 @@ def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> N
         if view.now - since >= policy.region_lost_seconds or name in view.regions_lost
     }
     said = ", ".join(f"{name} since {rfc3339(since)}" for name, since in sorted(lost.items()))
-    message = f"Nobody is heard of region {said}. Its learners rejoin by themselves when they are back."
+    message = f"No learner is heard of region {said}. Its learners rejoin by themselves when they are back."
     out.set_fault("RegionLost", "NobodyHeard", message if lost else "", over="AllHeard")
 
 
@@ -239,7 +239,7 @@ def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> N
 
 
 def describe_apply_error(apply_error: ApplyError) -> str:
-    """A failed write in a sentence with its cure."""
+    """A failed write in a sentence with its fix."""
     _, cure = _APPLY_ERRORS[apply_error.reason]
     message = shortened(apply_error.message, 1000).rstrip(".")
     return f"{apply_error.ref.kind} {apply_error.ref.name}: {message}. {cure}".strip()
@@ -301,10 +301,10 @@ def _explain_evaluator(view: View, found: TurnFindings) -> str:
     if not found.decision.scale.evaluator or pod is None or pod.terminating:
         return ""
     if pod.name in found.node_losses.reasons:
-        return f"Evaluator {pod.name}: {found.node_losses.reasons[pod.name]}; training goes on without it."
+        return f"Evaluator {pod.name}: {found.node_losses.reasons[pod.name]}; training continues without it."
     if pod.obstacle is not None and pod.obstacle.kind != "NotStarting":
         said = f"{pod.obstacle.message}{refusals.missing_secret_cure(view.job, pod.obstacle)}"
-        return f"Evaluator {pod.name}: {said}; training goes on without it."
+        return f"Evaluator {pod.name}: {said}; training continues without it."
     return ""
 
 
@@ -317,8 +317,8 @@ def _explain_fixed_volume(view: View) -> str:
     if storage.storage_class_name is None or has is None or has == storage.storage_class_name:
         return ""
     return (
-        f"syncer.storage.storageClassName is {storage.storage_class_name}, and the volume that is there is "
-        f"of class {has}: a volume keeps its class."
+        f"syncer.storage.storageClassName is {storage.storage_class_name}, but the existing volume has the "
+        f"class {has}: the class of a volume cannot be changed."
     )
 
 
@@ -328,12 +328,12 @@ def _explain_fixed_volume(view: View) -> str:
 def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
     stage, message = found.decision.stage, found.decision.message
     if stage in ("waiting", "suspended"):
-        out.set("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to go on.")
+        out.set("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to continue.")
     elif stage in ("suspending", "restarting"):
         out.set("Suspended", False, stage.capitalize(), message)
     elif stage in ("failing", "failed") and view.job.spec.suspend:
         down = lifecycle.waits_for_resume(view)
-        said = "Set suspend: false to let the job that failed go on." if down else "Pods are taken down."
+        said = "The job failed; set suspend: false to continue it." if down else "Its pods are being removed."
         out.set("Suspended", down, "Suspended" if down else "Suspending", said)
     else:
         out.set("Suspended", False, "NotSuspended", "")
@@ -342,13 +342,13 @@ def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
             out.set("Complete", True, "StopReached", "The job has reached its stop.")
     else:
         out.set("Complete", False, "NotComplete", "")
-    cure = f" To let it go on: diloco resume {view.job.name}, or suspend: true and then false."
+    cure = f" To continue it: diloco resume {view.job.name}, or suspend: true and then false."
     if found.failure is not None:
         reason, message = found.failure
         out.set("Failed", True, reason, f"{message.rstrip('.')}.{cure}")
     elif stage in ("failing", "failed"):
         if not view.is_true("Failed") or not out.keep("Failed"):
-            message = (view.document and view.document.message) or "the syncer says so"
+            message = (view.document and view.document.message) or "the syncer gave no reason"
             out.set("Failed", True, "SyncerFailed", f"The job has failed: {message.rstrip('.')}.{cure}")
     else:
         out.set("Failed", False, "NotFailed", "")
@@ -378,10 +378,10 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
     phase = view.job_phase
     if phase == JobPhase.HOLDING:  # with a quorum: for something else
         why = (view.document and view.document.message) or "the syncer holds"
-        said = f"Merges wait: {why}. Learners train on, up to sync.staleness.maxSteps."
+        said = f"Merges wait: {why}. Learners continue, up to sync.staleness.maxSteps."
         out.set("Ready", False, "Holding", said)
         return
-    waits = " A change of the syncer waits until learners here are through." if found.syncer_waits else ""
+    waits = " The syncer is changed last; it waits until learners here are done." if found.syncer_waits else ""
     rolling = "".join(f" Region {name}: {said}." for name, said in sorted(found.rollout.regions.items()))
     if phase in FINISHING_PHASES:
         out.set("Ready", True, "Finishing", "Learners offer their last work, then the model is evaluated.")

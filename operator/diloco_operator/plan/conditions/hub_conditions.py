@@ -30,8 +30,8 @@ DETAILED = 8
 """The message has the numbers of at most so many regions."""
 _NUMBERS = " (learner "
 _CURE = (
-    " Merges come later or more rarely; training goes on. Cure: a smaller sync.compression, a larger "
-    "sync.every or sync.overlap, or a faster link; diloco plan says what is needed."
+    " Merges come later or more rarely; training continues. Fix: a smaller sync.compression, a larger "
+    "sync.every or sync.overlap, or a faster link; diloco plan prints what is needed."
 )
 
 
@@ -47,7 +47,7 @@ def decide_hub_conditions(view: View, stage: tuple[str, str] | None, out: Condit
         elif view.document is not None:
             decide(view, view.document, out)
         else:
-            out.keep_or_unknown(kind, "SyncerNotReady", "The syncer, which knows, cannot be asked.")
+            out.keep_or_unknown(kind, "SyncerNotReady", "Not known: the syncer cannot be asked.")
 
 
 # ------------------------------------------------------------------ links
@@ -130,7 +130,7 @@ def _rounded(value: float) -> float:
 
 def _decide_round_overdue(view: View, document: StatusDocument, out: ConditionSet) -> None:
     said = "; ".join([row.message for row in document.rounds if row.overdue][:DETAILED])
-    message = f"Merges wait, training goes on alone: {said}. The learners are asked again and again."
+    message = f"Merges wait; learners continue alone: {said}. The syncer keeps asking the learners."
     out.set_fault("RoundOverdue", "PushesMissing", message if said else "", over="RoundsClose")
 
 
@@ -144,8 +144,8 @@ def _decide_spec_drift(view: View, document: StatusDocument, out: ConditionSet) 
             fields.setdefault(_name_party(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
     said = "; ".join(f"{party}: {list_fields(sorted(found))}" for party, found in sorted(fields.items()))
     message = (
-        f"Refused, because these fields are not as in this copy of the job: {said}. They stay out of the "
-        "quorum until their cluster's copy is deleted and this job applied there."
+        f"Refused, because these fields differ from this copy of the job: {said}. These learners stay out of "
+        "the quorum until you delete their cluster's copy and apply this job there."
     )
     out.set_fault("SpecDrift", "FieldsDiffer", message if fields else "", over="SameJob")
 

@@ -65,15 +65,15 @@ def _decide_hub_reachable(
             "HubReachable",
             False,
             DRAINED,
-            f"{address}: the hub has drained the job, and is not there now: it is suspended there, or being "
-            "started again. Learners here wait, and go on by themselves when it is back.",
+            f"{address}: the hub has drained the job and does not answer now: it is suspended there, or being "
+            "started again. Learners here wait, and continue by themselves when it is back.",
         )
     elif tried := [page for page in view.pages if page.tried]:
         said = min((page.message for page in tried if page.message), default="")
         message = f"{address}: {shortened(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
         out.set("HubReachable", False, refusals.condition_reason(""), message)
     elif view.pages:
-        out.set("HubReachable", "Unknown", "Preparing", "Learners here load what they need, and connect then.")
+        out.set("HubReachable", "Unknown", "Preparing", "Learners here are loading data and model; then they connect.")
     else:
         out.set("HubReachable", "Unknown", "NoLearner", "No learner here can be asked yet.")
 
@@ -89,14 +89,14 @@ def hub_has_drained(view: View) -> bool:
 def _decide_settings_differ(view: View, out: ConditionSet) -> None:
     hub_settings = [page.settings for page in view.pages if page.connected and page.settings is not None]
     if not hub_settings:
-        out.keep_or_unknown("SettingsDiffer", "NotHeard", "No learner here has heard of the hub's settings.")
+        out.keep_or_unknown("SettingsDiffer", "NotHeard", "No learner here has received the hub's settings.")
         return
     own = _own_settings(view.job)
     fields = sorted({field for hub in hub_settings for field in differing_fields(own, hub)})
     lasts = view.observe(Fact.SETTINGS_DIFFER, holds=bool(fields))
     differ = bool(fields) and (lasts >= DIFFERS_SECONDS or view.is_true("SettingsDiffer"))
     message = (
-        f"Not as at the hub, whose settings are in force here too: {list_fields(fields)}. "
+        f"These fields differ from the hub's copy, which applies here too: {list_fields(fields)}. "
         "Apply the same job in every cluster."
     )
     out.set_fault("SettingsDiffer", "FieldsDiffer", message if differ else "", over="SameSettings")

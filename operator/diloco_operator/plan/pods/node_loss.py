@@ -81,8 +81,8 @@ def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
     if lost is None:
         if view.observed.nodes is None and view.stuck(pod):
             out.reasons[pod.name] = (
-                f"it should have gone, and its node {pod.node} does not say that it has; whether the node is "
-                "lost cannot be told, since this operator may not read nodes"
+                f"it should have ended, but its node {pod.node} has not reported that; this operator may not "
+                "read nodes, so it cannot tell whether the node is lost"
             )
         return
     said = f"its node {pod.node} has been lost since {rfc3339(lost)}"
@@ -100,12 +100,12 @@ def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
         out.wake_in = min(out.wake_in, waits)
     elif not may_move:
         out.reasons[pod.name] = (
-            f"{said}, and it is not force-deleted, since only one node may write its volume {volume}: {cures}"
+            f"{said}; it is not force-deleted, because only one node may write its volume {volume}: {cures}"
         )
     elif len(view.memory.force_deletions) >= BUDGET:
         out.reasons[pod.name] = (
-            f"{said}, and {BUDGET} pods were force-deleted within {WINDOW_SECONDS / 60:.0f} minutes: "
-            f"the rest waits; {cures}"
+            f"{said}; {BUDGET} pods were force-deleted within {WINDOW_SECONDS / 60:.0f} minutes, which is the "
+            f"limit, so this one waits: {cures}"
         )
         out.wake_in = min(out.wake_in, view.memory.force_deletions[0] + WINDOW_SECONDS - view.clock)
     elif not view.may_act():

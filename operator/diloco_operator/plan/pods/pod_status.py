@@ -40,7 +40,7 @@ _CONFIG = frozenset(
     }
 )
 _DISRUPTIONS = {
-    "PreemptionByScheduler": "a pod of a higher priority took its place",
+    "PreemptionByScheduler": "a pod with a higher priority took its place",
     "EvictionByEvictionAPI": "it was evicted, as when a node is drained",
     "DeletionByTaintManager": "its node was tainted or lost",
     "DeletionByPodGC": "its node is gone",
@@ -316,8 +316,8 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, su
         image = container.get("image", "")
         return Obstacle(
             "ImageUnavailable",
-            f"{prefix}image {image} cannot be had ({reason}): {message}; "
-            "check its name, and imagePullSecrets if its registry asks for them",
+            f"{prefix}image {image} cannot be pulled ({reason}): {message}; "
+            "check its name, and imagePullSecrets if its registry needs them",
         )
     if reason in _CONFIG:
         return Obstacle("PodConfiguration", f"{prefix}{message} ({reason}){_cure(message)}", _missing_secret(message))

@@ -137,7 +137,7 @@ def _follow_learner(view: View, pod: Pod, out: PodChanges) -> None:
 def _follow_syncer(view: View, pod: Pod, out: PodChanges) -> None:
     successors, end = view.memory.successors, pod.last_end
     if end is not None and end.code == WorkerExit.CONFIGURATION and not pod.running and not pod.terminating:
-        why = f"The syncer cannot work with this job: {end.last_line or 'it ended with exit code 2'}"
+        why = f"The syncer cannot run this job: {end.last_line or 'it ended with exit code 2'}"
         out.failure = ("SyncerConfiguration", why)
     if SYNCER in successors and pod.alive and pod.ready and view.document is not None:
         waited = view.now - successors.pop(SYNCER).since
@@ -178,7 +178,7 @@ def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod
     excused = before.excused or (left.excused if left is not None else "")
     why = excused or before.cause or "it was deleted"
     kind, subject = ("SyncerGone", "The syncer's pod") if place == SYNCER else ("LearnerGone", f"Pod {place}")
-    there = "its successor is there" if successor is not None else "its successor is being made"
+    there = "its successor exists already" if successor is not None else "its successor is being created"
     if not excused:
         out.lost += 1
     out.events.append(EventWanted("Warning", kind, f"{subject} is gone ({why}); {there}."))
@@ -213,7 +213,7 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
             out.errors[place] = str(end)
     hopeless = pod.role == "learner" and end.code == WorkerExit.CONFIGURATION
     if hopeless and not action and not _others_take_part(view, pod):
-        why = f"{subject} cannot work with this job, and another start does not help: {end}."
+        why = f"{subject} cannot run this job, and a restart does not help: {end}."
         out.failure = ("LearnerConfiguration", why)
 
 
@@ -289,9 +289,9 @@ def _delete_broken(view: View, region: str, silent: Pod | None, out: PodChanges)
         # A refused learner would be refused in a new pod too, and meanwhile its last line would be lost.
         loops = pod.ends >= CRASHES and not is_curable(pod.last_end)
         if pod is silent:
-            why = "it runs, and the syncer has not heard it"
+            why = "it runs, but the syncer does not hear it"
         elif loops and pod.obstacle is not None and pod.obstacle.kind == "Crashing":
-            why = f"it crashes again and again: {pod.obstacle.message}"
+            why = f"it keeps crashing: {pod.obstacle.message}"
         if why and view.may_act() and _pass_backoff(view, pod):
             view.memory.own_deletions.add(pod.uid)
             if pod is silent:

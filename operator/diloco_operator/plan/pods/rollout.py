@@ -159,12 +159,12 @@ def _find_obstacle(view: View, region: str, old: list[Pod]) -> tuple[str, str]:
         if view.leaving(pod):
             refused = next((e.message for e in view.observed.apply_errors if e.ref == Ref("Pod", place)), "")
             return (
-                f"{place} cannot be deleted: {refused}" if refused and pod.alive else f"{place} is on its way out",
+                f"{place} cannot be deleted: {refused}" if refused and pod.alive else f"{place} is terminating",
                 "",
             )
         if place not in names_old and not view.taking_part(pod):
             if pod.obstacle is not None:
-                return f"it stops at {place}, which does not start: {pod.obstacle.message}", place
+                return f"the rollout stops at {place}, which does not start: {pod.obstacle.message}", place
             return f"{place} is not in the quorum yet", ""
     return "", ""
 
@@ -202,7 +202,7 @@ def _budget(view: View) -> int:
 
 def _explain_no_budget(view: View) -> str:
     if view.document is None:
-        return "no learner that works is restarted while the syncer does not answer"
+        return "no healthy learner is restarted while the syncer does not answer"
     return (
         f"no other is restarted until more than {view.required} (sync.quorum) are in the quorum"
         if view.required < view.job.spec.slots

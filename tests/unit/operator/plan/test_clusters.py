@@ -100,7 +100,7 @@ def test_the_hub_knows_remote_learners_from_the_syncer() -> None:
     assert not rows["away"]["cause"], "the order in which clusters get the job does not matter"
     world.run(120)
     (row,) = [row for row in world.status["regions"] if row["name"] == "away"]
-    assert "nobody there has joined yet" in row["cause"] and "cluster far" in row["cause"]
+    assert "no learner there has joined yet" in row["cause"] and "cluster far" in row["cause"]
     assert row["cause"] in world.condition("Degraded")["message"] and world.truth("Ready") == "True"
     assert world.status["learners"] == "1/3" and {p.region for p in world.of("learner")} == {"near"}
     # Two learners of the other cluster join: their processes are none of this cluster's pods.

@@ -162,7 +162,7 @@ def test_two_links_that_are_slow_in_turn_are_both_told_once() -> None:
     assert len(told) > 30 and len(set(told)) == 2 and told == sorted(told, key=len), set(told)
     assert told[-1].startswith(told[0].partition(" Merges ")[0])
     assert "Region near (learner " in told[-1] and "Region away (learner " in told[-1]
-    assert told[-1].count("Cure:") == 1 and world.told("LinksTooSlow") == 1
+    assert told[-1].count("Fix:") == 1 and world.told("LinksTooSlow") == 1
 
 
 def test_a_region_whose_name_begins_another_is_its_own() -> None:
@@ -270,7 +270,7 @@ def test_an_evaluator_and_an_unknown_region_may_drift() -> None:
             ["Secret s (syncer.tls.secretName)", "diloco certs issue"],
         ),
         ("/etc/diloco/credentials/join-token is empty", ["Secret l (learners.credentials.secretName)"]),
-        ("/etc/diloco/control/control-key must hold at least 16 bytes of key", ["is the operator's: delete it"]),
+        ("/etc/diloco/control/control-key must hold at least 16 bytes of key", ["The operator made Secret ", "delete it"]),
     ],
 )
 def test_a_syncer_whose_secret_is_wrong_waits_for_a_better_one(words: str, cures: list[str]) -> None:

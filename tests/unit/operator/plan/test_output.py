@@ -42,7 +42,7 @@ def test_the_syncer_is_stopped_when_the_model_is_written_and_not_before() -> Non
     world = OutputWorld()
     world.end()
     world.run(120)
-    assert world.truth("Complete") == "False" and "is written to " + URI in world.condition("Ready")["message"]
+    assert world.truth("Complete") == "False" and "merged model to " + URI in world.condition("Ready")["message"]
     assert world.status["output"] == {"uri": URI, "state": "Writing"} and world.of("syncer")
     assert not world.of("learner"), "their nodes are not waited with"
     world.state = "written"

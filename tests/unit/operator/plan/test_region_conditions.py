@@ -173,7 +173,7 @@ def test_a_hub_that_is_not_reached_is_told_with_what_to_look_at() -> None:
         ("untrusted-syncer", "UntrustedSyncer", ["Secret l ", "Secret s ", "diloco certs show"]),
         ("unauthenticated", "Unauthenticated", ["Secret l ", "join-token"]),
         ("credentials-unusable", "CredentialsUnusable", ["Secret l ", "diloco certs issue"]),
-        ("spec-drift", "Refused", ["diloco delete job", "the model is the hub's"]),
+        ("spec-drift", "Refused", ["diloco delete job", "the hub has the model"]),
         ("other-layout", "Refused", ["Apply the same job in every cluster"]),
         ("other-data", "Refused", ["Apply the same job in every cluster"]),
     ],
