@@ -67,7 +67,7 @@ def test_m6_the_figures_are_those_of_the_run_that_was_killed(tmp_path: Path) -> 
     os.utime(workdir.report, (time.time() - 60,) * 2)
     killed_runner(workdir.path)
     code, said = diloco("status", workdir.path)
-    assert code == 0 and "killed before anything was seen of it" in said and "227,456 trained" in said
+    assert code == 0 and "killed before it reported anything" in said and "227,456 trained" in said
     workdir.metrics_file.write_text(sample(492_000, 1968) + "\n" + sample(492_800, 1969) + '\n{"source": "sta')
     code, said = diloco("status", workdir.path)
     assert code == 0 and "not running" in said and "killed" in said and "interrupted" not in said
@@ -92,7 +92,7 @@ def test_m6_a_run_that_goes_on_is_not_told_by_an_older_end_either(tmp_path: Path
         os.utime(workdir.report, (time.time() - 60,) * 2)
         workdir.metrics_file.write_text(sample(492_800, 1969) + "\n")
         code, said = diloco("status", workdir.path)
-        assert code == 0 and "the run goes on, and its syncer does not answer" in said
+        assert code == 0 and "running, but its syncer does not answer" in said
         assert "492,800 trained" in said and "interrupted" not in said and "948" not in said
         assert json.loads(diloco("status", workdir.path, "--json")[1])["report"]["outcome"] == "running"
 
