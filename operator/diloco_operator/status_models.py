@@ -68,7 +68,7 @@ class RegionStatus(Spec):
     desired: int = Field(0, description="Learners wanted, spares included.")
     ready: int = Field(0, description="Pods that have joined (this cluster's regions only).")
     in_quorum: int = Field(0, description="Learners that take part in merges.")
-    lost_since: str | None = Field(None, max_length=40, description="RFC 3339: nobody heard since.")
+    lost_since: str | None = Field(None, max_length=40, description="RFC 3339: no learner heard since.")
     state: str = Field("", max_length=64, description="One word.")
     cause: str = Field("", max_length=2048, description="What keeps it from being whole.")
     image: str | None = Field(None, max_length=1024, description="Image of its learners.")

@@ -5,7 +5,7 @@ the tables of docs/contracts.md are generated from them (tools/contracts.py), an
 programs really write. Units, where a description has none: seconds, bytes, nats per token. Null: not known.
 
 A reader leaves out fields that it does not know, for versions may differ. A document that lacks a field, or has
-another type in it, is not read at all: ``read_document`` says which field, and its reader goes on as if there
+another type in it, is not read at all: ``read_document`` says which field, and its reader continues as if there
 had been no answer.
 """
 
@@ -45,7 +45,7 @@ class DocumentError(ValueError):
 
 
 def read_document(model: type[D], content: bytes | str | dict[str, Any]) -> D:
-    """A document from JSON or its object. Whoever calls has bounded the size. Raises DocumentError."""
+    """A document from JSON or its object; the caller has bounded the size. Raises DocumentError."""
     try:
         if isinstance(content, dict):
             return model.model_validate(content)
@@ -57,57 +57,68 @@ def read_document(model: type[D], content: bytes | str | dict[str, Any]) -> D:
 
 
 class Quorum(Document):
-    active: Count = Field(description="learners that are active and ready: they can take part in a merge")
-    required: Count = Field(description="K, the learners without which nothing is merged")
+    active: Count = Field(description="learners that are active and ready, and so can take part in a merge")
+    required: Count = Field(description="K: the number of learners that a merge needs")
 
 
 class RoundRow(Document):
-    fragment: Count = Field(description="the fragment that is collected")
+    fragment: Count = Field(description="the fragment whose pushes are collected")
     round: Count = Field(description="number of the round")
-    merging: bool = Field(description="its pushes are being merged")
-    open_seconds: float = Field(description="since it opened")
-    overdue: bool = Field(description="it waits for its quorum of pushes much longer than a turn takes")
-    message: str = Field(description="of an overdue one: whose pushes it lacks, and the reason of the last refusal")
-    responders: list[int] = Field(description="slots whose push has come")
+    merging: bool = Field(description="true: its pushes are being merged")
+    open_seconds: float = Field(description="seconds since the round opened")
+    overdue: bool = Field(
+        description="the round has waited for its quorum of pushes far longer than a turn of H steps takes"
+    )
+    message: str = Field(
+        description="of an overdue round: the learners whose pushes are missing, each with the reason of its last "
+        "refusal"
+    )
+    responders: list[int] = Field(description="slots whose push has arrived")
     waiting: list[int] = Field(description="slots that were asked, can be reached and have not answered")
 
 
 class SlotLink(Document):
-    up_bytes_per_second: Number = Field(description="measured here, while pushes arrived")
-    down_bytes_per_second: Number = Field(description="as the learner measured it, while broadcasts arrived")
-    round_trip_seconds: Number = Field(description="the shortest of the learner's last echoes")
-    needs_up_bytes_per_second: Number = Field(description="what the job needs of it at its pace")
-    needs_down_bytes_per_second: Number = Field(description="likewise")
-    too_slow: bool = Field(description="too slow for the job")
-    message: str = Field(description="why, with numbers")
+    up_bytes_per_second: Number = Field(description="speed up, as the syncer measures it while pushes arrive")
+    down_bytes_per_second: Number = Field(description="speed down, as the learner measures it while broadcasts arrive")
+    round_trip_seconds: Number = Field(description="shortest round trip of the learner's latest reports")
+    needs_up_bytes_per_second: Number = Field(description="speed up that the job needs at its present pace")
+    needs_down_bytes_per_second: Number = Field(description="speed down that the job needs at its present pace")
+    too_slow: bool = Field(description="the link is too slow for the job")
+    message: str = Field(description="why it is too slow, with numbers")
 
 
 class SlotRow(Document):
     slot: Count = Field(description="index of the slot")
-    retired: bool = Field(description="the job has no place for it: it ends when its process leaves")
-    region: str = Field(description="region of the process that holds it, or held it last")
+    retired: bool = Field(description="the job has no place for the slot any more; it ends when its process leaves")
+    region: str = Field(description="region of the process that holds the slot, or held it last")
     ordinal: int = Field(description="that process's number within its region")
-    process: str = Field(description="that process's id; empty: nobody has held it")
-    incarnation: Count = Field(description="fencing number of the newest seat")
-    incarnations: Count = Field(description="seats that there were")
+    process: str = Field(description="that process's id; empty: no process has held the slot")
+    incarnation: Count = Field(description="number of the newest incarnation; messages with a lower number are refused")
+    incarnations: Count = Field(description="how many incarnations the slot has had")
     state: SlotState = Field(description="state of the slot")
-    ready: bool = Field(description="the process has sent its first report with all bases; the operator decides on it")
-    step: Count = Field(description="the slot's step, over all its processes")
-    steps: Count = Field(description="steps trained, by all processes of the slot")
-    tokens: Count = Field(description="tokens trained, likewise")
-    loss: Number = Field(description="of the last step; null: none yet, or it is not finite")
-    diverged: bool = Field(description="the last step's loss is NaN or infinite")
-    step_seconds: Number = Field(description="moving median; 0: none yet")
-    compute_seconds: Number = Field(description="from forward to optimizer step, summed")
-    stalled_seconds: Number = Field(description="of the training thread inside the library, summed")
+    ready: bool = Field(
+        description="its process has reported with a base for every fragment; only then it counts for the quorum"
+    )
+    step: Count = Field(description="the slot's step, counted over all its processes")
+    steps: Count = Field(description="steps trained by all processes of the slot")
+    tokens: Count = Field(description="tokens trained by all processes of the slot")
+    loss: Number = Field(description="loss of the last step; null: no step yet, or a loss that is not finite")
+    diverged: bool = Field(description="the loss of the last step is NaN or infinite")
+    step_seconds: Number = Field(description="moving median of the time of a step; 0: no step yet")
+    compute_seconds: Number = Field(description="time from forward to optimizer step, summed over all steps")
+    stalled_seconds: Number = Field(description="time that the training thread spent in the library, summed")
     merged_pushes: Count = Field(description="pushes of the slot that were merged")
-    heard_seconds_ago: Number = Field(description="since its last message; null: nobody holds it")
-    starved: bool = Field(description="it was late in three rounds running")
-    paused: bool = Field(description="the learner waits: it has adopted nothing for staleness.maxSteps")
-    bytes_up: Count = Field(description="payload since the job began, of all who held the slot")
-    bytes_down: Count = Field(description="likewise")
-    link: SlotLink | None = Field(description="null: no session")
-    problem: str = Field("", description="why its learner has not finished a first step for long; empty: it has")
+    heard_seconds_ago: Number = Field(description="seconds since its last message; null: no process holds the slot")
+    starved: bool = Field(description="its pushes were late in three rounds in succession")
+    paused: bool = Field(
+        description="its learner waits, because it has adopted no version for staleness.maxSteps steps"
+    )
+    bytes_up: Count = Field(description="payload up since the job began, of all processes that held the slot")
+    bytes_down: Count = Field(description="payload down, of the same processes")
+    link: SlotLink | None = Field(description="the link of its process; null: the process has no session")
+    problem: str = Field(
+        "", description="why its learner has not finished a first step, if that takes long; empty: no such problem"
+    )
 
     @property
     def held(self) -> bool:
@@ -120,64 +131,68 @@ class SlotRow(Document):
 
 
 class Tokens(Document):
-    trained: Count = Field(description="of all learners; merged + pending + dropped")
-    merged: Count = Field(description="in a version")
-    pending: Count = Field(description="in a learner, or on its way")
-    dropped: Count = Field(description="lost for good, each for a reason that the ledger has")
+    trained: Count = Field(description="trained by all learners: merged + pending + dropped")
+    merged: Count = Field(description="tokens that are part of a version")
+    pending: Count = Field(description="tokens that are not merged yet: in a learner, or on their way")
+    dropped: Count = Field(description="tokens that are lost for good; the ledger has the reasons")
 
 
 class RegionRow(Document):
-    name: str = Field(description="region, `evaluator`, or empty: not known")
-    bytes_up: Count = Field(description="payload since the job began")
-    bytes_down: Count = Field(description="likewise")
-    wire_bytes_up: Count | None = Field(description="everything that passed the sockets; null: no TLS")
-    wire_bytes_down: Count | None = Field(description="likewise")
+    name: str = Field(description="name of the region, or `evaluator`; empty: not known")
+    bytes_up: Count = Field(description="payload up since the job began")
+    bytes_down: Count = Field(description="payload down since the job began")
+    wire_bytes_up: Count | None = Field(description="all bytes up on the sockets, with TLS; null: the port has no TLS")
+    wire_bytes_down: Count | None = Field(
+        description="all bytes down on the sockets, with TLS; null: the port has no TLS"
+    )
 
 
 class RefusalRow(Document):
     role: str = Field(description="learner or evaluator")
-    region: str = Field(description="region of its place")
-    ordinal: int = Field(description="number of its place")
+    region: str = Field(description="region of the refused process")
+    ordinal: int = Field(description="number of the refused process within its region")
     reason: str = Field(description="a fixed word (protocol.md, session messages down)")
-    message: str = Field(description="what is wrong, and the cure")
-    fields: list[str] = Field(description="of `spec-drift`: the fields that differ")
-    seconds_ago: float = Field(description="since then")
+    message: str = Field(description="what is wrong, and how to fix it")
+    fields: list[str] = Field(description="of `spec-drift`: the fields of the job that differ")
+    seconds_ago: float = Field(description="seconds since the refusal")
 
 
 class TlsStatus(Document):
-    secure: bool = Field(description="mutual TLS; else everything below but `refused` is null")
-    connections: Count | None = Field(description="open ones")
-    handshakes: Count | None = Field(description="of them not yet through their handshake")
-    refused: dict[str, int] = Field(description="connections, by reason")
-    expires: Number = Field(description="when the syncer's own certificate ends, Unix seconds")
-    peers_expire: Number = Field(description="when the first of the connected peers' certificates ends, Unix seconds")
+    secure: bool = Field(description="the port uses mutual TLS; if not, all fields below except `refused` are null")
+    connections: Count | None = Field(description="open connections")
+    handshakes: Count | None = Field(description="connections whose handshake is not finished yet")
+    refused: dict[str, int] = Field(description="refused connections, by reason")
+    expires: Number = Field(description="when the syncer's own certificate expires, Unix seconds")
+    peers_expire: Number = Field(description="when the first certificate of the connected peers expires, Unix seconds")
 
 
 class MergeSeconds(Document):
-    merge: float = Field(description="of merging, summed over merges")
-    quorum: float = Field(description="from a round's opening until its quorum, likewise")
-    waited: float = Field(description="from its opening until its pushes are merged, likewise")
+    merge: float = Field(description="time spent on merging, summed over all merges")
+    quorum: float = Field(description="time from a round's opening to its quorum, summed over all merges")
+    waited: float = Field(description="time from a round's opening until its pushes are merged, summed over all merges")
 
 
 class EventRow(Document):
     n: Count = Field(description="number of the event, from 1")
     time: float = Field(description="Unix seconds")
     kind: EventKind = Field(description="what happened")
-    slot: int = Field(description="-1: of no slot")
-    incarnation: int = Field(description="0: of none")
-    message: str = Field(description="a sentence")
-    details: dict[str, Any] = Field({}, description="of `joined`: region, ordinal, process, continuing")
+    slot: int = Field(description="slot that the event is about; -1: none")
+    incarnation: int = Field(description="incarnation that the event is about; 0: none")
+    message: str = Field(description="what happened, in a sentence")
+    details: dict[str, Any] = Field(
+        {}, description="facts of the event; of `joined`: region, ordinal, process, continuing"
+    )
 
 
 class OutputRow(Document):
     """What became of ``output.uri``."""
 
-    uri: str = Field(description="output.uri")
+    uri: str = Field(description="output.uri of the job")
     state: Literal["waiting", "writing", "written", "failed"] = Field(
-        description="waiting: the job is not complete yet; writing: also while it is tried again"
+        description="waiting: the job is not complete yet; writing: also while a failed write is tried again"
     )
-    size: Count = Field(0, description="bytes of what was written")
-    message: str = Field("", description="what is in the way, with the cure; empty: nothing")
+    size: Count = Field(0, description="size of the written model")
+    message: str = Field("", description="what prevents the write, and how to fix it; empty: nothing")
 
     @property
     def open(self) -> bool:
@@ -187,126 +202,134 @@ class OutputRow(Document):
 
 class StopGoal(Document):
     kind: Literal["steps", "tokens", "seconds"] = Field(description="what `training.stop` counts")
-    limit: float = Field(description="how many end the job")
+    limit: float = Field(description="the number of them at which the job ends")
 
 
 class StatusDocument(Document):
     job: str = Field(description="name of the job")
     phase: JobPhase = Field(description="the job's phase")
-    message: str = Field(description="why, or what is wrong with the store")
+    message: str = Field(description="why the job is in this phase, or what is wrong with the store")
     epoch: Count = Field(description="how many syncers this store has had")
     elapsed_seconds: float = Field(description="from the job's first step to its end or now, without suspensions")
-    stop: StopGoal | None = Field(None, description="where the job ends; null: of a syncer that does not say")
-    step: Count = Field(description="the greatest slot step")
-    loss: Number = Field(description="last score of the merged model; before there is one, the active learners' mean")
-    quorum: Quorum = Field(description="who can take part")
+    stop: StopGoal | None = Field(
+        None, description="where the job ends; null: the syncer is of a release that does not report it"
+    )
+    step: Count = Field(description="step of the slot that is furthest")
+    loss: Number = Field(
+        description="last score of the merged model; before the first score, the mean of the active learners' losses"
+    )
+    quorum: Quorum = Field(description="learners that can take part in merges, and how many a merge needs")
     standby: Count = Field(description="processes that wait for a slot")
-    standbys: list[str] = Field(description="their process ids")
+    standbys: list[str] = Field(description="process ids of those that wait for a slot")
     evaluators: Count = Field(description="evaluators that are connected")
     versions: list[int] = Field(description="newest version of each fragment; empty: version 0 does not exist yet")
     parameters: Count = Field(0, description="trained parameters of the model; 0: version 0 does not exist yet")
     rounds: list[RoundRow] = Field(description="open rounds")
     slots: list[SlotRow] = Field(description="all slots")
     tokens: Tokens = Field(description="what became of the tokens")
-    tokens_per_second: Number = Field(description="trained in the last ten seconds, per second")
-    merges: Count = Field(description="merges that are durable")
-    goodput: Number = Field(description="compute of merged steps over all slots' wall time, 0 to 1")
+    tokens_per_second: Number = Field(description="tokens trained per second, over the last ten seconds")
+    merges: Count = Field(description="merges that were written to the store")
+    goodput: Number = Field(description="compute time of merged steps divided by the wall time of all slots, 0 to 1")
     uptime: Number = Field(description="share of the job's time in which at least one learner advanced, 0 to 1")
     eval_loss: list[tuple[int, Number]] = Field(description="pairs of trained tokens and loss")
-    hold_since_seconds: Number = Field(description="when the present hold began, on the job's clock; null: none")
-    bytes_up: Count = Field(description="payload since the job began")
-    bytes_down: Count = Field(description="likewise")
-    refused: dict[str, int] = Field(description="uploads, by reason")
+    hold_since_seconds: Number = Field(
+        description="when the present hold began, in seconds of the job's time; null: the job does not hold"
+    )
+    bytes_up: Count = Field(description="payload up since the job began")
+    bytes_down: Count = Field(description="payload down since the job began")
+    refused: dict[str, int] = Field(description="refused uploads, by reason")
     regions_lost: list[str] = Field(description="regions that are lost now (failurePolicy.regionLostSeconds)")
-    sessions: Count = Field(description="open sessions")
-    refusals: list[RefusalRow] = Field(description="the last refusal for good of each place, at most 64")
-    regions: list[RegionRow] = Field(description="what the regions' links have carried")
-    tls: TlsStatus = Field(description="the sync port's TLS")
-    store_problem: str = Field(description="why the store cannot be written; empty: it can")
-    output: OutputRow | None = Field(None, description="null: the job has no output.uri")
+    sessions: Count = Field(description="open sessions with learners and evaluators")
+    refusals: list[RefusalRow] = Field(description="the last final refusal of each place, at most 64")
+    regions: list[RegionRow] = Field(description="traffic on the links of each region")
+    tls: TlsStatus = Field(description="TLS on the sync port")
+    store_problem: str = Field(description="why the store cannot be written; empty: it can be written")
+    output: OutputRow | None = Field(
+        None, description="the merged model at output.uri; null: the job has no output.uri"
+    )
     seconds: MergeSeconds = Field(description="where merges spend their time")
-    events: list[EventRow] = Field(description="the last 500")
+    events: list[EventRow] = Field(description="the last 500 events")
     ledger_imbalances: Count = Field(
-        0, description="rows of the ledger that did not add up at the last checkpoint; above 0: a fault of the program"
+        0, description="rows of the ledger that did not add up at the last checkpoint; above 0: a fault of the syncer"
     )
 
 
 class LearnerLink(Document):
-    up_bytes_per_second: Number = Field(description="as this process measured it")
-    down_bytes_per_second: Number = Field(description="likewise")
-    round_trip_seconds: Number = Field(description="the shortest of the last echoes")
+    up_bytes_per_second: Number = Field(description="speed up, as this process measures it")
+    down_bytes_per_second: Number = Field(description="speed down, as this process measures it")
+    round_trip_seconds: Number = Field(description="shortest round trip of its latest reports")
 
 
 class LearnerRefusal(Document):
-    reason: str = Field(description="a fixed word: the syncer's, or one of this side's own")
-    message: str = Field(description="what is wrong, and the cure")
+    reason: str = Field(description="a fixed word: the syncer's, or one of this process's own")
+    message: str = Field(description="what is wrong, and how to fix it")
 
 
 class LearnerPage(Document):
     """The status page of a learner or evaluator."""
 
     job: str = Field(description="name of the job")
-    role: Literal["learner", "evaluator"] = Field(description="what it is")
+    role: Literal["learner", "evaluator"] = Field(description="learner or evaluator")
     region: str = Field(description="its region")
     ordinal: Count = Field(description="its number within the region")
     process: str = Field(description="its process id")
-    phase: JobPhase = Field(description="the job's phase as last heard")
+    phase: JobPhase = Field(description="the job's phase, as this process heard it last")
     message: str = Field(description="the phase's message, or why there is no session")
-    connected: bool = Field(description="it has a session now")
-    tried: bool = Field(description="it has begun to connect")
-    joined: bool = Field(description="it has joined once")
+    connected: bool = Field(description="it has a session with the syncer now")
+    tried: bool = Field(description="it has started to connect")
+    joined: bool = Field(description="it has joined at least once")
     standby: bool = Field(description="it waits for a slot")
-    idle: bool = Field(description="the job is over and it waits to be removed")
-    slot: Count | None = Field(description="null: it holds none")
+    idle: bool = Field(description="the job has ended, and the process waits to be removed")
+    slot: Count | None = Field(description="its slot; null: it holds none")
     merges: Count | None = Field(
-        description="every fragment's version as announced last, summed; null: not all were announced"
+        description="sum of the newest announced versions of all fragments; null: a fragment was not announced yet"
     )
     step: Count | None = Field(description="the slot's step; null: none yet")
-    tokens: Count | None = Field(description="trained by this process")
-    loss: Number = Field(description="of the last step")
-    epoch: Count | None = Field(description="of the syncer; null: it never joined")
+    tokens: Count | None = Field(description="tokens trained by this process")
+    loss: Number = Field(description="loss of the last step")
+    epoch: Count | None = Field(description="the syncer's epoch; null: it has never joined")
     link: LearnerLink = Field(description="its link to the syncer")
     refused: LearnerRefusal | None = Field(description="the refusal that keeps it out; null: none")
     settings: dict[str, Any] | None = Field(
-        description="what the syncer told in its last Welcome: sync, learners, stop"
+        description="the settings in the syncer's last Welcome: sync, learners, stop"
     )
 
 
 class VersionRange(Document):
-    min: Count = Field(description="the oldest fragment's version")
-    max: Count = Field(description="the newest fragment's")
+    min: Count = Field(description="version of the fragment with the fewest merges")
+    max: Count = Field(description="version of the fragment with the most merges")
 
 
 class LedgerRow(Document):
-    fragment: Count = Field(description="the fragment")
-    merged: Count = Field(description="tokens, in a version")
-    pending: Count = Field(description="tokens, in a learner or on their way")
-    dropped: Count = Field(description="tokens, lost for good")
-    reasons: dict[str, int] = Field(description="of the dropped tokens, by reason")
+    fragment: Count = Field(description="index of the fragment")
+    merged: Count = Field(description="tokens that are part of a version")
+    pending: Count = Field(description="tokens in a learner or on their way")
+    dropped: Count = Field(description="tokens that are lost for good")
+    reasons: dict[str, int] = Field(description="the dropped tokens by reason")
 
 
 class ReportLearner(Document):
     slot: Count = Field(description="index of the slot")
-    retired: bool = Field(description="the job has no place for it now")
-    incarnations: Count = Field(description="seats that there were")
-    steps: Count = Field(description="trained")
-    tokens: Count = Field(description="trained")
-    compute_seconds: Number = Field(description="from forward to optimizer step")
-    stalled_seconds: Number = Field(description="of the training thread inside the library")
+    retired: bool = Field(description="the job has no place for the slot any more")
+    incarnations: Count = Field(description="how many incarnations the slot has had")
+    steps: Count = Field(description="steps trained")
+    tokens: Count = Field(description="tokens trained")
+    compute_seconds: Number = Field(description="time from forward to optimizer step, summed")
+    stalled_seconds: Number = Field(description="time that the training thread spent in the library, summed")
     merged_pushes: Count = Field(description="pushes that were merged")
-    bytes_up: Count = Field(description="payload")
-    bytes_down: Count = Field(description="payload")
+    bytes_up: Count = Field(description="payload up")
+    bytes_down: Count = Field(description="payload down")
 
 
 class ReportSyncer(Document):
-    epoch: Count | None = Field(description="how many syncers the store has had; null: it could not be asked")
-    restarts: Count = Field(description="of them, those before the last; with `diloco run` those of this run")
-    peak_rss_bytes: Count = Field(description="the most memory that it had")
+    epoch: Count | None = Field(description="how many syncers the store has had; null: the syncer could not be asked")
+    restarts: Count = Field(description="syncers before the last one; with `diloco run`: restarts in this run")
+    peak_rss_bytes: Count = Field(description="the syncer's greatest memory (RSS)")
 
 
 class Span(Document):
-    from_seconds: float = Field(description="of the job's time")
-    to_seconds: float = Field(description="of the job's time")
+    from_seconds: float = Field(description="its beginning, in seconds of the job's time")
+    to_seconds: float = Field(description="its end, in seconds of the job's time")
 
 
 class RegionAbsence(Span):
@@ -314,15 +337,17 @@ class RegionAbsence(Span):
 
 
 class FaultRow(Document):
-    at_seconds: float = Field(description="of the job's time")
-    time: float = Field(0.0, description="Unix seconds")
-    lasts_seconds: float = Field(0.0, description="as the schedule said; of a kill: until its process may be started")
+    at_seconds: float = Field(description="when it was injected, in seconds of the job's time")
+    time: float = Field(0.0, description="the same, Unix seconds")
+    lasts_seconds: float = Field(
+        0.0, description="how long it lasts by the schedule; of a kill: how long its process is kept away"
+    )
     action: str = Field(description="kill, term, pause, cut or slow")
-    target: str = Field(description="the process")
-    detected_seconds: Number = Field(description="since the fault: the syncer knew")
-    joined_seconds: Number = Field(description="likewise: a process took the slot")
-    first_step_seconds: Number = Field(description="likewise: it trained")
-    recovered_seconds: Number = Field(description="likewise: its work was merged")
+    target: str = Field(description="the process that it hit")
+    detected_seconds: Number = Field(description="from the fault until the syncer noticed it")
+    joined_seconds: Number = Field(description="from the fault until a process took the slot")
+    first_step_seconds: Number = Field(description="from the fault until that process finished a step")
+    recovered_seconds: Number = Field(description="from the fault until that process's work was merged")
 
 
 class Report(Document):
@@ -331,45 +356,51 @@ class Report(Document):
 
     schema_: Count = Field(1, alias="schema", description="format of this document")
     outcome: Literal["complete", "failed", "interrupted", "running", "killed"] = Field(
-        description="`running`: it has not ended; `interrupted`: it was stopped or suspended, and can go on; `killed`: "
-        "as `diloco status` tells of a run that left no report, in the figures that were seen last"
+        description="`running`: the job has not ended; `interrupted`: it was stopped or suspended, and can continue; "
+        "`killed`: the run left no report, and `diloco status` shows the last figures that it knows"
     )
     seed: Count = Field(description="spec.seed")
     spec_digest: str = Field(description="SHA-256 of the spec, hex")
-    layout_digest: str | None = Field(None, description="SHA-256 of the layout, hex; empty: version 0 does not exist")
-    wall_seconds: Number = Field(None, description="of the job; with `diloco run` of this run")
-    steps: Count = Field(description="the greatest slot step")
-    merges: Count = Field(description="merges that are durable")
-    versions: VersionRange = Field(description="of the fragments")
+    layout_digest: str | None = Field(
+        None, description="SHA-256 of the layout, hex; empty: version 0 does not exist yet"
+    )
+    wall_seconds: Number = Field(None, description="wall time of the job; with `diloco run`: of this run")
+    steps: Count = Field(description="step of the slot that is furthest")
+    merges: Count = Field(description="merges that were written to the store")
+    versions: VersionRange = Field(description="the fragments' versions")
     tokens: Tokens = Field(description="what became of the tokens")
-    ledger: list[LedgerRow] | None = Field(None, description="the same per fragment, with reasons")
-    goodput: Number = Field(None, description="compute of merged steps over all slots' wall time, 0 to 1")
+    ledger: list[LedgerRow] | None = Field(None, description="tokens per fragment, and the reasons of the dropped ones")
+    goodput: Number = Field(
+        None, description="compute time of merged steps divided by the wall time of all slots, 0 to 1"
+    )
     uptime: Number = Field(None, description="share of the job's time in which at least one learner advanced, 0 to 1")
-    initial_loss: Number = Field(None, description="of version 0")
-    final_loss: Number = Field(None, description="of the merged model at the end")
+    initial_loss: Number = Field(None, description="loss of version 0")
+    final_loss: Number = Field(None, description="loss of the merged model at the end")
     eval_loss: list[tuple[int, Number]] = Field([], description="pairs of trained tokens and loss")
-    bytes_up: Count = Field(description="payload")
-    bytes_down: Count = Field(description="payload")
-    regions: list[RegionRow] | None = Field(None, description="what the regions' links have carried")
-    learners: list[ReportLearner] | None = Field(None, description="each slot")
-    faults: list[FaultRow] = Field([], description="injected by `--chaos`, and when each was over")
-    holds: list[Span] | None = Field(None, description="when it held")
+    bytes_up: Count = Field(description="payload up")
+    bytes_down: Count = Field(description="payload down")
+    regions: list[RegionRow] | None = Field(None, description="traffic on the links of each region")
+    learners: list[ReportLearner] | None = Field(None, description="one row for each slot")
+    faults: list[FaultRow] = Field([], description="the faults that `--chaos` injected, with the times of recovery")
+    holds: list[Span] | None = Field(None, description="when the job was holding: merges waited")
     regions_lost: list[RegionAbsence] | None = Field(None, description="when no learner of a region was heard")
-    syncer: ReportSyncer = Field(description="the syncer")
-    output: OutputRow | None = Field(None, description="the merged model at output.uri; null: the job has none")
+    syncer: ReportSyncer = Field(description="epoch, restarts and memory of the syncer")
+    output: OutputRow | None = Field(
+        None, description="the merged model at output.uri; null: the job has no output.uri"
+    )
 
 
 class TrainingLoss(Document):
-    first: float = Field(description="of the first step that has a loss, nats per token")
-    last: float = Field(description="of the last one")
+    first: float = Field(description="loss of the first step that has one, nats per token")
+    last: float = Field(description="loss of the last step that has one")
 
 
 class RunReport(Report):
     """The report of `diloco run`: with ``faults``, and its own ``wall_seconds`` and count of restarts."""
 
-    message: str = Field("", description="with `diloco run`: why it ended so")
+    message: str = Field("", description="with `diloco run`: why the run ended")
     training_loss: TrainingLoss | None = Field(
         None,
-        description="with `diloco run`: the learners' own training loss, their mean, where nobody scored the merged "
-        "model; null: somebody did, or no loss is known",
+        description="with `diloco run`, if no evaluator scored the merged model: the mean of the learners' training "
+        "losses; null: it was scored, or no loss is known",
     )

@@ -30,7 +30,7 @@ _LARGE_BYTES = 4 << 20  # above a chunk of a transfer
 _EPILOG = """\
 The store holds everything that must not be lost: merges, membership, ledger, the
 event tape. It is a directory, or a bucket (s3://bucket/folder, gs:// or az://). Start the same
-command on the same store again, and the job goes on; learners reconnect.
+command on the same store again, and the job continues; learners reconnect.
 
 exit codes: 0 ended, or stopped by SIGTERM with everything durable; 1 the job failed;
 2 job, arguments or store content wrong; 3 a newer syncer has the store; 4 the store

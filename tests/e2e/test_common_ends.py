@@ -23,9 +23,9 @@ LEARNERS = 3
 REGIONS = [{"name": "local", "learners": LEARNERS}]
 BEGAN = "the inner optimizer "
 PEER, JOB, OWN = (
-    "goes on from the state of the peer",
-    "goes on from the state of the job's checkpoint",
-    "goes on from the state of the slot's own checkpoint",
+    "continues from the state of the peer",
+    "continues from the state of the job's checkpoint",
+    "continues from the state of the slot's own checkpoint",
 )
 
 

@@ -342,7 +342,7 @@ class World:
                 for connection, learner in self.told():
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
             case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
-                self.seen["given up"] += isinstance(action, ev.RecordEvent) and "going on from" in action.message
+                self.seen["given up"] += isinstance(action, ev.RecordEvent) and "continuing from" in action.message
                 self.seen["drained too late"] += isinstance(action, ev.RecordEvent) and "in time" in action.message
                 if isinstance(action, ev.SetPhase) and action.phase is JobPhase.DRAINING:
                     self.mark_end()

@@ -208,7 +208,7 @@ class Core:
         """Apply a record of ``epoch``, newer than the state, of a version that came from a learner, which held it in
         epoch ``origin``; call in the order of the records."""
         receipts.apply_recovered_version(self._state, fragment, version, origin, rows, epoch)
-        self.record_event(EventKind.RECOVERED, f"fragment {fragment} goes on from version {version}, a learner's")
+        self.record_event(EventKind.RECOVERED, f"fragment {fragment} continues from a learner's version {version}")
 
     def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
         """Apply a merge record of ``epoch``, newer than the state; call in version order."""

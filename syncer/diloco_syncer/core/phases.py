@@ -156,7 +156,7 @@ class Phases:
             return False
         self.actions.add(ev.Persist())
         for region in lost:
-            message = f"nobody of region {region} was heard for {patience:g} s"
+            message = f"no learner of region {region} was heard for {patience:g} s"
             self.actions.record_event(EventKind.REGION_LOST, None, message)
         for region in back:
             self.actions.record_event(EventKind.REGION_BACK, None, f"region {region} is heard again")
@@ -167,7 +167,7 @@ class Phases:
         lost = ", ".join(self.state.members.lost_regions)
         if not lost or self.state.config.on_region_lost == "Continue":
             return ""
-        return f"nobody of region {lost} was heard for {self.state.config.region_lost_seconds:g} s"
+        return f"no learner of region {lost} was heard for {self.state.config.region_lost_seconds:g} s"
 
     def _leave_draining(self, now: float) -> bool:
         staying = [s for s in self.state.members.slots if s.occupied]

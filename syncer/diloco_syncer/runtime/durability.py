@@ -96,7 +96,7 @@ class Durability:
                 pause = min(pause * 2, 10.0)
                 continue
             if told and self.problem == told:
-                log.warning("the store takes writes again")
+                log.warning("the store can be written again")
                 self._set_problem("")
             return result
 

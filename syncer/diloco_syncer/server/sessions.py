@@ -224,7 +224,7 @@ class Sessions:
         elif not self.authorizer.limits.is_new_attempt(
             f"{'' if join.evaluator else join.region}/{join.process}", attempt
         ):
-            said = ConnectionRefusal.REPLAYED, "this Join was said before: join anew", False
+            said = ConnectionRefusal.REPLAYED, "this Join was sent before: join anew", False
         if said is not None:
             self.authorizer.record_refusal(peer, said[0], said[1])
             await context.write(refusal(*said).SerializeToString())
@@ -339,7 +339,7 @@ class Sessions:
             case "base_unavailable":
                 event = ev.LostVersionFailed(number, message.base_unavailable.fragment)
             case "join":
-                raise WireError("Join is said once, first")
+                raise WireError("Join is sent once, as the first message")
             case _:
                 raise WireError("a message of an unknown kind: run the same release on both sides")
         self.emit(event)

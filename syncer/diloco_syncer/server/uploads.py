@@ -85,7 +85,7 @@ class Uploads:
             raise UploadRefused(PushRefusal.OTHER_JOB, f"job {header.job[:80]!r}: this syncer serves {self.job!r}")
         receive = self.receivers.get(header.WhichOneof("what") or "")
         if receive is None:
-            raise WireError("the header says not what is uploaded")
+            raise WireError("the header does not say what is uploaded")
         connection = self.sessions.find_process(header.process)
 
         async def read(key: Hashable, allocate: Callable[[], Array]) -> Array | None:

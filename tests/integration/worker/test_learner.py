@@ -239,7 +239,7 @@ def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[...
         for learner in learners:
             learner.kill()
     log = (service.folder / "syncer.log").read_text(encoding="utf-8")
-    assert "the inner optimizer goes on from the state of the peer" in log
+    assert "the inner optimizer continues from the state of the peer" in log
     report = service.report()
     assert report["learners"][1]["incarnations"] == 2
     assert report["steps"] == max(one["step"] for one in said)
@@ -291,5 +291,5 @@ def test_all_learners_killed_go_on_with_the_slots_own_optimizer_state(syncer: Ca
         for learner in learners:
             learner.kill()
     log = (service.folder / "syncer.log").read_text(encoding="utf-8")
-    assert "the inner optimizer goes on from the state of the slot's own checkpoint" in log
+    assert "the inner optimizer continues from the state of the slot's own checkpoint" in log
     assert "begins fresh" not in log

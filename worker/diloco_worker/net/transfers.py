@@ -276,7 +276,7 @@ class Transfers:
     async def return_version(self, request: sync_pb2.BaseRequest) -> None:
         """Send a version that the syncer's store lost, or say that it is not to be had here."""
         fragment, cached = request.fragment, self._cache.get(request.fragment)
-        why = "it is not here any more"
+        why = "this process no longer has it"
         if cached is not None and cached.can_return(request.epoch, request.version):
             base = sync_pb2.Base(
                 fragment=fragment,

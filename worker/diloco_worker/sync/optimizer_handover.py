@@ -158,7 +158,7 @@ class OptimizerHandover:
             try:
                 optimizer_state.restore(state.data, self._inner)
                 self._trained = self._trained_of(state.data)
-                log.info("the inner optimizer goes on from the state of the %s", name)
+                log.info("the inner optimizer continues from the state of the %s", name)
                 self._candidates = []
                 self._source = ""
                 return
@@ -182,7 +182,7 @@ class OptimizerHandover:
             self._source = self._candidates[0][0]
         elif self._ranked and self._ask_again and not self._inner.has_state:
             self._source, self._patient, self._ask_again = PEER, True, False
-            words = "learners that may bring an optimizer state are waited for, %g s at most: %s"
+            words = "waiting, at most %g s, for learners that may bring an optimizer state: %s"
             log.info(words, limits.REJOIN_SECONDS, why)
             self.repeat_request()
         elif self._ranked or (self._source == PEER and self._inner.has_state):
@@ -231,7 +231,7 @@ class OptimizerHandover:
         self._candidates = []
         self._source = ""
         if self._inner.has_state:
-            log.info("the inner optimizer goes on with this process's own state: %s", why)
+            log.info("the inner optimizer continues with this process's own state: %s", why)
             return
         log.info("the inner optimizer begins fresh, with warm-up: %s", why)
         self.clear_state()

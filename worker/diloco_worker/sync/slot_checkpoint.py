@@ -87,7 +87,7 @@ class SlotCheckpoint:
         self._next = time.monotonic() + self._every
         if time.monotonic() - self._logged >= LOG_AGAIN_SECONDS:
             self._logged = time.monotonic()
-            log.warning("the slot's own checkpoint was not written, training goes on: %s", why)
+            log.warning("the slot's own checkpoint was not written, training continues: %s", why)
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for a write that is under way; one that takes longer leaves the older file."""

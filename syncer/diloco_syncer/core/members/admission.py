@@ -155,7 +155,7 @@ class Admission:
             )
             return JoinRefusal.OTHER_DATA, words, ()
         if not state.members.register_pod(join):
-            words = f"{join.region}-{join.ordinal} belongs to a newer process; this one was given up"
+            words = f"{join.region}-{join.ordinal} belongs to a newer process, which replaced this one"
             return JoinRefusal.SUPERSEDED, words, ()
         return None
 
@@ -199,14 +199,14 @@ class Admission:
             return True
         if not state.initialised:
             words = (
-                f"the syncer's store is empty and you hold versions of epoch {above}: give it its store back "
-                "(or a copy of it); to begin the job anew, restart its learners"
+                f"the syncer's store is empty, and this process holds versions of epoch {above}: give the syncer its "
+                "store back (or a copy of it); to start the job anew, restart its learners"
             )
             self.actions.add(ev.Refuse(join.connection, JoinRefusal.EMPTY_STORE, words, False))
             return True
         words = (
-            f"it holds versions of epoch {above}, and the job went on from an older copy of its store in "
-            f"epoch {state.epoch}: start this process anew"
+            f"it holds versions of epoch {above}, but the job continued from an older copy of its store in "
+            f"epoch {state.epoch}: restart this process"
         )
         self._refuse(join, now, JoinRefusal.OTHER_HISTORY, words)
         return True

@@ -106,7 +106,7 @@ class PushChecks:
 
     def _check_sender(self, header: PushHeader, slot: Slot | None, process: str | None) -> Refusal | None:
         if slot is None or not slot.incarnation:
-            return PushRefusal.NO_SLOT, f"slot {header.slot} is not held by anybody: join first"
+            return PushRefusal.NO_SLOT, f"no process holds slot {header.slot}: join first"
         if process is not None and process != slot.process:
             return PushRefusal.FENCED, f"slot {slot.index} is another process's"
         if header.incarnation != slot.incarnation:

@@ -97,10 +97,10 @@ class VersionRecovery:
                 EventKind.LOST_DATA,
                 None,
                 "no learner knows the outer optimizer's momentum, the order of the data, the job's elapsed time and "
-                "scores, and tokens dropped in tenures that are over: these begin anew",
+                "scores, or the tokens dropped in tenures that are over: these start anew",
             )
         elif behind and self.can_recover:
-            self._announce_loss("the tape tells of merges that the store has not")
+            self._announce_loss("the tape lists merges that the store does not have")
 
     def _announce_loss(self, why: str) -> None:
         if self._announced:
@@ -109,7 +109,7 @@ class VersionRecovery:
         self._announced = True
         if state.leases:
             state.leases.skip_numbers()
-        message = f"the store has lost data ({why}): learners are asked for what they hold"
+        message = f"the store has lost data ({why}): the syncer asks learners for what they hold"
         if state.phase is JobPhase.WAITING:
             self._set_message(message)
         self._actions.record_event(EventKind.LOST_DATA, None, message)
@@ -323,16 +323,17 @@ class VersionRecovery:
         holders = {connection for connection, origins in self._origins.items() if STAND_IN in origins}
         if holders and holders <= self._state.members.evaluators:
             self._say_what_to_do(
-                "the store is empty, and only an evaluator holds merged versions, from which it cannot be rebuilt: "
-                "waiting for a learner that holds some; or give the syncer its store back (spec.syncer.storage), or "
-                "restart the evaluator and then the syncer to begin the job anew"
+                "the store is empty, and only an evaluator holds merged versions, from which it cannot be rebuilt. "
+                "The syncer waits for a learner that holds some. You can give the syncer its store back "
+                "(spec.syncer.storage), or restart the evaluator and then the syncer to start the job anew"
             )
 
     def _say_what_is_missing(self) -> None:
         missing = [str(p) for p, epoch in enumerate(self._made) if epoch == STAND_IN]
         self._say_what_to_do(
-            f"the store came back empty, and no learner here holds a merged version of fragments {', '.join(missing)}: "
-            "waiting for one; or give the syncer its store back, or empty it and restart all learners to begin anew"
+            f"the store came back empty, and no learner here holds a merged version of fragments {', '.join(missing)}. "
+            "The syncer waits for one. You can give it its store back, or empty it and restart all learners to start "
+            "the job anew"
         )
 
     def _say_what_to_do(self, message: str) -> None:
@@ -343,9 +344,9 @@ class VersionRecovery:
         """No learner has anything: the job goes on from what the store has, for good."""
         state = self._state
         state.lineage.mark_settled(state.epoch)
-        state.phase_message = "what the store lost is not to be had"
+        state.phase_message = "no learner has what the store lost"
         self._actions.record_event(
-            EventKind.LOST_DATA, None, f"{state.phase_message}: going on from versions {state.versions}"
+            EventKind.LOST_DATA, None, f"{state.phase_message}: continuing from versions {state.versions}"
         )
         self._actions.add(ev.Persist(), ev.SetPhase(state.phase, state.phase_message))
         self._actions.add(*(state.announcement(fragment) for fragment in sorted(self._withheld)))

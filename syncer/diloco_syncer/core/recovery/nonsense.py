@@ -23,7 +23,7 @@ def repair_state(state: JobState) -> list[str]:
         for index, book in enumerate(state.ledger.books):
             if _is_nonsense(book):
                 _repair_book(book)
-                repairs.append(f"slot {index}: its books held impossible numbers of tokens, which are dropped")
+                repairs.append(f"slot {index}: its ledger held impossible numbers of tokens, which are dropped")
     repairs += _repair_steps(state)
     members = state.members
     if members.next_incarnation > SANE_STEP:

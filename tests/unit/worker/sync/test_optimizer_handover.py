@@ -131,7 +131,7 @@ def test_without_a_peer_the_newer_one_on_a_disk(
         one.handover.receive_state(inbox.StateDownloaded(False, state(0.75, job)))
     for _ in range(3):
         one.handover.apply_when_ready(HELD)
-    assert f"goes on from the state of the {taken}" in caplog.text
+    assert f"continues from the state of the {taken}" in caplog.text
     assert one.moment == {OWN: 0.25, JOB: 0.75}[taken]
     assert not one.handover.is_waiting and not one.fresh
 
@@ -208,7 +208,7 @@ def test_a_state_that_cannot_be_copied_is_declined_and_hurts_nobody(
     assert "not given to a newcomer: it cannot be copied: CUDA out of memory" in caplog.text
     donor.checkpoint._next = 0.0  # one is due
     donor.handover.write_checkpoint(lambda: HELD)
-    assert "own checkpoint was not written, training goes on: the optimizer's state cannot be copied" in caplog.text
+    assert "own checkpoint was not written, training continues: the optimizer's state cannot be copied" in caplog.text
     monkeypatch.undo()
     donor.handover.send_state(8, HELD)
     assert donor.asked.calls == ["declined 7", "sent 8"]
@@ -268,7 +268,7 @@ def test_a_process_that_lost_a_slot_keeps_its_own_state_rather_than_a_disks(
     one.handover.receive_state(inbox.StateDownloaded(True, None))
     assert one.asked.calls == [PEER], "the job's checkpoint is not asked for"
     assert one.moment == moment and not one.handover.is_waiting and not one.fresh
-    assert "goes on with this process's own state" in caplog.text
+    assert "continues with this process's own state" in caplog.text
 
 
 @pytest.mark.parametrize(
