@@ -153,7 +153,7 @@ class Operator:
                 self.metrics.watch_restarts.labels("all").inc()
                 backoff = 1.0 if time.monotonic() - began > 60 else min(2 * backoff, LONGEST_BACKOFF)
                 reason = f"{type(error).__name__}: {error}"
-                log.warning("kopf ended (%s); it begins again in %.0f s", reason, backoff)
+                log.warning("kopf ended (%s); it starts again in %.0f s", reason, backoff)
                 await _sleep(stop, backoff)
 
     def _take_signals(self, stop: asyncio.Event) -> None:
@@ -218,7 +218,7 @@ class Operator:
 
     async def _end(self, stop: asyncio.Event) -> None:
         if stop.is_set():
-            log.info("stopping; training goes on without the operator")
+            log.info("stopping; training continues without the operator")
         if self._parts is not None:
             self._parts.cancel()
             await asyncio.wait([self._parts], timeout=STOP_SECONDS)
@@ -263,7 +263,7 @@ class Operator:
             log.log(logging.INFO if error.unreachable else logging.WARNING, "%s; trying again", error, extra=about(key))
             return
         self.metrics.reconcile_errors.labels("internal").inc()
-        log.error("the job could not be looked at", exc_info=error, extra=about(key))
+        log.error("the job could not be processed", exc_info=error, extra=about(key))
 
     def _gauges(self) -> None:
         metrics = self.metrics

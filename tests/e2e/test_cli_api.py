@@ -165,7 +165,7 @@ def test_delete(shell: Shell, tmp_path: Path) -> None:
     run("sh", "-c", let_go + "'")
     out, error = waiting.communicate(timeout=30)
     assert waiting.returncode == 0 and "doomed is deleted" in out, out + error
-    remove = re.findall(r"to remove it: (kubectl .* delete pvc doomed-syncer)", out)
+    remove = re.findall(r"to remove them: (kubectl .* delete pvc doomed-syncer)", out)
     assert len(remove) == 1, out
     run("sh", "-c", remove[0])
     shell.create(path)

@@ -121,7 +121,7 @@ def test_a_silent_learner(cluster: Cluster, start: Any) -> None:
     assert job.identities() == before, "first it is waited for"
     until("a successor", lambda: job.identities()["silent-local-1"][0] != before["silent-local-1"][0], 150)
     job.in_merges(2)
-    until("it is told", lambda: said(job, "LearnerDeleted", "has not heard it"), 60)
+    until("it is told", lambda: said(job, "LearnerDeleted", "does not hear it"), 60)
     assert replaced(job) == 0, "the operator's own doing"
     assert job.identities()["silent-local-0"] == before["silent-local-0"]
     job.exact()

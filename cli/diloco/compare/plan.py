@@ -15,8 +15,8 @@ from diloco_protocol.spec.load import job_to_json
 OURS = "ours"
 BASELINES = {
     "ddp": "torch DDP, rigid: any failure restarts all from the last checkpoint, and all wait for a machine's return",
-    "ddp-elastic": "torch DDP, elastic: torchrun's agents re-form at each loss and return, and go on from the most"
-    " advanced state",
+    "ddp-elastic": "torch DDP, elastic: torchrun's agents re-form at each loss and return, and continue from the"
+    " most advanced state",
     "torchft": "torchft's DiLoCo: a quorum at each merge, which discards its steps where it fails",
 }
 MOST_CPU_SHARE = 0.7  # of the cores, for all that an arm runs

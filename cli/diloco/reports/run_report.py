@@ -53,8 +53,8 @@ def run_report(name: str, document: StatusDocument | RunReport, curves: RunCurve
     plots = [*_time_plots(curves, marks), *_loss_plots(curves, marks, merged)]
     return ResultDocument(
         title=f"{name}: {'as it stands' if running else 'report of the run'}",
-        summary="One training run of Decoupled DiLoCo: what came of its tokens, how it went on through faults, and what"
-        " its links carried.",
+        summary="One training run of Decoupled DiLoCo: what became of its tokens, how it continued through faults, and"
+        " what its links carried.",
         facts=_facts(document),
         rows=_rows(document),
         tables=[table for table in _tables(document) if table.rows],
@@ -270,7 +270,7 @@ def _notes(document: StatusDocument | RunReport, curves: RunCurves) -> Iterator[
         " learner advanced."
     )
     if isinstance(document, StatusDocument):
-        yield "The run goes on: the figures are those of the moment at which the report was made."
+        yield "The run continues; the figures are those of the time at which this report was made."
     if not curves.samples:
         yield "There is no metrics.jsonl with samples of the status: curves over time are missing."
     if curves.losses:

@@ -86,7 +86,7 @@ class Permissions:
             level = logging.INFO if lack.need.optional else logging.ERROR
             log.log(
                 level,
-                "forbidden: the operator may not %s (for %s); grant it that: docs/operator.md, permissions",
+                "forbidden: the operator may not %s (for %s); grant it that right: docs/operator.md, permissions",
                 lack.describe(),
                 lack.need.why,
             )
@@ -107,7 +107,7 @@ class Permissions:
                 Ref(kinds.get(need.resource, JOB.name), ""),
                 "forbidden",
                 f"the operator may not {', '.join(sorted(missing))} {need.resource} (for {need.why}): "
-                "grant it that (docs/operator.md, permissions)",
+                "grant it that right (docs/operator.md, permissions)",
             )
             for need, missing in sorted(verbs.items(), key=lambda item: item[0].resource)
         ]

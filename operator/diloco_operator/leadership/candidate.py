@@ -151,7 +151,7 @@ class Candidate:
                 self._election.receive(await self._call(self._store.write, wanted), self._clock())
                 log.info("gave the Lease %s back", self._store.where)
         except (TimeoutError, ApiError) as error:
-            log.info("the Lease %s is not given back, and ends by itself: %s", self._store.where, error or "no time")
+            log.info("the Lease %s was not given back; it expires by itself: %s", self._store.where, error or "no time")
 
     async def _take_part(self) -> None:
         election = self._election
@@ -180,7 +180,7 @@ class Candidate:
         if problem != self.problem:
             self.problem = problem
             if problem:
-                log.warning("the Lease %s cannot be had: %s; trying again", self._store.where, problem)
+                log.warning("the Lease %s cannot be read or written: %s; trying again", self._store.where, problem)
         told = self.leads(), self._election.holder
         if told == self._said:
             return

@@ -194,7 +194,7 @@ class Reconciler:
         except ApiError as error:
             if error.unreachable:
                 raise
-            log.warning("nothing is deleted by a view that may be old: %s", error, extra=about(key))
+            log.warning("nothing is deleted now, the view of the cluster may be old: %s", error, extra=about(key))
             return False
         record.read_at = began
         return True
@@ -261,7 +261,7 @@ class Reconciler:
         made = await self.api.merge_patch(JOB, key[0], key[1], patch)
         if not wanted and meta.get("deletionTimestamp") and not others:
             self.cache.drop(JOB, key[0], key[1], meta["uid"])
-            log.info("the job is let go", extra=about(key))
+            log.info("the job's finalizer was removed", extra=about(key))
         else:
             self.cache.put(JOB, made)
 

@@ -275,7 +275,7 @@ def _sample(model: type[Spec], path: Path, annotation: Any, written: Any) -> str
         return ""
     if path == ("spec", "learners"):
         counted = _flow(_example(model, ("spec", "regions"), written))
-        return f"; how many learners there are is said for each region, such as regions: {counted}"
+        return f"; the number of learners is set for each region, such as regions: {counted}"
     if many:
         field = fields_by_alias(_container(model, path[:-1]) or model)[str(path[-1])]
         return f", such as {_flow(_example(model, path, written))}" if field.examples else ""

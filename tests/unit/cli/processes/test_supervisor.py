@@ -119,7 +119,7 @@ def test_the_evaluator_never_fails_the_job() -> None:
     for _ in range(EVALUATOR_RESTARTS):
         assert isinstance(supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True), Restart)
     decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True)
-    assert isinstance(decision, Abandon) and "goes on without" in decision.message
+    assert isinstance(decision, Abandon) and "continues without" in decision.message
     assert decision.message.startswith("giving up on the evaluator: ")
     assert isinstance(make().ended("evaluator", Kind.EVALUATOR, Exit(code=2), 0.0, wanted=True), Abandon)
     assert not supervisor.since_merge

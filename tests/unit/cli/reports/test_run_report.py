@@ -195,5 +195,5 @@ def running(workdir: Path) -> Iterator[Path]:
 def test_a_run_that_goes_on(running: Path) -> None:
     assert diloco("report", running, "--markdown")[0] == 0
     text = (running / "report.md").read_text()
-    assert "tiny: as it stands" in text and "The run goes on" in text and "2023-11-14 22:13:20 UTC" in text
+    assert "tiny: as it stands" in text and "The run continues" in text and "2023-11-14 22:13:20 UTC" in text
     assert "learner 0 joined" in text and "training: all is well" in text

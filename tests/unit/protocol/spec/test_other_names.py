@@ -71,7 +71,7 @@ def test_another_name_is_told_by_the_fields_own_with_an_example(override: str, w
         ("sync.compression=int8", "must be a mapping, such as {up: int8}"),
         ("sync.outer=sgd", "must be a mapping, such as {optimizer: sgd}"),
         ("sync.grace=often", "must be a mapping, such as {capSeconds: 10.0}"),
-        ("learners=4", "said for each region, such as regions: [{learners: 4}]"),
+        ("learners=4", "set for each region, such as regions: [{learners: 4}]"),
         ("regions=3", "must be a list of 1 to 64 mappings, such as [{learners: 3}]"),
     ],
 )

@@ -543,7 +543,7 @@ def test_an_empty_store_does_not_believe_every_epoch() -> None:
     life = Life(None, 1)
     (refused,) = of(life.join(11, 0, held=((5000, 1), (5000, 1))), ev.Refuse)
     assert (refused.reason, refused.fatal) == ("empty-store", False)
-    assert "give it its store back" in refused.message
+    assert "give the syncer its store back" in refused.message
 
 
 # ------------------------------------------------------------------ receipts
