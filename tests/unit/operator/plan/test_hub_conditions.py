@@ -270,7 +270,10 @@ def test_an_evaluator_and_an_unknown_region_may_drift() -> None:
             ["Secret s (syncer.tls.secretName)", "diloco certs issue"],
         ),
         ("/etc/diloco/credentials/join-token is empty", ["Secret l (learners.credentials.secretName)"]),
-        ("/etc/diloco/control/control-key must hold at least 16 bytes of key", ["The operator made Secret ", "delete it"]),
+        (
+            "/etc/diloco/control/control-key must hold at least 16 bytes of key",
+            ["The operator made Secret ", "delete it"],
+        ),
     ],
 )
 def test_a_syncer_whose_secret_is_wrong_waits_for_a_better_one(words: str, cures: list[str]) -> None:
