@@ -195,8 +195,8 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     Rule(
         REGION,
         "!has(self.maxLearners) || self.maxLearners <= self.learners || self.spares == 0",
-        "has no meaning where maxLearners is above learners, for whoever comes trains at once: leave it out, or raise "
-        "learners",
+        "has no effect where maxLearners is above learners, for every learner that joins trains at once: leave it out, "
+        "or raise learners",
         ".spares",
     ),
     Rule(
@@ -237,7 +237,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     Rule(
         SPEC,
         f"has(self.syncer.endpoint.address) || self.syncer.endpoint.type == 'External' || !({_SPANS})",
-        f"is required: {_SPANNING}, and learners must know whom to dial (host or host:port)",
+        f"is required: {_SPANNING}, and learners must know where to connect (host or host:port)",
         ".syncer.endpoint.address",
         _MISSING,
     ),
@@ -255,7 +255,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     Rule(
         SYNCER,
         "self.tls.mode != 'off' || self.endpoint.type == 'ClusterIP'",
-        "off lets in whoever reaches the port, and endpoint.type opens it to others than this cluster: "
+        "off lets in every process that reaches the port, and endpoint.type opens it beyond this cluster: "
         "use auto, or endpoint.type ClusterIP",
         ".tls.mode",
     ),

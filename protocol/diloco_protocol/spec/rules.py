@@ -253,8 +253,8 @@ def _max_learners(spec: JobSpec, index: int, region: RegionSpec) -> Iterator[Vio
     if region.spares:
         yield broken(
             f"regions.{index}.spares",
-            "has no meaning where maxLearners is above learners, for whoever comes trains at once: leave it out, or "
-            "raise learners",
+            "has no effect where maxLearners is above learners, for every learner that joins trains at once: leave it "
+            "out, or raise learners",
             path,
             learners,
         )
@@ -296,7 +296,7 @@ def _clusters(spec: JobSpec) -> Iterator[Violation]:
     if endpoint.address is None and endpoint.type != "External":
         yield broken(
             "syncer.endpoint.address",
-            f"is required: {said}, and learners must know whom to dial (host or host:port)",
+            f"is required: {said}, and learners must know where to connect (host or host:port)",
             *paths,
         )
     for path, secret in (
@@ -339,7 +339,7 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
     if syncer.tls.mode == "off" and endpoint.type != "ClusterIP":
         yield broken(
             "syncer.tls.mode",
-            f"lets in whoever reaches the port, and type {endpoint.type} opens it to others than this cluster: "
+            f"lets in every process that reaches the port, and type {endpoint.type} opens it beyond this cluster: "
             "use auto, or endpoint.type ClusterIP",
             "syncer.endpoint.type",
         )
