@@ -72,7 +72,7 @@ def test_apply_beside_kubectl(shell: Shell, tmp_path: Path) -> None:
         shell("scale", "shared", "local=5")
         shell("suspend", "shared")
         said = shell("apply", path, "--set", "sync.every=40", "--set", "suspend=false")
-        assert "as in the file again" in said and "configured" in said
+        assert "set back to the file" in said and "configured" in said
         spec = shell.job("shared")["spec"]
         assert spec["regions"][0]["learners"] == 3 and spec["suspend"] is False
 

@@ -64,7 +64,7 @@ def test_h6_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -
     job = TRAINED.replace("source: text, paths: [corpus.txt]", "source: python, function: 'mine:make'")
     done = run(tmp_path, job)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "killed by the system" in done.stderr and "the job needs about" in done.stderr
+    assert "killed by the system" in done.stderr and "the job needs at least about" in done.stderr
     assert "for each of 2 learners" in done.stderr, done.stderr
 
 

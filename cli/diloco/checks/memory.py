@@ -34,7 +34,7 @@ class MemoryNeed:
         return self.syncer + self.learners * self.learner + self.evaluator
 
     def text(self) -> str:
-        return f"the job needs about {size_text(self.whole)} of memory at the least ({self.parts_text()})"
+        return f"the job needs at least about {size_text(self.whole)} of memory ({self.parts_text()})"
 
     def parts_text(self) -> str:
         each = f"{size_text(self.learner)} for each of {self.learners} learners"

@@ -129,7 +129,7 @@ def apply_to(cluster: Cluster, job: DiLoCoJob, document: dict[str, Any], options
                 raise
             # Set by `diloco scale`, suspend or resume since: the file is what is wanted now.
             after = patch(True)
-            print_text(f"as in the file again: {_fields(error)} (changed since by diloco scale, suspend or resume)")
+            print_text(f"set back to the file: {_fields(error)} (changed since by diloco scale, suspend or resume)")
     except ClusterError as error:
         raise _explained(error, cluster, job, before) from error
     if before is None:
@@ -160,8 +160,8 @@ def _explained(error: ClusterError, cluster: Cluster, job: DiLoCoJob, before: Ob
     if error.reason == "Conflict" and error.causes:
         return ClusterError(
             f"context {cluster.context}: {_fields(error)} of {name} {'is' if len(error.causes) == 1 else 'are'} set"
-            f" by {', '.join(sorted(managers(error)))} to other values: take those into the file, or take the"
-            " fields over with --force-conflicts",
+            f" by {', '.join(sorted(managers(error)))} to other values: put those values into the file, or overwrite"
+            " them with --force-conflicts",
             error.reason,
             WRONG,
         )

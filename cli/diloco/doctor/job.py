@@ -110,7 +110,7 @@ def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> 
     yield Finding("job", "model", "ok", f"{found.model.trained:,} trained parameters")
     device = "cuda" if torch is not None and torch.devices and job.spec.training.device != "cpu" else "cpu"
     need, free = estimate_memory(job, found.model, device), free_memory()
-    said = f"about {size_text(need.whole)} at the least: {need.parts_text()}; {size_text(free)} are free"
+    said = f"at least about {size_text(need.whole)}: {need.parts_text()}; {size_text(free)} are free"
     level: Level = bad if need.whole > free else "warning" if need.whole > NEARLY_ALL * free else "ok"
     fix = "" if level == "ok" else "fewer learners (--set regions.0.learners=N), a smaller model, or a larger machine"
     yield Finding("job", "memory", level, said, fix)

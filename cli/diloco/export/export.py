@@ -74,7 +74,7 @@ def read_run(workdir: Workdir) -> MergedModel:
     try:
         job = read_job(workdir.job)
         if not (workdir.store / "initial.json").is_file():
-            raise ExportFailed(f"{workdir.path} holds no model yet: its run has not got to version 0")
+            raise ExportFailed(f"{workdir.path} holds no model yet: its run has not reached version 0")
         store = DirectoryStore(workdir.store)
         layout, tensors, versions = read_model(store, job.metadata.name)
     except FileNotFoundError as error:
@@ -195,7 +195,7 @@ def read_layout(path: Path) -> Layout:
             f"{path} holds no layout ({error}): give the directory of a run or of an export of one"
         ) from error
     if layout is None:
-        raise ExportFailed(f"{path} holds no model yet: its run has not got to version 0")
+        raise ExportFailed(f"{path} holds no model yet: its run has not reached version 0")
     return layout
 
 

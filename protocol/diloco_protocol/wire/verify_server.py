@@ -57,7 +57,7 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
         raise ServerNotTrusted(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
     except ssl.SSLCertVerificationError as error:
         raise ServerNotTrusted(
-            f"the certificate that {address} shows is not believed: {error.verify_message.rstrip('.')}",
+            f"the certificate that {address} shows is not trusted: {error.verify_message.rstrip('.')}",
             TrustFailure.UNTRUSTED_SYNCER,
         ) from error
     except ssl.SSLError as error:
@@ -70,7 +70,7 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
             async with asyncio.timeout(_SECONDS):
                 first = await reader.read(1)
         except TimeoutError as error:
-            raise ServerNotTrusted(f"{address} took the handshake and says nothing") from error
+            raise ServerNotTrusted(f"{address} accepted the handshake, but sends nothing") from error
         except ssl.SSLError as error:
             raise ServerNotTrusted(
                 f"{address} refuses our certificate: {_words(error)}", TrustFailure.CERTIFICATE_REFUSED

@@ -188,7 +188,7 @@ def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Pr
     other.mkdir()
     strangers = certificates(other, job)
     stranger = start("stranger", "learner", "join", sync, "--credentials", strangers / "learners")
-    assert stranger.ends() == 1 and "not believed" in stranger.output
+    assert stranger.ends() == 1 and "not trusted" in stranger.output
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Dur
         if busy:
             return 503, "text/plain", b"the model is being sent to somebody else: try again\n"
         if model.layout is None:
-            return 404, "text/plain", b"there is no model yet: the job has not got to version 0\n"
+            return 404, "text/plain", b"there is no model yet: the job has not reached version 0\n"
         busy = True
         try:
             newest = list(model.newest)
@@ -79,7 +79,7 @@ def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Dur
 
     def layout_page() -> Answer:
         if model.layout is None:
-            return 404, "text/plain", b"there is no model yet: the job has not got to version 0\n"
+            return 404, "text/plain", b"there is no model yet: the job has not reached version 0\n"
         return 200, "application/json", model.layout.to_json().encode()
 
     return {"/model.safetensors": model_page, "/layout.json": layout_page, "/job.json": job_page}

@@ -301,7 +301,7 @@ def _explain_failure(error: ssl.SSLError) -> HandshakeRefused:
             return HandshakeRefused(*_UNFIT[error.verify_code])
         if error.verify_code in _STRANGER:
             return HandshakeRefused(ConnectionRefusal.STRANGER, f"the certificate is of another authority: {words}")
-        return HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, f"the certificate is not believed: {words}")
+        return HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, f"the certificate is not trusted: {words}")
     if "PEER_DID_NOT_RETURN_A_CERTIFICATE" in reason:
         return HandshakeRefused(ConnectionRefusal.NO_CERTIFICATE, "a client without a certificate")
     if "ALERT" in reason:

@@ -45,7 +45,7 @@ def test_what_does_not_fit_names_need_and_have() -> None:
     need = estimate_memory(load_job(EXAMPLE), MILLION, "cpu")
     assert memory_shortage(need, need.whole) == ""
     said = memory_shortage(need, need.whole - 1)
-    assert said.startswith("the job needs about ") and "for each of 2 learners" in said
+    assert said.startswith("the job needs at least about ") and "for each of 2 learners" in said
     assert "are free on this machine: fewer learners (--set regions.0.learners=N)" in said
 
 
