@@ -46,7 +46,7 @@ def init(
         str | None, typer.Option(metavar="NAME", help="bytes, or a transformers tokenizer.  [default: bytes]")
     ] = None,
     learners: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=4096, help="How many train.  [default: 2]")
+        int | None, typer.Option(metavar="N", min=1, max=4096, help="Number of learners.  [default: 2]")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Steps of each learner.  [default: 300]")
@@ -84,8 +84,8 @@ def explain(
             autocompletion=_sections,
         ),
     ] = None,
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="With all that lies in it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Describe all that is inside it, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Print what a field of the job file means and accepts: type, default, bounds, an example, its parts.
 
@@ -105,9 +105,11 @@ def explain(
 
 @command
 def examples(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Which files.  [default: all]")] = [],  # noqa: B006
-    directory: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where they go.")] = Path("examples"),
-    listed: Annotated[bool, typer.Option("--list", "-l", help="Say what there is, and write nothing.")] = False,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Examples to write.  [default: all]")] = [],  # noqa: B006
+    directory: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write them.")
+    ] = Path("examples"),
+    listed: Annotated[bool, typer.Option("--list", "-l", help="List the examples and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files with other content.")] = False,
 ) -> None:
     """Write the example jobs, which the help of the other commands uses, into a directory.

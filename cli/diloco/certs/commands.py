@@ -90,11 +90,11 @@ def issue(
         ),
     ],
     pki: Pki = Path("pki"),
-    syncer: Annotated[bool, typer.Option("--syncer", help="For the syncer.")] = False,
+    syncer: Annotated[bool, typer.Option("--syncer", help="Issue for the syncer.")] = False,
     region: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME", help="For the learners of this region; repeatable: one certificate for all of them."
+            metavar="NAME", help="Issue for the learners of this region; repeatable: one certificate for all of them."
         ),
     ] = [],  # noqa: B006 - typer reads it, nobody writes it
     namespace: Annotated[
@@ -106,7 +106,7 @@ def issue(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to.  [default: a folder in PKI/NAMESPACE/JOB]")
+        Path | None, typer.Option(metavar="DIR", help="Where to write it.  [default: a folder in PKI/NAMESPACE/JOB]")
     ] = None,
     dns: Annotated[list[str], typer.Option(metavar="HOST", help="One more DNS name of the syncer; repeatable.")] = [],  # noqa: B006
     server_name: Annotated[
@@ -155,7 +155,7 @@ def issue(
 def renew(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     pki: Pki = Path("pki"),
-    days: Annotated[int, typer.Option(help="How long the new ones are good for.")] = 90,
+    days: Annotated[int, typer.Option(help="Days of validity of the new ones.")] = 90,
 ) -> None:
     """Give folders a new key and certificate with the same names.
 

@@ -15,10 +15,10 @@ from diloco.console import COMPLETE, FAILED, command, print_text
 @command
 def doctor(
     job: Annotated[
-        Path | None, typer.Argument(metavar="JOB.yaml", help="Whether this job would run here, too.")
+        Path | None, typer.Argument(metavar="JOB.yaml", help="A job file: check whether it would run here, too.")
     ] = None,
     overrides: Annotated[list[str], typer.Option("--set", metavar="PATH=VALUE", help="As for `diloco run`.")] = [],  # noqa: B006 - typer reads it, nobody writes it
-    as_json: Annotated[bool, typer.Option("--json", help="One object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,

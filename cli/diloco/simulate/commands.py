@@ -94,7 +94,7 @@ def goodput(
         typer.Option(
             metavar="N",
             parser=whole_number,
-            help="Of one's own fleet, such as 5000 or 1.2M.  [default: the paper's five]",
+            help="Number of chips of your own fleet, such as 5000 or 1.2M.  [default: the paper's five]",
         ),
     ] = None,
     learners: Annotated[
@@ -102,7 +102,7 @@ def goodput(
         typer.Option(
             metavar="M,M,…",
             parser=learner_counts,
-            help="How many learners they are split into.  [default: 2,4,8,16; with --chips to 64]",
+            help="Numbers of learners to split them into.  [default: 2,4,8,16; with --chips to 64]",
         ),
     ] = None,
     mtbi: Annotated[
@@ -114,11 +114,11 @@ def goodput(
             "--slice",
             min=1,
             metavar="CHIPS",
-            help="Chips that go when one of them fails.  [default: 256 for the paper's fleets "
+            help="Chips that are lost together when one of them fails.  [default: 256 for the paper's fleets "
             f"({published.SLICE.source}); with --chips 8, a node]",
         ),
     ] = None,
-    step: Annotated[float | None, _time(published.STEP, "Of one step.", positive)] = None,
+    step: Annotated[float | None, _time(published.STEP, "Time of one step.", positive)] = None,
     recovery: Annotated[
         float | None,
         typer.Option(metavar="DURATION", parser=duration, help="--downscale and --upscale together, one half each."),
@@ -129,8 +129,12 @@ def goodput(
     upscale: Annotated[
         float | None, _time(published.UPSCALE, "How long it stands still to take a repaired slice in.")
     ] = None,
-    restart: Annotated[float | None, _time(published.RESTART, "The same for rigid data-parallel training.")] = None,
-    rigid_step: Annotated[float | None, _time(published.RIGID_STEP, "--step there.", positive)] = None,
+    restart: Annotated[
+        float | None, _time(published.RESTART, "Rigid data-parallel training: from a failure to the next step.")
+    ] = None,
+    rigid_step: Annotated[
+        float | None, _time(published.RIGID_STEP, "Rigid data-parallel training: time of one step.", positive)
+    ] = None,
     repair_mean: Annotated[float | None, _time(published.REPAIR_MEAN, "Mean time of a repair.", positive)] = None,
     repair_shape: Annotated[
         float, typer.Option(min=0.1, max=10, help=f"Of the exponentiated Weibull; {published.REPAIR_SHAPE.source}.")
