@@ -34,7 +34,7 @@ def delete_by_schedule(where: Where, name: str, schedule: Sequence[Fault], secon
     cluster = where.open_one()
     held = _delete_all(cluster, name, FaultSchedule(schedule), seconds)
     for fault in held:
-        print_text(f"{fault.text} was never carried out: there was no such pod at its time")
+        print_text(f"{fault.text} was never carried out: there was no such pod, or the job ended first")
     failed = holds(cluster.job(name), "Failed")
     print_text(f"{name} {'has failed' if failed else 'continues'}: diloco report {name} {cluster.flags}")
     return FAILED if failed or held else COMPLETE

@@ -160,7 +160,7 @@ def _run_job(
                 f"join from other machines with: diloco learner join ADDRESS:{port} {what}; ADDRESS is this machine's"
             )
             if job.spec.evaluated and not options.serving.evaluator:
-                screen.event("the merged model is not evaluated here: give --evaluator-credentials", "yellow")
+                screen.event("the merged model is not evaluated (see --evaluator, --evaluator-credentials)", "yellow")
         check = StartCheck(job, options.job, workdir, options.force, screen.event)
         runner = Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving)
         return asyncio.run(runner.run(None if options.serving is not None else check.check))

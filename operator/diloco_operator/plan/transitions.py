@@ -32,7 +32,7 @@ FAULT_OVER = {
     "NameConflict": "The names that the job needs are free.",
     "SpecDrift": "No learner is refused for another copy of the job any more.",
     "SettingsDiffer": "The settings are the same as the hub's again.",
-    "RegionLost": "Every region has a learner that is heard again.",
+    "RegionLost": "Learners of every region are heard again.",
     "LinksTooSlow": "Every link is fast enough for the job again.",
     "RoundOverdue": "Every round gets its pushes again.",
     "HubReachable": "",  # its own message says it

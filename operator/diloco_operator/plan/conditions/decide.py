@@ -232,7 +232,7 @@ def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> N
         if view.now - since >= policy.region_lost_seconds or name in view.regions_lost
     }
     said = ", ".join(f"{name} since {rfc3339(since)}" for name, since in sorted(lost.items()))
-    message = f"No learner is heard of region {said}. Its learners rejoin by themselves when they are back."
+    message = f"No learner of these regions is heard: {said}. Their learners rejoin by themselves."
     out.set_fault("RegionLost", "NobodyHeard", message if lost else "", over="AllHeard")
 
 
