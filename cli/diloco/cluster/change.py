@@ -81,9 +81,7 @@ def patched(cluster: Cluster, name: str, make: Callable[[Object], Patch | None])
             if error.reason != "Conflict":
                 raise
             if last:
-                raise ClusterError(
-                    f"another program keeps changing {name}: try again", error.reason
-                ) from error
+                raise ClusterError(f"another program keeps changing {name}: try again", error.reason) from error
         time.sleep(random.uniform(0.05, 0.3))
     raise AssertionError("unreachable")
 

@@ -140,7 +140,7 @@ def _report_region_elsewhere(
     waiting = decision.training and view.document is not None and lost is None and not known
     if view.observe(Fact.REGION_NEVER_HEARD, region.name, holds=waiting) >= NEVER_HEARD_SECONDS:
         causes = [
-            f"no learner there has joined yet: check that the job and its Secret are applied in cluster "
+            "no learner there has joined yet: check that the job and its Secret are applied in cluster "
             f"{region.cluster}, and that its operator has that cluster.name"
         ]
     wanted = region.learners + region.spares if decision.training else 0
