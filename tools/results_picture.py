@@ -26,7 +26,7 @@ COLOUR = "#7d8590"  # of text and axes: readable on white and on black
 
 
 def read_series(page: str) -> list[Series]:
-    """Two series of each row that is shown: simulated, and as published. Raises ValueError if the table is not there."""
+    """Two series of each row that is shown: simulated, and as published. Raises ValueError if there is no table."""
     head = _HEAD.search(page)
     if head is None:
         raise ValueError(f"{PAGE} has no table that begins with '| chips |'")

@@ -6,6 +6,7 @@ On commit 8f0ca90 each of these was ``No such command`` or ``No such option``.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from typer.testing import CliRunner
 
 from diloco.main import app
 from repository import VERSION
+from status_documents import job_report
+
+TOKENS = {"trained": 12_000, "merged": 12_000, "pending": 0, "dropped": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +80,47 @@ def test_m15_what_would_fail_here_is_found_before_it_does(monkeypatch: pytest.Mo
     assert {one["section"] for one in found["findings"]} == {"machine", "packages", "job"}
     (data,) = [one for one in found["findings"] if one["about"] == "data"]
     assert data["level"] == "error" and "absent.txt" in data["said"] and data["fix"]
+
+
+def test_m15_a_job_file_is_named_as_kubectl_names_it(here: Path) -> None:
+    diloco("init", "job.yaml")
+    assert diloco("validate", "-f", "job.yaml", "--file-only") == diloco("validate", "job.yaml", "--file-only")
+    for words in (["run"], ["validate"], ["plan", "--step-seconds", "1"], ["chaos"], ["apply"], ["syncer", "serve"]):
+        for named in ([], ["job.yaml", "-f", "job.yaml"]):
+            code, said = diloco(*words, *named)
+            assert code == 2 and "name one job file" in said and "-f JOB.yaml" in said, said
+
+
+def test_m15_thousands_have_commas() -> None:
+    assert "1,000,000" in diloco("explain", "sync.staleness.maxVersions")[1]
+    diloco("init", "job.yaml")
+    assert (
+        "until 12,345 steps" in diloco("validate", "job.yaml", "--file-only", "--set", "training.stop.steps=12345")[1]
+    )
+
+
+def test_m15_runs_are_listed_the_newest_first(here: Path) -> None:
+    assert "there is no run in runs" in diloco("list")[1]
+    assert json.loads(diloco("list", "--json")[1]) == {"items": []}
+    for number, name in enumerate(("first", "second")):
+        run = here / "runs" / name
+        run.mkdir(parents=True)
+        (run / "job.json").write_text(json.dumps({"metadata": {"name": f"job-{name}"}}))
+        report = job_report(outcome="complete", steps=1000 + number, final_loss=1.5, goodput=0.9, tokens=TOKENS)
+        (run / "report.json").write_text(report.model_dump_json())
+        for path in run.iterdir():
+            os.utime(path, (1e9 + number, 1e9 + number))
+    (here / "runs" / "begun").mkdir()
+    (here / "runs" / "begun" / "job.json").write_text("{")
+    rows = json.loads(diloco("list", "--json")[1])["items"]
+    assert [(row["job"], row["state"], row["running"]) for row in rows] == [
+        ("begun", "unknown", False),
+        ("job-second", "complete", False),
+        ("job-first", "complete", False),
+    ]
+    assert rows[1]["step"] == 1001 and rows[1]["loss"] == 1.5 and rows[1]["workdir"] == "runs/second"
+    said = diloco("list")[1].splitlines()
+    assert said[0].split() == ["WORKDIR", "JOB", "STATE", "STEP", "TOKENS", "LOSS", "GOODPUT", "CHANGED"]
+    assert said[2].split()[:5] == ["runs/second", "job-second", "complete", "1,001", "12,000"]
+    code, said = diloco("list", "runs", "-A")
+    assert code == 2 and "leave it out" in said

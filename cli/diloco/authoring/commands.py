@@ -106,9 +106,9 @@ def explain(
 @command
 def examples(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Examples to write.  [default: all]")] = [],  # noqa: B006
-    directory: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write them.")
-    ] = Path("examples"),
+    directory: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write them.")] = Path(
+        "examples"
+    ),
     listed: Annotated[bool, typer.Option("--list", "-l", help="List the examples and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files with other content.")] = False,
 ) -> None:

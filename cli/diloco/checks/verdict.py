@@ -38,9 +38,7 @@ def judge_file(
         shortage = memory_shortage(estimate_memory(job, found.model, found.device), free_memory())
         unstarted = f"{shortage}; `diloco run` does not start it here without --force"
         warnings += [Problem("", None, unstarted)] if shortage else []
-    return Verdict(
-        str(path), job, wrong, [*warnings, *excused], figures_document(job, found), figures_text(job, found)
-    )
+    return Verdict(str(path), job, wrong, [*warnings, *excused], figures_document(job, found), figures_text(job, found))
 
 
 def figures_document(job: DiLoCoJob, found: JobFindings) -> dict[str, Any]:

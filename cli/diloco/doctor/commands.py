@@ -9,13 +9,16 @@ from typing import Annotated
 import typer
 
 from diloco.cluster.commands import Context, Kubeconfig, Namespace, where
-from diloco.console import COMPLETE, FAILED, command, print_text
+from diloco.console import COMPLETE, FAILED, command, job_file, print_text
 
 
 @command
 def doctor(
     job: Annotated[
         Path | None, typer.Argument(metavar="JOB.yaml", help="A job file: check whether it would run here, too.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
     ] = None,
     overrides: Annotated[list[str], typer.Option("--set", metavar="PATH=VALUE", help="As for `diloco run`.")] = [],  # noqa: B006 - typer reads it, nobody writes it
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
@@ -39,6 +42,7 @@ def doctor(
     from diloco.doctor.findings import Finding, findings_text
     from diloco.doctor.machine import absent_packages, check_machine, check_packages, check_torch
 
+    job = job_file(job, file, "diloco doctor") if job or file else None
     if overrides and job is None:
         raise CommandError("--set changes a job file: give JOB.yaml too")
     absent = absent_packages()

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from diloco.console import CommandError, print_text
+from diloco.console import CommandError
 from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
 from diloco.export.tensors import write_tensors
 from diloco.packages import require_packages

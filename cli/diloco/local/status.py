@@ -96,7 +96,7 @@ def list_runs(directory: Path) -> list[RunRow]:
 
 def _run_row(path: Path) -> RunRow:
     workdir = Workdir(path)
-    changed = max((each.stat().st_mtime for each in (workdir.job, workdir.report, workdir.lock) if each.exists()))
+    changed = max(each.stat().st_mtime for each in (workdir.job, workdir.report, workdir.lock) if each.exists())
     head = (workdir.job_name() or path.name, path)
     try:
         document = read_status(str(path))

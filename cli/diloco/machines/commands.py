@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.console import CommandError, command
+from diloco.console import CommandError, command, job_file
 
 syncer = typer.Typer(
     name="syncer",
@@ -43,7 +43,10 @@ Overrides = Annotated[
 @syncer.command()
 @command
 def serve(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
+    ] = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where learners join: a port that they can reach.")
     ] = "127.0.0.1:7700",
@@ -100,7 +103,8 @@ def serve(
         evaluator,
         evaluator_credentials and evaluator_credentials.absolute(),
     )
-    return run(RunOptions(job, workdir, overrides=overrides, http=http, serving=serving))
+    named = job_file(job, file, "diloco syncer serve")
+    return run(RunOptions(named, workdir, overrides=overrides, http=http, serving=serving))
 
 
 @learner.command()

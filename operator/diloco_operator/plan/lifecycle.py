@@ -196,8 +196,7 @@ def _suspended(view: View) -> LifecycleDecision:
             found.message = (
                 "Learners offer their work and the syncer makes a checkpoint."
                 if answers
-                else "The syncer does not answer; the pods are removed without it after "
-                f"{UNREACHABLE_SECONDS:.0f} s."
+                else f"The syncer does not answer; the pods are removed without it after {UNREACHABLE_SECONDS:.0f} s."
             )
             return found
     else:

@@ -158,10 +158,7 @@ def _find_obstacle(view: View, region: str, old: list[Pod]) -> tuple[str, str]:
             return f"{place} is being made", ""
         if view.leaving(pod):
             refused = next((e.message for e in view.observed.apply_errors if e.ref == Ref("Pod", place)), "")
-            return (
-                f"{place} cannot be deleted: {refused}" if refused and pod.alive else f"{place} is terminating",
-                "",
-            )
+            return (f"{place} cannot be deleted: {refused}" if refused and pod.alive else f"{place} is terminating", "")
         if place not in names_old and not view.taking_part(pod):
             if pod.obstacle is not None:
                 return f"the rollout stops at {place}, which does not start: {pod.obstacle.message}", place

@@ -627,9 +627,7 @@ def test_there_are_the_examples_that_the_readme_names() -> None:
 def test_validate_says_what_the_job_is(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(MINIMAL)
-    text, code = validated(
-        path, ["training.stop={steps: 20}", "training.data.paths=[./none, 's3://b/x', ./*.yaml]"]
-    )
+    text, code = validated(path, ["training.stop={steps: 20}", "training.data.paths=[./none, 's3://b/x', ./*.yaml]"])
     assert code == 0
     for said in ("tiny", "llama on ./none", "until 20 steps per learner", "3 (local 3), quorum 1", "warmupSteps"):
         assert said in text
