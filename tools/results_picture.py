@@ -14,7 +14,7 @@ from pathlib import Path
 
 from diloco.reports.document import Axis, Plot, Series
 from diloco.reports.plots import draw_svg
-from diloco_protocol.common.files import write_whole
+from diloco_protocol.common.files import PUBLIC, write_whole
 
 PAGE, PICTURE = Path("docs/results.md"), Path("docs/pictures/goodput.svg")
 SHOWN = ("rigid data-parallel", "elastic data-parallel", "M = 8")
@@ -64,7 +64,7 @@ def main() -> int:
     chosen = parser.parse_args()
     series = read_series(PAGE.read_text(encoding="utf-8"))
     if not chosen.check:
-        write_whole(PICTURE, draw(series).encode())
+        write_whole(PICTURE, draw(series).encode(), mode=PUBLIC)
         return 0
     drawn = _DESC.search(PICTURE.read_text(encoding="utf-8")) if PICTURE.exists() else None
     if drawn is None or unescape(drawn[1]) != describe(series):

@@ -105,8 +105,8 @@ def _run_row(path: Path) -> RunRow:
     tokens = document.tokens.trained
     if isinstance(document, StatusDocument):
         loss = document.eval_loss[-1][1] if document.eval_loss else document.loss
-        figures = (document.step, tokens, loss, document.goodput)
-        return RunRow(*head, str(document.phase), True, changed, *figures)
+        step, goodput = document.step, document.goodput
+        return RunRow(*head, str(document.phase), True, changed, step, tokens, loss, goodput)
     loss = document.final_loss
     if loss is None and document.eval_loss:
         loss = document.eval_loss[-1][1]
