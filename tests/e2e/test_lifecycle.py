@@ -83,8 +83,9 @@ def test_scaling_up_and_down(cluster: Cluster, start: Any) -> None:
     job.wait_training("two active", lambda d: d["quorum"]["active"] == 2, 120)
     until("the status says 2/2", lambda: job.status()["learners"] == "2/2", 90)
     job.merging_on(timeout=120)
-    document = job.training()
-    assert document["tokens"]["dropped"] == 0, "those who left drained: nothing is dropped"
+    # A learner that the machine did not let run for as long as 16 versions loses work too, and that is no leaver's.
+    lost = {reason for row in job.page("/report")["ledger"] for reason, count in row["reasons"].items() if count}
+    assert lost <= {"too-old"}, "those who left drained: nothing of theirs is dropped"
     now = job.identities()
     assert now == {name: first[name] for name in sorted(first)[:2]}
     job.exact()

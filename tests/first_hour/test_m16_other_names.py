@@ -38,7 +38,7 @@ TOLD = {
     "spec.training.learningRate = 0.001": "did you mean spec.training.optimizer.lr?",
     "spec.training.stop = 1000": "must be a mapping, such as {steps: 1000}",
     "spec.training.batch = 16": "must be a mapping, such as {sequences: 16}",
-    "spec.learners = 4": "is said for each region, such as regions: [{learners: 4}]",
+    "spec.learners = 4": "is set for each region, such as regions: [{learners: 4}]",
 }
 
 

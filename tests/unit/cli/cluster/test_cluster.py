@@ -450,7 +450,7 @@ def test_what_stays_of_a_deleted_job() -> None:
     assert "kubectl --context c -n lab delete pvc tiny-syncer" in (stays(job, "--context c -n lab") or "")
     for storage, words in (
         ({"claimName": "mine"}, "your PersistentVolumeClaim mine"),
-        ({"uri": "s3://b/x"}, "stays at s3://b/x"),
+        ({"uri": "s3://b/x"}, "stay at s3://b/x"),
     ):
         job["spec"]["syncer"] = {"storage": storage}
         said = stays(job, "") or ""
