@@ -394,7 +394,12 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ("a region without cluster", {**CLUSTERS, "regions.1.cluster": None}, "regions.1.cluster", "everywhere"),
     ("the syncer without cluster", {"regions.0.cluster": "a"}, "syncer.cluster", "everywhere"),
     ("ClusterIP across clusters", {**CLUSTERS, "syncer.endpoint.type": "ClusterIP"}, "syncer.endpoint.type", "spans"),
-    ("no address across clusters", {**CLUSTERS, "syncer.endpoint.address": None}, "syncer.endpoint.address", "where to connect"),
+    (
+        "no address across clusters",
+        {**CLUSTERS, "syncer.endpoint.address": None},
+        "syncer.endpoint.address",
+        "where to connect",
+    ),
     ("no TLS secret across clusters", {**CLUSTERS, "syncer.tls.secretName": None}, "syncer.tls.secretName", "create"),
     (
         "no credentials across clusters",
