@@ -181,7 +181,7 @@ def test_a_store_that_cannot_be_written_is_told() -> None:
     world.document = lambda: document().model_copy(update=full)  # type: ignore[method-assign]
     world.run(30)
     ready = world.condition("SyncerReady")
-    assert ready["reason"] == "StoreProblem" and "no space left" in ready["message"]
+    assert ready["reason"] == "StoreProblem" and "No space left on /var/lib/diloco" in ready["message"]
     assert "syncer.storage.size" in ready["message"], "the field that makes room"
     assert world.truth("Ready") == "False" and world.told("SyncerStoreProblem") == 1
     world.document = document  # type: ignore[method-assign]
@@ -216,7 +216,7 @@ def test_a_learner_that_never_joins_is_told_and_left_alone() -> None:
     world.run(40)
     assert successor.running and "cause" not in {k for k, v in world.region().items() if v}
     world.run(40)
-    assert "job-local-2: it runs, and has not joined" in world.region()["cause"]
+    assert "job-local-2: it runs, but has not joined" in world.region()["cause"]
     assert world.truth("Degraded") == "True" and world.truth("Ready") == "True" and not world.taken
     world.deaf = set()
     world.until(World.whole)
