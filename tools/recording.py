@@ -55,10 +55,18 @@ class Recording:
     events: tuple[tuple[float, str], ...]
 
     def without(self, folder: Path) -> Recording:
-        """The same, where this folder of the machine that recorded it is ``…``."""
-        return Recording(
-            self.width, self.height, tuple((at, text.replace(str(folder), "…")) for at, text in self.events)
-        )
+        """The same, where this folder of the machine that recorded it is ``…``, also where two events share its name:
+        they become one."""
+        name, events = str(folder), list[tuple[float, str]]()
+        begun: tuple[float, str] | None = None  # ends as the folder's name begins
+        for at, text in self.events:
+            if begun is not None:
+                at, text = begun[0], begun[1] + text
+            text = text.replace(name, "…")
+            begun = (at, text) if any(text.endswith(name[:length]) for length in range(1, len(name))) else None
+            if begun is None:
+                events.append((at, text))
+        return Recording(self.width, self.height, (*events, *([] if begun is None else [begun])))
 
     def to_cast(self) -> str:
         head = {"version": 2, "width": self.width, "height": self.height}

@@ -76,10 +76,18 @@ def test_a_long_recording_has_no_more_frames_than_it_may_and_says_how_fast_it_pl
 
 def test_a_recording_does_not_show_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert record(tmp_path, "import os; print('in', os.getcwd() + '/runs')", "--size", "200x6") == 0
+    assert record(tmp_path, "import os; print('in ' + os.getcwd() + '/runs')", "--size", "200x6") == 0
     for name in ("run.svg", "run.cast"):
         text = (tmp_path / name).read_text()
-        assert "in …/runs" in text and str(tmp_path) not in text
+        assert "…/runs" in text and str(tmp_path) not in text
+
+
+def test_nor_where_its_name_came_in_parts() -> None:
+    texts = ("a /", "work/he", "re/runs /w", "orks /work", "/here", " /work/h")
+    told = Recording(20, 3, tuple((float(at), text) for at, text in enumerate(texts)))
+    shown = told.without(Path("/work/here"))
+    assert "".join(text for _, text in shown.events) == "a …/runs /works … /work/h"
+    assert [at for at, _ in shown.events] == sorted(at for at, _ in shown.events)
 
 
 def test_a_command_that_fails_leaves_no_picture(tmp_path: Path) -> None:
