@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from diloco.packages import import_text
 from diloco_protocol.common.logs import printable
@@ -31,7 +33,7 @@ class CommandError(Exception):
 
 def command(run: Callable[..., int | None]) -> Callable[..., None]:
     """Make a function a command: what it returns is the exit code (None: 0), a CommandError is said on stderr,
-    and Ctrl-C, where the function does not handle it, ends it."""
+    and Ctrl-C, where the function does not handle it, ends it. Its flags have no column for a type in the help."""
 
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -50,7 +52,17 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             code = INTERRUPTED
         raise typer.Exit(code or COMPLETE)
 
+    _hide_types_of_flags(inspect.unwrap(run))
     return wrapped
+
+
+def _hide_types_of_flags(run: Callable[..., Any]) -> None:
+    """Let the help say no type for the flags of a command. Annotations become objects: of texts typer makes others."""
+    run.__annotations__ = get_type_hints(run, include_extras=True)
+    for hint in run.__annotations__.values():
+        for note in getattr(hint, "__metadata__", ()):  # of Annotated
+            if hint.__origin__ is bool and isinstance(note, OptionInfo) and note.metavar is None:
+                note.metavar = ""
 
 
 def print_text(text: str, file: IO[str] | None = None, flush: bool = False) -> None:

@@ -37,6 +37,12 @@ def test_m15_the_version_by_the_usual_option() -> None:
     assert diloco("--version") == (0, f"{VERSION}\n")
 
 
+def test_m15_flags_say_no_type() -> None:
+    for words in (["run"], ["validate"], ["apply"], ["logs"], ["certs", "show"], ["syncer", "serve"], ["doctor"]):
+        said = diloco(*words, "--help")[1]
+        assert [line for line in said.splitlines() if "<bool>" in line and "--help" not in line] == []
+
+
 def test_m15_shells_are_completed() -> None:
     assert "--install-completion" in diloco("--help")[1]
     code, script = diloco("--show-completion", "bash")
