@@ -8,8 +8,8 @@ rule below uses integers alone: no float, no hash order, no locale, no case fold
 
 Pieces wait in a queue, largest first, ties by tensor name. Each goes into the emptiest bin, ties by bin index. A piece
 that would lift its bin above 21/20 of the mean is cut at the first row boundary at which the bin holds at least the
-mean (at an element where one row exceeds 1/20 of the mean), and the rest goes back into the queue. A cut closes its
-bin, because the emptiest bin always holds less than the mean while elements are left; so there are at most P cuts, a
+mean, and the rest goes back into the queue. Where one row exceeds 1/20 of the mean, as one expert of a stack does, the
+cut is at a row within it; where that one does, too, and for vectors, at an element. A cut closes its bin, because the emptiest bin always holds less than the mean while elements are left; so there are at most P cuts, a
 bin holds at most one piece of a tensor, and the largest bin is at most 21/20 of the mean.
 
 One case needs more: 23 equal tensors in 24 bins are each within the bound, and the last bin would stay empty. Whenever
@@ -64,10 +64,11 @@ class Tensor:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def row(self) -> int:
-        """Elements in one row: all but the first dimension. 1 for scalars and vectors."""
-        return math.prod(self.shape[1:])
+    def row_within(self, most: int) -> int:
+        """Elements of the largest rows of at most ``most`` elements: of all dimensions but the first, else but the
+        first two, and so on. 1 for scalars and vectors, and where no row is so small."""
+        rows = (math.prod(self.shape[first:]) for first in range(1, len(self.shape)))
+        return next((row for row in rows if row <= most), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +240,7 @@ def _deal(tensors: Sequence[Tensor], count: int) -> list[list[_Range]]:
     limit, mean = 21 * total, total
 
     def row_cut(index: int, start: int, fill: int) -> int:
-        row = tensors[index].row
-        if 20 * count * row > total:
-            row = 1
+        row = tensors[index].row_within(total // (20 * count))
         least = start - (fill * count - mean) // count  # where the bin holds the mean
         return -(-least // row) * row
 

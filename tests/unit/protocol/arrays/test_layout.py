@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from fractions import Fraction
@@ -54,9 +55,9 @@ def oracle(tensors: list[Tensor], count: int) -> list[list[tuple[str, int, int]]
         fills = [sum(e - s for _, s, e in pieces) for pieces in bins]
         b = fills.index(min(fills))
         if fills[b] + stop - start > Fraction(21, 20) * mean:
-            row = shapes[name].row
-            if row > mean / 20:
-                row = 1
+            shape = shapes[name].shape
+            sizes = [math.prod(shape[first:]) for first in range(1, len(shape))]
+            row = max([size for size in sizes if size <= mean / 20], default=1)
             cut = next(c for c in range(start + 1, stop + 1) if c % row == 0 and fills[b] + c - start >= mean)
             queue.append((name, cut, stop))
             stop = cut
@@ -166,6 +167,16 @@ def test_cuts_are_at_rows_where_rows_are_small() -> None:
     check(layout, model)
     cuts = {p.stop for pieces in layout.fragments for p in pieces if p.tensor == "embedding"}
     assert len(cuts) > 5 and all(cut % 16 == 0 for cut in cuts)
+
+
+def test_cuts_are_at_rows_of_an_expert_where_one_expert_is_large() -> None:
+    """Parts of rows are no matrices, and isotropic merges would leave all experts as they are."""
+    model = [Tensor("experts", (4, 192, 48), "float32"), Tensor("w", (100, 100), "float32")]
+    layout = Layout.build(model, 8)
+    check(layout, model)
+    cuts = {p.stop for pieces in layout.fragments for p in pieces if p.tensor == "experts"}
+    assert len(cuts) > 5 and all(cut % 48 == 0 for cut in cuts)
+    assert any(cut % (192 * 48) for cut in cuts)
 
 
 def test_a_row_of_a_twentieth_of_a_fragment_is_still_cut_between_rows() -> None:
