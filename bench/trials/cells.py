@@ -1,8 +1,8 @@
 """Trials: what each is made of, its result, and a cache of results from which an interrupted run goes on.
 
 A trial's digest is that of all that makes it: the whole job with its defaults, what the job cannot say, ``CODE`` and
-torch's version. ``CODE`` is raised by whoever changes what a trial computes: data, the world, adoption, merge, outer
-optimizers, codec.
+torch's version. ``CODE`` is raised by whoever changes what a trial computes: data, the world, layout, adoption, merge,
+outer optimizers, codec; of those kinds of model whose trials it changes.
 
 A trial uses one core and one thread of torch. Its result is the same on every run of one build of torch.
 """
@@ -28,7 +28,7 @@ from typing import Any
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.merging import settle_merge
 
-CODE = 1
+CODE = {"dense": 1, "moe": 2, "vision": 2}
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
 DEATHS = 2.0  # of each learner in a trial with faults, on average
 AWAY = 0.05  # of the trial's steps that a learner is gone each time
@@ -83,7 +83,7 @@ class Trial:
             for each in fields(self)
             if each.name not in ("sync", "rate") and getattr(self, each.name) != each.default
         }
-        document = {"code": CODE, "torch": version("torch"), "job": made_by, **own}
+        document = {"code": CODE[self.kind], "torch": version("torch"), "job": made_by, **own}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
@@ -200,7 +200,7 @@ class Cache:
 
     def put(self, trial: Trial, result: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"trial": asdict(trial), "code": CODE, "result": dict(result)}, indent=1)
+        text = json.dumps({"trial": asdict(trial), "code": CODE[trial.kind], "result": dict(result)}, indent=1)
         write_whole(self.folder / f"{trial.digest}.json", text.encode())
 
 

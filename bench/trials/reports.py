@@ -64,10 +64,11 @@ def ablation_report(rows: Sequence[TrialRow], note: str) -> ResultDocument:
 
 
 def _document(title: str, rows: Sequence[TrialRow], plots: list[Plot], note: str) -> ResultDocument:
+    codes = ", ".join(f"{kind} {code}" for kind, code in CODE.items())
     return ResultDocument(
         title=title,
         summary=note,
-        facts={"torch": version("torch"), "code of the trials": CODE},
+        facts={"torch": version("torch"), "code of the trials": codes},
         rows=[asdict(row) for row in rows],
         plots=plots,
         notes=[INTERVAL, "Learners train in one process in virtual time; docs/results.md has the commands."],
