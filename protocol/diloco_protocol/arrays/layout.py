@@ -9,8 +9,9 @@ rule below uses integers alone: no float, no hash order, no locale, no case fold
 Pieces wait in a queue, largest first, ties by tensor name. Each goes into the emptiest bin, ties by bin index. A piece
 that would lift its bin above 21/20 of the mean is cut at the first row boundary at which the bin holds at least the
 mean, and the rest goes back into the queue. Where one row exceeds 1/20 of the mean, as one expert of a stack does, the
-cut is at a row within it; where that one does, too, and for vectors, at an element. A cut closes its bin, because the emptiest bin always holds less than the mean while elements are left; so there are at most P cuts, a
-bin holds at most one piece of a tensor, and the largest bin is at most 21/20 of the mean.
+cut is at a row within it; where that one does, too, and for vectors, it is at an element. A cut closes its bin, because
+the emptiest bin always holds less than the mean while elements are left; so there are at most P cuts, a bin holds at
+most one piece of a tensor, and the largest bin is at most 21/20 of the mean.
 
 One case needs more: 23 equal tensors in 24 bins are each within the bound, and the last bin would stay empty. Whenever
 that happens the deal is repeated with every bin's exact share (T·(b+1)//P - T·b//P elements) as its bound and cuts at
