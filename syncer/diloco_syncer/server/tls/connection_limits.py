@@ -96,7 +96,7 @@ def allowance_of(regions: Mapping[str, int], names: Names) -> Allowance:
 class MessagePace:
     """How fast one session's messages, or its process's uploads, are taken."""
 
-    _due: float = 0.0  # when the newest was, at the even pace
+    _due: float = -math.inf  # when the newest was, at the even pace
 
     def count_message(self, now: float) -> float:
         """Count a message; returns for how many seconds the next one shall wait. ``now``: monotonic seconds."""

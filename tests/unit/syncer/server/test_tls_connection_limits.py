@@ -95,6 +95,12 @@ def test_messages_are_taken_at_a_pace_and_some_at_once() -> None:
     assert max(waits[:-1]) < 1e-6 and waits[-1] == pytest.approx(1 / rate, rel=1e-3)
 
 
+def test_a_machine_that_has_just_started_takes_as_many_messages_at_once() -> None:
+    pace = MessagePace()
+    assert max(pace.count_message(0.5) for _ in range(connection_limits.MESSAGES_AT_ONCE)) < 1e-6
+    assert pace.count_message(0.5) > 0
+
+
 @given(st.lists(st.floats(0, 5), max_size=300))
 def test_a_learner_that_reports_fifty_times_a_second_never_waits(pauses: list[float]) -> None:
     pace, now = MessagePace(), 1.0
