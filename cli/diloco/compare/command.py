@@ -98,7 +98,8 @@ def compare(options: CompareOptions) -> int:
     if options.dry_run:
         print_text(text_of(schedule))
         return COMPLETE
-    folder = options.report or Path("runs") / f"chaos-{job.metadata.name}"
+    # The programs run in the job file's folder, so a path of this process's own means another place there.
+    folder = (options.report or Path("runs") / f"chaos-{job.metadata.name}").absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
