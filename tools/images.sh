@@ -34,12 +34,16 @@ engine() {
   else die "nothing to build with: start docker, or install podman, or set LOCALKUBE"; fi
 }
 
-# localkube's builds reach pip's indexes as this machine does. One that is a folder (file://…/simple) links to files
-# beside it, so the folder above it is mounted too.
-folders_of_pip() {
-  local index
-  for index in $(python3 -m pip config list 2>/dev/null | grep -oE "file://[^ ']+" | sed 's,^file://,,' | sort -u); do
-    if [ -d "$(dirname "$index")" ]; then echo "-v"; echo "$(dirname "$index"):$(dirname "$index"):ro"; fi
+# localkube's builds have this machine's settings of pip, and the folders that these name. An index that is a folder
+# (file://…/simple) links to files beside it, so the folder above it is mounted too; and so is a file of constraints.
+mounts_of_pip() {
+  local settings path
+  settings=$(python3 -m pip config list 2>/dev/null || true)
+  {
+    grep -oE "file://[^ ']+" <<<"$settings" | sed 's,^file://,,' | xargs -r -n 1 dirname
+    sed -nE "s/^[^=]*\\.constraint='(.*)'$/\\1/p" <<<"$settings" | tr ' ' '\n'
+  } | sort -u | while read -r path; do
+    if [ -e "$path" ]; then echo "-v"; echo "$path:$path:ro"; fi
   done
 }
 
@@ -55,7 +59,7 @@ build_image() {
       if [ "$file" != Dockerfile ]; then # it builds what is called Dockerfile
         folder=$(mktemp -d); cp -R "$dir/." "$folder"; cp "$dir/$file" "$folder/Dockerfile"
       fi
-      local mounts=(); mapfile -t mounts < <(folders_of_pip)
+      local mounts=(); mapfile -t mounts < <(mounts_of_pip)
       local log; log=$(mktemp)
       if ! "$LOCALKUBE" build "$folder" "$tag" "${mounts[@]}" "$@" >"$log" 2>&1; then
         tail -40 "$log" >&2; rm -f "$log"; die "$tag was not built"
