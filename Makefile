@@ -164,6 +164,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/python tools/contracts.py --check docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --check docs/operator.md
 	$(BIN)/python tools/results_picture.py --check
+	$(BIN)/python tools/trial_tables.py --check docs/results.md
 	$(BIN)/python tools/crd.py --check $(CRDS)
 	$(BIN)/python tools/cluster_examples.py
 	$(BIN)/python tools/chart.py readme --check
@@ -181,7 +182,7 @@ format: $(STAMP) ## Format the code and sort its imports
 bench: $(STAMP) ## Measure merge, codec, wire, overlap, encodings, memory and bandwidth, each against its references (BENCH_ARGS=--quick)
 	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python bench/$$name.py $(BENCH_ARGS); done
 
-# Words for the two below: TRIAL_ARGS="--jobs 2 --sizes small". What was trained is kept in build/trials.
+# Words for the two below: TRIAL_ARGS="--jobs 2 --sizes small". Results are kept in bench/results/trials.jsonl: commit it.
 TRIAL_ARGS ?=
 .PHONY: quality
 quality: $(STAMP) ## Compare the quality with data-parallel training's (hours; goes on where it was; TRIAL_ARGS=--quick)

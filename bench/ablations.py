@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trials.cells import Cache, Trial, default_cache, losses, run_trials
+from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
 from trials.reports import ablation_report, show_trials
 from trials.tables import TrialRow, make_row
 
@@ -198,13 +198,15 @@ class Search:
 
 
 def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRow]:
-    """A row for each arm whose trials are all there."""
+    """A row for each arm whose best rate is known, of as many seeds as it and its reference have."""
     rows, search = [], Search(arms, cache)
     for one in arms:
         rate, _ = search.best_rate(one)
-        base = losses(of_seeds(one.reference, range(seeds)), cache)
-        values = losses(of_seeds(one.at(rate), range(seeds)), cache) if rate is not None else None
-        if rate is not None and base is not None and values is not None:
+        if rate is None:
+            continue
+        own, others = of_seeds(one.at(rate), range(seeds)), of_seeds(one.reference, range(seeds))
+        values, base = common_losses(own, others, cache)
+        if values:
             edge = "*" if rate in (GRID[0], GRID[-1]) else ""
             name = f"{one.trial.merges} merges: {one.name}, outer rate {rate:g}{edge}"
             merges = one.trial.merges
@@ -212,12 +214,23 @@ def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRo
     return rows
 
 
+def chosen_arms(chosen: argparse.Namespace) -> list[Arm]:
+    """Of those groups, at their lengths."""
+    return [
+        replace(one, group=group)
+        for group in chosen.groups
+        for merges in ((1,) if chosen.quick else chosen.lengths or LENGTHS.get(group, MIDDLE))
+        for one in GROUPS[group](Trial(chosen.kind, "small", merges, 0, learners=chosen.learners))
+        if not chosen.arms or any(word in one.name for word in chosen.arms)
+    ]
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
     parser.add_argument("--quick", action="store_true", help="two arms for a few steps: does it run, not what is best")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="results that are there already")
+    parser.add_argument("--cache", type=Path, default=RESULTS, metavar="FILE", help="what there is already")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at once, a core each")
     parser.add_argument("--hours", type=float, default=1e6, help="begin no trial after that; run again to go on")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
@@ -234,13 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     """0: all trials are there; 3: --hours were over before."""
     chosen = parse(arguments)
     seeds = 1 if chosen.quick else chosen.seeds
-    arms = [
-        replace(one, group=group)
-        for group in chosen.groups
-        for merges in ((1,) if chosen.quick else chosen.lengths or LENGTHS.get(group, MIDDLE))
-        for one in GROUPS[group](Trial(chosen.kind, "small", merges, 0, learners=chosen.learners))
-        if not chosen.arms or any(word in one.name for word in chosen.arms)
-    ]
+    arms = chosen_arms(chosen)
     if chosen.quick:
         arms = [replace(one, rates=(one.start,)) for one in arms[:2]]
     cache, complete, search = Cache(chosen.cache), True, Search(arms, Cache(chosen.cache))

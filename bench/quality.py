@@ -11,8 +11,8 @@ Every trial trains a small model from scratch on so many tokens and is scored on
 
 Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
 at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
-intervals are 95 % by Student's t over seeds. Results are cached (--cache, or DILOCO_TRIALS), and an interrupted run
-goes on. bench/ablations.py varies one thing at a time.
+intervals are 95 % by Student's t over seeds. Results are kept in bench/results/trials.jsonl, which is part of the
+repository, and an interrupted run goes on. bench/ablations.py varies one thing at a time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trials import ddp
-from trials.cells import Cache, Trial, default_cache, losses, run_trials
+from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
 from trials.reports import quality_report, show_trials
 from trials.tables import TrialRow, make_row
 
@@ -48,10 +48,11 @@ def references(chosen: argparse.Namespace) -> Iterator[Trial]:
                 yield Trial(kind, size, merges, 0)
 
 
-def arms(reference: Trial, sync: Mapping[str, Any]) -> list[tuple[str, Trial]]:
-    """What is compared with this reference, by name. ``sync``: the job's spec.sync, other than the defaults."""
-    found = [(f"M = {m}", replace(reference, learners=m, sync=sync)) for m in LEARNERS]
-    return [*found, ("M = 4, faults", replace(reference, learners=4, sync=sync, deaths=True))]
+def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]]:
+    """What is compared with this reference, by name."""
+    found = [(f"M = {m}", replace(reference, learners=m, sync=chosen.sync)) for m in LEARNERS]
+    found.append(("M = 4, faults", replace(reference, learners=4, sync=chosen.sync, deaths=True)))
+    return [(name, trial) for name, trial in found if not chosen.arms or any(word in name for word in chosen.arms)]
 
 
 def of_seeds(trial: Trial, seeds: int) -> list[Trial]:
@@ -59,14 +60,14 @@ def of_seeds(trial: Trial, seeds: int) -> list[Trial]:
 
 
 def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
-    """A row for each arm whose trials are all there."""
+    """A row for each arm, of as many seeds as it and its reference have."""
     rows = []
     for reference in references(chosen):
         model, merges = f"{reference.kind}-{reference.size}", reference.merges
-        base = losses(of_seeds(reference, chosen.seeds), cache)
-        for arm, trial in arms(reference, chosen.sync):
-            values = losses(of_seeds(trial, chosen.seeds), cache)
-            if base is not None and values is not None:
+        for arm, trial in arms(reference, chosen):
+            own, others = of_seeds(trial, chosen.seeds), of_seeds(reference, chosen.seeds)
+            values, base = common_losses(own, others, cache)
+            if values:
                 name = f"{model}, {merges} merges: {arm}"
                 rows.append(make_row(name, values, "data-parallel", base, group=model, merges=merges, arm=arm))
     return rows
@@ -97,7 +98,7 @@ def quick_rows() -> list[TrialRow]:
     rows = []
     sync = {"fragments": 4, "every": 8}
     with tempfile.TemporaryDirectory(prefix="diloco-quality-") as folder:
-        cache = Cache(Path(folder))
+        cache = Cache(Path(folder) / "trials.jsonl")
         base = Trial("dense", "small", 2, 0)
         named = [
             ("M = 2", replace(base, learners=2, sync=sync)),
@@ -133,13 +134,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
     parser.add_argument("--quick", action="store_true", help="a few steps: does it run, not how good")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="results that are there already")
+    parser.add_argument("--cache", type=Path, default=RESULTS, metavar="FILE", help="what there is already")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at once, a core each")
     parser.add_argument("--hours", type=float, default=1e6, help="begin no trial after that; run again to go on")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="MERGES")
+    parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")
     parser.add_argument("--rates", action="store_true", help="instead: data-parallel at each inner rate of the grid")
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
@@ -162,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
         replace(trial, seed=seed)
         for reference in references(chosen)
         for seed in range(chosen.seeds)
-        for trial in (reference, *(arm for _, arm in arms(reference, chosen.sync)))
+        for trial in (reference, *(arm for _, arm in arms(reference, chosen)))
     ]
     complete = chosen.show or run_trials(trials, cache, chosen.jobs, chosen.json, end)
     show_quality(quality_rows(chosen, cache), chosen, note)

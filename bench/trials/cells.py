@@ -9,6 +9,7 @@ A trial uses one core and one thread of torch. Its result is the same on every r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,13 +20,12 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.common.files import write_whole
 from diloco_protocol.merging import settle_merge
 
 CODE = {"dense": 1, "moe": 2, "vision": 2}
@@ -184,24 +184,58 @@ def _plan_deaths(world: Any, trial: Trial) -> None:
 # ---------------------------------------------------------------- the cache
 
 
-@dataclass(frozen=True)
 class Cache:
-    """Results in a folder, one file each, whole or absent."""
+    """Results in a file, a line each (JSON), appended as they come, so that several programs can share it.
 
-    folder: Path
+    A line that cannot be read is no result: a run that was killed may have left its last one unfinished.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: dict[str, dict[str, Any]] = {}  # by the trial's digest
+        self._read_bytes = 0  # of the file's beginning
 
     def find(self, trial: Trial) -> dict[str, Any] | None:
-        try:
-            document = json.loads((self.folder / f"{trial.digest}.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        result: dict[str, Any] = document["result"]
-        return result
+        self._read_on()
+        line = self._lines.get(trial.digest)
+        return None if line is None else line["result"]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What is known of each trial, in the file's order."""
+        self._read_on()
+        return list(self._lines.values())
 
     def put(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"trial": asdict(trial), "code": CODE[trial.kind], "result": dict(result)}, indent=1)
-        write_whole(self.folder / f"{trial.digest}.json", text.encode())
+        said = {each.name: getattr(trial, each.name) for each in fields(trial) if not _is_default(trial, each)}
+        line = {"digest": trial.digest, "trial": said, "code": CODE[trial.kind], "result": dict(result)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+") as file:
+            file.seek(0, os.SEEK_END)
+            if size := file.tell():
+                file.seek(size - 1)
+            torn = b"\n" if size and file.read(1) != b"\n" else b""
+            file.write(torn + json.dumps(line, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read_on(self) -> None:
+        """Read what was appended since the last time."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return
+        self._read_bytes += len(whole + end)
+        for text in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                self._lines[line["digest"]] = line
+
+
+def _is_default(trial: Trial, one: Field[Any]) -> bool:
+    default = one.default_factory() if one.default_factory is not MISSING else one.default
+    return bool(getattr(trial, one.name) == default)
 
 
 def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, quiet: bool = False, end: float = math.inf) -> bool:
@@ -252,9 +286,14 @@ def describe(trial: Trial) -> str:
     return f"{trial.kind}-{trial.size}, {trial.merges} merges, seed {trial.seed}, {who}{rest}"
 
 
-def default_cache() -> Path:
-    """DILOCO_TRIALS, or build/trials."""
-    return Path(os.environ.get("DILOCO_TRIALS") or Path(__file__).resolve().parents[2] / "build" / "trials")
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "trials.jsonl"  # in the repository
+
+
+def common_losses(trials: Sequence[Trial], others: Sequence[Trial], cache: Cache) -> tuple[list[float], list[float]]:
+    """The losses of those trials and of those of ``others`` in the same places of which both are there."""
+    pairs = [(cache.find(one), cache.find(other)) for one, other in zip(trials, others, strict=True)]
+    both = [(one["loss"], other["loss"]) for one, other in pairs if one is not None and other is not None]
+    return [one for one, _ in both], [other for _, other in both]
 
 
 def losses(trials: Sequence[Trial], cache: Cache) -> list[float] | None:

@@ -39,9 +39,9 @@ def excess(values: Sequence[float], reference: Sequence[float]) -> Mean:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One arm beside its reference. ``value``: loss in nats; ``ratio``: to the baseline's. ``interval``: half of the
-    95 % interval of the ratio, None of one seed. ``group``: the rows of one plot of the report (reports.py), which has
-    ``arm`` and ``merges`` as its places; empty: in none."""
+    """One arm beside its reference. ``value``: loss in nats, ``baseline_value`` the baseline's. ``ratio``: of one to
+    the other, the mean over seeds. ``interval``: half of the 95 % interval of the ratio, None of one seed. ``group``:
+    the rows of one plot of the report (reports.py), which has ``arm`` and ``merges`` as its places; empty: in none."""
 
     name: str
     value: float
@@ -53,6 +53,7 @@ class TrialRow:
     group: str = ""
     merges: int | None = None
     arm: str = ""
+    baseline_value: float | None = None
 
 
 def make_row(
@@ -69,7 +70,16 @@ def make_row(
     over = excess(values, reference)
     interval = None if math.isnan(over.half) else over.half / 100
     ratio = 1 + over.value / 100
-    return TrialRow(name, mean(values).value, "nats", baseline, ratio, interval, over.seeds, group, merges, arm)
+    value, other = mean(values).value, mean(reference).value
+    return TrialRow(name, value, "nats", baseline, ratio, interval, over.seeds, group, merges, arm, other)
+
+
+def difference(row: TrialRow, digits: int) -> str:
+    """By how many per cent the row's loss is above its baseline's, with the interval where there is one."""
+    if row.ratio is None:
+        return ""
+    spread = "" if row.interval is None else f" ± {100 * row.interval:.{digits}f}"
+    return f"{100 * (row.ratio - 1):+.{digits}f} %{spread}"
 
 
 def print_rows(rows: Sequence[TrialRow], note: str) -> None:
@@ -77,7 +87,6 @@ def print_rows(rows: Sequence[TrialRow], note: str) -> None:
     print(note)
     width = max((len(row.name) for row in rows), default=0)
     for row in rows:
-        over = "" if row.ratio is None else f"  {100 * (row.ratio - 1):+6.2f} %"
-        spread = "" if row.interval is None else f" ± {100 * row.interval:.2f}"
+        over = f"  {difference(row, 2):>8}" if row.ratio is not None else ""
         beside = f" of {row.baseline}" if row.baseline else ""
-        print(f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{spread}{beside}  ({row.seeds} seeds)")
+        print(f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}  ({row.seeds} seeds)")

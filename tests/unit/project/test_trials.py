@@ -18,7 +18,7 @@ from repository import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 
 from trials import outers, sparse
-from trials.cells import Cache, Trial, run_trial
+from trials.cells import RESULTS, Cache, Trial, common_losses, run_trial
 from trials.tables import excess, make_row, mean
 
 RANDOM = np.random.default_rng(3)
@@ -110,7 +110,7 @@ def test_one_learner_without_compression_trains_as_the_reference_does() -> None:
 
 
 def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
-    trial, cache = Trial("dense", "small", 6, 0, learners=4), Cache(tmp_path)
+    trial, cache = Trial("dense", "small", 6, 0, learners=4), Cache(tmp_path / "trials.jsonl")
     assert cache.find(trial) is None
     cache.put(trial, {"loss": 2.0})
     assert cache.find(trial) == {"loss": 2.0}
@@ -135,6 +135,39 @@ def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
     assert cache.find(replace(trial, sync={"every": 24})) == {"loss": 2.0}
     alone = Trial("dense", "small", 6, 0)
     assert alone.digest == replace(alone, sync={"quorum": 2}).digest != replace(alone, rate=1e-3).digest
+
+
+def test_results_are_those_of_whole_lines_whoever_wrote_them(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "trials.jsonl"
+    first, second = Trial("dense", "small", 6, 0), Trial("moe", "small", 6, 0)
+    cache, other = Cache(path), Cache(path)
+    cache.put(first, {"loss": 2.0})
+    assert other.find(first) == {"loss": 2.0} and other.find(second) is None
+    with path.open("ab") as file:
+        file.write(b'{"digest": "of a run that was ki')
+    assert other.find(second) is None
+    other.put(second, {"loss": 3.0})
+    assert cache.find(second) == Cache(path).find(second) == {"loss": 3.0}
+    assert [line["result"]["loss"] for line in Cache(path).lines()] == [2.0, 3.0]
+
+
+def test_seeds_are_compared_where_both_are_there(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "trials.jsonl")
+    alone = [Trial("dense", "small", 6, seed) for seed in range(3)]
+    four = [replace(one, learners=4) for one in alone]
+    for trial, loss in ((alone[0], 1.0), (alone[2], 2.0), (four[1], 3.0), (four[2], 4.0)):
+        cache.put(trial, {"loss": loss})
+    assert common_losses(four, alone, cache) == ([4.0], [2.0])
+
+
+def test_results_in_the_repository_are_of_the_trials_as_they_are_made_now() -> None:
+    """A default, a task or ``CODE`` that changes makes other trials: take their lines out, and run them again."""
+    old = []
+    for line in Cache(RESULTS).lines():
+        said = {**line["trial"], "pace": tuple(line["trial"].get("pace", ()))}
+        if Trial(**said).digest != line["digest"]:
+            old.append(f"{line['digest']} {line['trial']}")
+    assert not old
 
 
 def test_means_have_students_interval() -> None:

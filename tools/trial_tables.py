@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""The tables of quality and of ablations in docs/results.md, from the results in bench/results/trials.jsonl.
+
+``tools/trial_tables.py --write docs/results.md`` puts them between the marks of that page; ``--check`` exits 1 if they
+are not current. Nothing is trained: ``make quality`` and ``make ablations`` do that, and add to the results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import page_tables
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+
+import ablations
+import quality
+from trials.cells import RESULTS, Cache
+from trials.tables import TrialRow, difference
+
+PAPERS_SETTINGS = {"merge": {"method": "rda"}}  # the outer optimizer then follows
+HEAD = ("data-parallel, nats", "this project, nats", "difference", "seeds")
+
+
+def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]) -> str:
+    """A Markdown table: the row's own first cells, then its figures."""
+    lines = [[*columns, *HEAD], ["---"] * (len(columns) + len(HEAD))]
+    for cells, row in rows:
+        base = "" if row.baseline_value is None else f"{row.baseline_value:.3f}"
+        lines.append([*cells, base, f"{row.value:.3f}", difference(row, 1), str(row.seeds)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def quality_table(cache: Cache, sync: dict[str, object]) -> str:
+    chosen = quality.parse(["--sync", json.dumps(sync)])
+    rows = sorted(quality.quality_rows(chosen, cache), key=lambda row: quality.KINDS.index(row.group.partition("-")[0]))
+    return table(
+        ("model", "merges", "learners"),
+        [((row.group.replace("-", ", "), str(row.merges), row.arm.removeprefix("M = ")), row) for row in rows],
+    )
+
+
+def ablation_table(cache: Cache) -> str:
+    arms = ablations.chosen_arms(ablations.parse(["--lengths", *map(str, quality.LENGTHS)]))
+    rows = ablations.ablation_rows(arms, ablations.SEEDS, cache)
+    return table(("what is varied", "arm, at its best outer rate"), [((row.group, row.name), row) for row in rows])
+
+
+def tables() -> dict[str, str]:
+    cache = Cache(RESULTS)
+    return {
+        "quality with the defaults": quality_table(cache, {}),
+        "quality with the paper's settings": quality_table(cache, PAPERS_SETTINGS),
+        "ablations": ablation_table(cache),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(page_tables.main("tools/trial_tables.py", tables()))
