@@ -74,7 +74,17 @@ def install_crd(cluster: Cluster, marks: dict[str, dict[str, str]] | None = None
     for key, values in (marks or {}).items():
         crd["metadata"][key] = {**values, **crd["metadata"].get(key, {})}
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(crd))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/dilocojobs.diloco.io", "--timeout=30s")
+    wait_established(cluster)
+
+
+def wait_established(cluster: Cluster) -> None:
+    """Wait until the API server serves our CRD. (``kubectl wait`` fails at once for an object without conditions.)"""
+
+    def established() -> bool:
+        crd = cluster.api("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/dilocojobs.diloco.io") or {}
+        return any(c["type"] == "Established" and c["status"] == "True" for c in crd["status"]["conditions"])
+
+    until("the CRD is established", established, 30)
 
 
 class Shell:

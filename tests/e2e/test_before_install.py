@@ -10,6 +10,7 @@ import yaml
 
 from repository import ROOT
 
+from .cli_shell import wait_established
 from .clusters import Cluster, CommandFailed, until
 from .conftest import SYSTEM, images, install
 from .jobs import Job, small_job
@@ -26,7 +27,7 @@ def test_a_job_before_the_operator(bare_cluster: Cluster, tmp_path: Path) -> Non
         with pytest.raises(CommandFailed, match=r"helm install"):
             bare_cluster.diloco("apply", str(path))
     bare_cluster.kubectl("apply", "-f", str(ROOT / "manifests" / "crd.yaml"))
-    bare_cluster.kubectl("wait", "--for=condition=Established", "crd/dilocojobs.diloco.io", "--timeout=30s")
+    wait_established(bare_cluster)
     bare_cluster.diloco("apply", str(path))
     job = Job(bare_cluster, "early")
     assert not job.status()

@@ -174,11 +174,14 @@ def test_logs(pods: Shell) -> None:
     assert {line.split()[0] for line in said} == {"syncer", "local-0", "local-1"}
     assert any(re.match(r"local-1 +INFO +slot 1  step \d+$", line) for line in said), said
     assert any(re.match(r"syncer +\d\d:\d\d:\d\d.000 WARNING serving", line) for line in said), said
-    # Merged by time: the two learners count alike, so neither's lines come in one block. A busy node stamps
-    # some lines of one together.
-    until("both learners write for a while", lambda: pods("logs", "tiny").count("step 25\n") == 2, 60)
-    whose = [line.split()[0] for line in pods("logs", "tiny", "local", "--since", "10s").splitlines()]
-    assert sum(a != b for a, b in itertools.pairwise(whose)) > 4, whose
+
+    def changes() -> int:
+        whose = [line.split()[0] for line in pods("logs", "tiny", "local", "--since", "10s").splitlines()]
+        return sum(a != b for a, b in itertools.pairwise(whose))
+
+    # Merged by time: the two learners count alike, so neither's lines come in one block. A busy node runs one of them
+    # for seconds, or stamps lines of one together.
+    until("the learners' lines change places", lambda: changes() > 4, 90)
     (line,) = pods("logs", "tiny", "learner-1", "--tail", "1").splitlines()
     assert re.match(r"INFO +slot 1  step \d+$", line)
     (raw,) = pods("logs", "tiny", "local-1", "--tail", "1", "--raw").splitlines()
