@@ -82,7 +82,8 @@ def wait_established(cluster: Cluster) -> None:
 
     def established() -> bool:
         crd = cluster.api("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/dilocojobs.diloco.io") or {}
-        return any(c["type"] == "Established" and c["status"] == "True" for c in crd["status"]["conditions"])
+        conditions = crd["status"]["conditions"] or ()
+        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
     until("the CRD is established", established, 30)
 
