@@ -169,7 +169,7 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.ci
 def test_logs(pods: Shell) -> None:
-    until("both learners have lines", lambda: pods("logs", "tiny").count("step 0") == 2, 30)
+    until("both learners have lines", lambda: pods("logs", "tiny").count("step 0") == 2, 90)
     said = pods("logs", "tiny", "--tail", "3").splitlines()
     assert {line.split()[0] for line in said} == {"syncer", "local-0", "local-1"}
     assert any(re.match(r"local-1 +INFO +slot 1  step \d+$", line) for line in said), said
