@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,9 +45,12 @@ def quality_table(cache: Cache, sync: dict[str, object]) -> str:
 
 
 def ablation_table(cache: Cache) -> str:
+    """Of those groups of which more than one arm was run: the default is an arm of each."""
     arms = ablations.chosen_arms(ablations.parse(["--lengths", *map(str, quality.LENGTHS)]))
     rows = ablations.ablation_rows(arms, ablations.SEEDS, cache)
-    return table(("what is varied", "arm, at its best outer rate"), [((row.group, row.name), row) for row in rows])
+    run = Counter(row.group for row in rows)
+    shown = [((row.group, row.name), row) for row in rows if run[row.group] > 1]
+    return table(("what is varied", "arm, at its best outer rate"), shown)
 
 
 def tables() -> dict[str, str]:
