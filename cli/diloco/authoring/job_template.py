@@ -153,9 +153,6 @@ def _stop(choices: JobChoices) -> tuple[str, str]:
 
 def _sync(long: bool) -> list[str]:
     every = 24 if long else 12
-    outer, note = ("{lr: 0.7, momentum: 0.9}", "Nesterov")
-    if not long:
-        outer, note = ("{lr: 0.5, momentum: 0.5}", "Nesterov; 0.7 and 0.9 for a run of many thousand steps")
     return [
         "  sync:",
         *_aligned(
@@ -164,7 +161,7 @@ def _sync(long: bool) -> list[str]:
                 (f"    fragments: {every}", "P: parts of the model, merged in turn; at most every"),
                 ("    overlap: 2", "tau: steps that go on while a part is exchanged"),
                 ("    quorum: 1", "K: learners without which nothing is merged"),
-                (f"    outer: {outer}", note),
+                ("    # outer: {lr: 1.4, momentum: 0.5}", "default: by the model's size, docs/choosing.md"),
                 ("    compression: {up: int4, down: bfloat16}", "encodings on the wire"),
             ]
         ),
