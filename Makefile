@@ -220,6 +220,7 @@ tables: $(STAMP) ## Regenerate docs/job.md, the tables of other pages, the pictu
 	$(BIN)/python tools/contracts.py --write docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --write docs/operator.md
 	$(BIN)/python tools/results_picture.py
+	$(BIN)/python tools/trial_tables.py --write docs/results.md
 	$(BIN)/python tools/chart.py readme --write
 
 $(SITE)/.installed: pyproject.toml requirements.lock
