@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from diloco.main import app
@@ -46,6 +47,8 @@ spec:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.untimed
 def test_m12_diloco_run_debug_gives_it_the_jobs_settings_and_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.replace("learner.step == 3", "learner.job.spec.seed != 7"))
     (tmp_path / "job.yaml").write_text(JOB)
@@ -60,7 +63,7 @@ def test_m12_diloco_run_debug_gives_it_the_jobs_settings_and_the_terminal(tmp_pa
         cwd=elsewhere,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,7 +98,7 @@ def test_m12_a_script_trains_alone_and_stops_at_a_breakpoint(tmp_path: Path) -> 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -37,7 +37,7 @@ spec:
   regions: [{{learners: 2}}]
 """
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -73,6 +73,7 @@ def held_out_loss(run: Run, directory: Path) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
 @pytest.mark.parametrize(
     ("model", "trained", "down"),
     [

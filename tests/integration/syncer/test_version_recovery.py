@@ -106,7 +106,7 @@ def holds_merged_version(learner: Learner) -> bool:
     ("service", "epochs_too"),
     [
         pytest.param({}, False, id="records and states", marks=pytest.mark.slow),
-        pytest.param({}, True, id="epochs too"),
+        pytest.param({}, True, id="epochs too", marks=pytest.mark.slow),
         pytest.param({"deterministic": True, "overlap": 2}, False, id="deterministic", marks=pytest.mark.slow),
         pytest.param(
             {"compression": {"up": "int4", "errorFeedback": True, "down": "bfloat16"}},

@@ -26,7 +26,7 @@ from operator_simulation.world import SimulatedOperator, World, simulate
 from operator_world import SPREAD, job_object
 
 CHOSEN = os.environ.get("SIMULATION_SEEDS")
-IN_CI = [pytest.mark.slow, pytest.mark.virtual_time]
+IN_CI = [pytest.mark.slow, pytest.mark.untimed]
 SEEDS = (
     list(range(*map(int, CHOSEN.split(":"))))
     if CHOSEN
@@ -58,7 +58,7 @@ def test_a_job_starts_trains_and_comes_to_rest() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_while_a_learner_never_comes_to_work_turns_and_writes_are_bounded() -> None:
     """A learner crashes whenever it has started, for an hour: a turn a second, and few writes."""
 
@@ -322,7 +322,7 @@ def render_when_the_generation_changes(patch: Patch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 @pytest.mark.parametrize(
     ("put_back", "make", "scenario"),
     [

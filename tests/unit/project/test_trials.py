@@ -96,7 +96,7 @@ def test_a_sparse_push_has_the_largest_values_of_each_chunk_at_two_magnitudes() 
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_one_learner_without_compression_trains_as_the_reference_does() -> None:
     base = Trial("dense", "small", 1, 0)
     sync = {
@@ -181,7 +181,7 @@ def test_means_have_students_interval() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 @pytest.mark.parametrize("kind", ["dense", "moe", "vision"])
 def test_many_learners_at_once_have_the_losses_and_gradients_of_transformers_models(kind: str) -> None:
     import torch

@@ -51,13 +51,13 @@ def simulate(setup: ShellSetup) -> ShellWorld:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_the_same_seed_gives_the_same_world() -> None:
     assert simulate(replace(LOSING, seed=3)).seen == simulate(replace(LOSING, seed=3)).seen
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 @pytest.mark.parametrize("first", range(0, 60, 20))
 @pytest.mark.parametrize("kind", [TROUBLE, LOSING], ids=["trouble", "losing"])
 def test_what_was_told_and_acknowledged_survives_the_stores_trouble(kind: ShellSetup, first: int) -> None:
@@ -87,7 +87,7 @@ async def write_the_state_of_the_first_try(self: Durability, write: Callable[[Sn
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_the_simulation_notices_an_old_state_that_is_written_over_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: a state waited for the store while newer ones were written, and then followed them."""
     monkeypatch.setattr(Durability, "_write_state", write_the_state_of_the_first_try)
@@ -134,7 +134,7 @@ def drain_taken_over() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_the_simulation_notices_a_succeeded_syncer_that_acknowledges_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: it spooled and acknowledged them after its successor had read the store."""
     drain_taken_over()
@@ -149,9 +149,7 @@ SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
 
 # 5: a succeeded syncer made a record that its successor did not see, and took offers of the same steps beside.
 @pytest.mark.parametrize(
-    "seeds",
-    [range(5, 6), pytest.param(range(6, 20), marks=[pytest.mark.slow, pytest.mark.virtual_time])],
-    ids=["5", "more"],
+    "seeds", [range(5, 6), pytest.param(range(6, 20), marks=[pytest.mark.slow, pytest.mark.untimed])], ids=["5", "more"]
 )
 def test_offers_survive_syncers_that_succeed_each_other(seeds: range) -> None:
     worlds = [simulate(replace(SUCCESSIONS, seed=seed)) for seed in seeds]
@@ -159,7 +157,7 @@ def test_offers_survive_syncers_that_succeed_each_other(seeds: range) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_random_worlds_notice_a_succeeded_syncer_that_acknowledges_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "spool_offer", unfenced(Checkpoints.spool_offer))
     with pytest.raises(AssertionError, match="was acknowledged, and is lost"):
@@ -191,7 +189,7 @@ def collect_taken_over(monkeypatch: pytest.MonkeyPatch, collect: Callable[..., A
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_the_simulation_notices_a_succeeded_syncer_that_removes_its_successors_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -88,6 +88,8 @@ def image(tmp_path: Path) -> Image:
     return Image(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.untimed
 def test_a_sealed_cache_is_read_and_one_of_other_sources_is_not_used(image: Image) -> None:
     assert "data saved" in image.run(sealed=False, classes=CLASS)
     said = image.run(sealed=True, classes=CLASS)
@@ -100,7 +102,7 @@ def test_a_sealed_cache_is_read_and_one_of_other_sources_is_not_used(image: Imag
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_without_the_class_numba_would_not(image: Image) -> None:
     """Why the class is there: with numba's own, the same sealed cache is passed over."""
     image.run(sealed=False, classes=CLASS)
@@ -109,7 +111,7 @@ def test_without_the_class_numba_would_not(image: Image) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_what_was_not_built_goes_to_the_next_locator(image: Image) -> None:
     """A user's own function in a derived image: cached in the user's folder, as ever."""
     classes = f"{CLASS},UserWideCacheLocator"

@@ -36,7 +36,7 @@ def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
     run = CoreRun(repetitions=4, failures=300, steps=2000, learner_steps=8000)
     rows = core_rows((1_200_000,), (1, 2, 4), FleetConditions(), run, CellCache(tmp_path, []), silent)
@@ -44,7 +44,7 @@ def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.virtual_time
+@pytest.mark.untimed
 def test_unequal_learners_do_not_wait_but_merge_more_rarely(tmp_path: Path) -> None:
     run = CoreRun(repetitions=2, steps=160)
     wide, racing, grace = uneven_core_rows(FleetConditions(), run, CellCache(tmp_path, []), silent)
