@@ -59,9 +59,11 @@ $(STAMP): pyproject.toml requirements.lock
 	  echo "Name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not make $(VENV): some systems keep venv in a package of its own (python3-venv)." >&2; exit 1; }
-	@echo "Installing into $(VENV) (the first time takes minutes: torch is large)"
+	@echo "Installing into $(VENV), the first time in some minutes: 1 of 3, torch (the largest)"
 	@$(PIP_INSTALL) -c requirements.lock $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) $(TORCH)
+	@echo "2 of 3, this project and the packages that it uses"
 	@$(PIP_INSTALL) -c requirements.lock -e '.[$(EXTRAS)]'
+	@echo "3 of 3, compiling the kernels that merge and encode"
 	@$(BIN)/python -c 'import $(KERNELS); from diloco_protocol.arrays.kernels import compile_all; compile_all()'
 	@touch $@
 

@@ -98,6 +98,7 @@ load() {
   local cluster=$1 kind=${1%%:*} name=${1#*:} with archive tag; shift
   local tags=("$@"); [ $# -gt 0 ] || mapfile -t tags < <(tags)
   with=$(CLUSTER=$kind:$name engine)
+  say "loading ${#tags[@]} images into $kind:$name (the worker's has torch: a minute or more)"
   case $kind in
     localkube)
       [ "$with" = localkube ] || die "a localkube cluster takes images that localkube built (ENGINE=localkube)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,13 +95,29 @@ def job_name(text: str) -> str:
     return text
 
 
-def run_or_job(text: str) -> str:
-    """A run's directory, or the name of a job in a cluster."""
-    if _NAME.fullmatch(text) is None and not Path(text).exists():
+def run_or_job(text: str | None) -> str | None:
+    """A run's directory, or the name of a job in a cluster; None: not given."""
+    if text is not None and _NAME.fullmatch(text) is None and not Path(text).exists():
         raise typer.BadParameter(
             f"{text!r} is no run's directory, and no job's name: lower-case letters, digits and dashes, at most 30"
         )
     return text
+
+
+def program_name() -> str:
+    """How a person calls this program from here: ``diloco``, or by its path where the shell would not find it."""
+    called = Path(sys.argv[0])
+    if called.name != "diloco" or shutil.which("diloco") is not None:
+        return "diloco"
+    here = Path.cwd()
+    return str(called.relative_to(here) if called.is_relative_to(here) else called)
+
+
+def named_job(argument: str | None, usage: str) -> str:
+    """The job of a command that was sent to a cluster. Raises CommandError if none is named."""
+    if argument is None:
+        raise CommandError(f"name the job in the cluster: {usage} JOB")
+    return argument
 
 
 def means_job(argument: str | None) -> bool:

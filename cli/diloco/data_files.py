@@ -13,14 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco_protocol.common.data_files import (
-    HEAD_BYTES,
-    TABLES,
-    appearance,
-    first_record_problem,
-    is_gzipped,
-    record_format,
-)
+from diloco_protocol.common.data_files import HEAD_BYTES, TABLES, appearance, head_problem, is_gzipped, record_format
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import Problem
 
@@ -86,7 +79,7 @@ def _problem(file: Path, field: str) -> str:
                 looks = appearance(raw.read(HEAD_BYTES))
                 return f"would be read as plain bytes, and looks like something else: {looks}" if looks else ""
             unpacked = gzip.GzipFile(fileobj=raw) if is_gzipped(file.name) else raw
-            said = first_record_problem(format, unpacked.read(HEAD_BYTES), field)
+            said = head_problem(format, unpacked.read(HEAD_BYTES), field)
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         said = f"it cannot be read: {error}"
     return f"would not be read as {format.value} with textField {field}: {said}" if said and format else said

@@ -15,7 +15,7 @@ from diloco.authoring import commands as authoring_commands
 from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
-from diloco.console import CommandError, command, job_file, means_job, print_text
+from diloco.console import CommandError, command, job_file, means_job, named_job, print_text
 from diloco.doctor import commands as doctor_commands
 from diloco.machines import commands as machine_commands
 from diloco.simulate import commands as simulate_commands
@@ -481,13 +481,13 @@ def export(
 @command
 def report(
     what: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="WORKDIR|JOB|FIGURES.json",
             help="A run's directory, a job in a cluster, or with --html a file: what a measurement printed with "
-            "--json, or a report.json.",
+            "--json, or a report.json.  [default: the newest run below ./runs]",
         ),
-    ],
+    ] = None,
     page: Annotated[
         Path | None,
         typer.Argument(
@@ -519,7 +519,7 @@ def report(
         from diloco.local.report import write_pages
 
         if there.given or means_job(what):
-            raise CommandError(f"pages are made of files: diloco report {what} -o report.json, then of that")
+            raise CommandError(f"pages are made of files: diloco report {what or 'JOB'} -o report.json, then of that")
         if out is not None or as_json:
             raise CommandError("--html and --markdown go without -o and --json: name the page after --html")
         write_pages(what, page, html, markdown)
@@ -532,9 +532,9 @@ def report(
 
     with in_cluster(None if there.given else what):
         if there.given or means_job(what):
-            report_job(there, what, out, as_json)
+            report_job(there, named_job(what, "diloco report"), out, as_json)
             return
-        show_report(read_report(what), what, out, as_json)
+        show_report(read_report(what), what or "the newest run", out, as_json)
 
 
 version.add_to(app)

@@ -27,12 +27,14 @@ _WIDTH = 100
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What was found in the job file ``source``. ``job``: None where the file is none. ``problems``: empty, or the job
-    is refused. ``figures``: what was measured of the job, for programs; ``figure_lines``: the same for people."""
+    is refused. ``refused_here``: the job is valid, and `diloco run` would not start it on this machine as things are.
+    ``figures``: what was measured of the job, for programs; ``figure_lines``: the same for people."""
 
     source: str
     job: DiLoCoJob | None
     problems: Sequence[Problem] = ()
     warnings: Sequence[Problem] = ()
+    refused_here: bool = False
     figures: Mapping[str, Any] = field(default_factory=dict)
     figure_lines: Sequence[str] = ()
 
@@ -46,7 +48,7 @@ class Verdict:
         if self.problems or self.job is None:
             head = problems_text(JobError(self.problems, self.source))
         else:
-            head = "\n".join([summary_text(self.job, (), self.source), *self.figure_lines])
+            head = "\n".join([summary_text(self.job, (), self.source, self.refused_here), *self.figure_lines])
         return "\n".join([head, *warnings_text(self.warnings)])
 
     @property
@@ -55,6 +57,7 @@ class Verdict:
         job = self.job
         return {
             "valid": not self.problems,
+            "refused_here": self.refused_here,
             "source": self.source,
             "job": None if job is None else job.metadata.name,
             "digest": None if job is None else spec_digest(job),
@@ -76,8 +79,9 @@ def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -
     except JobError as error:
         return Verdict(error.source or str(path), None, error.problems)
     directory = Path(path).resolve().parent
-    warnings = [*notes, *job_warnings(job), *absent_data(job, directory), *doubtful_data(job, directory)]
-    return Verdict(str(path), job, warnings=warnings)
+    absent = absent_data(job, directory)
+    warnings = [*notes, *job_warnings(job), *absent, *doubtful_data(job, directory)]
+    return Verdict(str(path), job, warnings=warnings, refused_here=bool(absent))
 
 
 def read_job_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:
@@ -109,8 +113,9 @@ def _indented(text: str, indent: str) -> str:
     )
 
 
-def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str = "") -> str:
-    """A valid job in a few lines, with its warnings under it."""
+def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str = "", refused_here: bool = False) -> str:
+    """A valid job in a few lines, with its warnings under it. ``refused_here``: see ``Verdict``."""
+    here = ", which `diloco run` would not start on this machine (see the warnings)" if refused_here else ""
     spec = job.spec
     training, sync = spec.training, spec.sync
     unit, limit = training.stop.kind, training.stop.limit
@@ -128,7 +133,7 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
         if spec.evaluator.command is not None:
             evaluated = f"by a program of its own ({spec.evaluator.command[0]})"
     lines = [
-        f"{source + ': ' if source else ''}a valid job",
+        f"{source + ': ' if source else ''}a valid job{here}",
         f"  name      {job.metadata.name}",
         f"  trains    {_trained(job)} until {stop}",
         f"  learners  {spec.slots} ({regions}), quorum {spec.quorum}",

@@ -43,10 +43,10 @@ with diloco_worker.Learner.from_environment(model, optimizer) as learner:
 """
 ERROR = "NameError: name 'lss' is not defined"
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
-def diloco(*words: str | Path, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+def diloco(*words: str | Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco.main", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
@@ -82,11 +82,37 @@ def test_h1_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
 def test_h1_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None:
     check_failed(tmp_path, run(tmp_path, LOOP))
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
+def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_the_end(tmp_path: Path) -> None:
+    program = LOOP.replace("loss = lss", "time.sleep(0.1)\n        loss = 1.0 if learner.step < 12 else lss")
+    program = f"import time\n{program}"
+    done = run(tmp_path, program, 1, "--set", "failurePolicy.maxReplacements=3")
+    assert done.returncode == 1, done.stdout + done.stderr
+    again = [line for line in done.stdout.splitlines() if "starting it again" in line]
+    assert done.stdout.count("the end of ") == 1 and ERROR not in again[0], "the first end shows its traceback"
+    assert ERROR in again[-1] and "; replacement 3 of at most 3 without a merge" in again[-1], done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["merges"] > 0 and ERROR in report["message"] and "maxReplacements: 3" in report["message"]
+    events = diloco("events", tmp_path / "run")
+    assert f"its process ended (exit code 1: {ERROR}" in events.stdout, events.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.untimed
+def test_a_program_that_never_joins_and_ends_well_fails_the_job_with_the_way_to_join(tmp_path: Path) -> None:
+    done = run(tmp_path, "print('trained by myself')\n")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ended 3 times with the same error" in done.stderr and "Learner.from_environment" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.untimed
 def test_h1_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(*arguments, **more):\n    return lss\n")
     (tmp_path / "job.yaml").write_text(
@@ -101,6 +127,8 @@ def test_h1_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) 
     check_failed(tmp_path, diloco("run", tmp_path / "job.yaml", "--workdir", tmp_path / "run"))
 
 
+@pytest.mark.slow
+@pytest.mark.untimed
 def test_h4_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     """As where a package of its own is not installed."""
     (tmp_path / "train.py").write_text("raise SystemExit('never started')")
@@ -113,7 +141,7 @@ def test_h4_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp
         env={**os.environ, "PYTHONPATH": f"{hidden.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "syncer ended 3 times before it answered" in done.stderr

@@ -151,7 +151,10 @@ def test_sizes_and_what_is_to_come(tmp_path: Path) -> None:
     # 256·32 twice, and two layers of 4·32² + 3·32·64 + 2·32, and the last norm
     parameters = 2 * 256 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert f"  parameters {parameters:,} (148 kB float32); per learner about " in said and "syncer about " in said
-    assert "50 steps of each learner, 12,800 tokens; 256 tokens in a step of every learner" in said
+    assert (
+        "50 steps of each learner, if they are equally fast, 12,800 tokens; 256 tokens in a step of every learner"
+        in said
+    )
 
 
 def test_the_same_for_programs(tmp_path: Path) -> None:
@@ -174,6 +177,8 @@ def test_a_model_far_beyond_this_machine_takes_no_memory_and_is_warned_of(tmp_pa
     assert "TB of memory (" in warning and "`diloco run` does not start it here" in warning
 
 
+@pytest.mark.slow
+@pytest.mark.untimed
 def test_the_command_asks_a_process_that_loads_torch(tmp_path: Path) -> None:
     job = write_job(tmp_path, {"config": {**LLAMA, "model_type": "lama"}})
     result = CliRunner().invoke(app, ["validate", str(job)])
@@ -187,10 +192,11 @@ def test_the_command_asks_a_process_that_loads_torch(tmp_path: Path) -> None:
 
 def diloco_run(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(job.parent / "run"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
 def test_a_run_is_refused_before_its_syncer_starts(tmp_path: Path) -> None:
     done = diloco_run(write_job(tmp_path, {"config": {**LLAMA, "num_hidden_layer": 2}}))
     assert done.returncode == 2, done
@@ -212,6 +218,7 @@ def test_a_run_without_its_data_or_program_is_refused_at_once(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
 def test_the_fork_server_is_asked_and_what_cannot_fit_needs_force(tmp_path: Path) -> None:
     workdir = Workdir(tmp_path / "run")
     workdir.logs.mkdir(parents=True)

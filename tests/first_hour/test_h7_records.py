@@ -53,14 +53,15 @@ def validate(job: Path, *overrides: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.untimed
+@pytest.mark.timeout(600)
 def test_a_jsonl_file_is_trained_on_as_records_and_the_run_says_what_it_found(job: Path) -> None:
     workdir = job.parent / "run"
     done = subprocess.run(
         [sys.executable, "-m", "diloco.main", "run", str(job), "--workdir", str(workdir)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -101,9 +102,10 @@ def test_records_under_another_name_are_told_with_the_fix(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"body": "x"}\n', "its first record has no field text; its fields are body"),
-        ("prose\n", "its first line is not JSON"),
-        ("[1]\n", "its first line holds no JSON object"),
+        ('{"body": "x"}\n', "line 1 has no field text; its fields are body"),
+        ('{"text": "x"}\n\n{"text": 3}\n', "line 3 has no text in its field text"),
+        ("prose\n", "line 1 is not JSON"),
+        ("[1]\n", "line 1 holds no JSON object"),
     ],
 )
 def test_validate_sees_the_first_record(job: Path, content: str, words: str) -> None:

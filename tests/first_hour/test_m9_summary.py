@@ -57,7 +57,7 @@ def test_m9_the_demos_story() -> None:
     for words in (
         "5.545 at the start, 1.812 at the end (nats per token)",
         "1,803,264 trained, 1,798,230 merged, nothing pending, 5,034 dropped (0.28 %: 5,000 with a process that ended",
-        "1,248; each fragment 51 to 53 times, in 2,520 steps of a learner",
+        "1,248; each fragment 51 to 53 times, in 2,520 steps of the fastest learner",
         "98 % of the learners' time is in the merged model; training went on 99.9 % of the time",
         "79.2 MB up, 76 MB down",
         "1 min 35 s",

@@ -24,7 +24,7 @@ def judge_file(
     """The verdict on the job file at ``path`` and on whether the job can run here. ``ask``: asks the worker.
 
     What this machine lacks is wrong too, unless the job is for a cluster. Data may be where the job runs: that they
-    are not here is a warning in any case."""
+    are not here is a warning in any case, and the verdict says that `diloco run` would refuse the job here."""
     read = validate_file(path, overrides)
     job, warnings = read.job, [*read.warnings]
     if job is None:
@@ -33,12 +33,15 @@ def judge_file(
     found = ask(job, directory)
     here = [*find_absent_programs(job, directory), *find_absent_modules(job, directory), *found.here]
     elsewhere = is_for_cluster(job)
+    refused = read.refused_here or (elsewhere and bool(here))
     wrong, excused = ([*found.wrong], here) if elsewhere else ([*found.wrong, *here], list[Problem]())
     if not wrong and found.model is not None and not elsewhere:
         shortage = memory_shortage(estimate_memory(job, found.model, found.device), free_memory())
         unstarted = f"{shortage}; `diloco run` does not start it here without --force"
         warnings += [Problem("", None, unstarted)] if shortage else []
-    return Verdict(str(path), job, wrong, [*warnings, *excused], figures_document(job, found), figures_text(job, found))
+        refused = refused or bool(shortage)
+    figures, lines = figures_document(job, found), figures_text(job, found)
+    return Verdict(str(path), job, wrong, [*warnings, *excused], refused, figures, lines)
 
 
 def figures_document(job: DiLoCoJob, found: JobFindings) -> dict[str, Any]:
@@ -72,5 +75,7 @@ def _to_come(job: DiLoCoJob, steps: int | None, step_tokens: int) -> str:
     each = f"{step_tokens:,} tokens in a step of {'every learner' if learners > 1 else 'the learner'}"
     if steps is None:
         return f"{each}; how many steps {job.spec.training.stop.limit:g} seconds hold is not known"
-    whole = f"{steps:,} steps of {'each learner' if learners > 1 else 'the learner'}, {steps * step_tokens:,} tokens"
+    shared = ", if they are equally fast" if learners > 1 and job.spec.training.stop.kind == "tokens" else ""
+    who = "each learner" if learners > 1 else "the learner"
+    whole = f"{steps:,} steps of {who}{shared}, {steps * step_tokens:,} tokens"
     return f"{whole}; {each}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.console import CommandError, command, duration, job_file, job_name, means_job, run_or_job
+from diloco.console import CommandError, command, duration, job_file, job_name, means_job, named_job, run_or_job
 
 DELETE_SECONDS = 120.0
 
@@ -39,9 +39,11 @@ Kubeconfig = Annotated[
 ]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", callback=job_name)]
 RunOrJob = Annotated[
-    str,
+    str | None,
     typer.Argument(
-        metavar="WORKDIR|JOB", help="A run's directory, or the name of a job in a cluster.", callback=run_or_job
+        metavar="WORKDIR|JOB",
+        help="A run's directory, or the name of a job in a cluster.  [default: the newest run below ./runs]",
+        callback=run_or_job,
     ),
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until it has happened, with lines of progress.")]
@@ -117,7 +119,7 @@ def apply(
 
 
 def events(
-    job: RunOrJob,
+    job: RunOrJob = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep listing new events.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object per line, for programs.")] = False,
     context: Contexts = [],  # noqa: B006
@@ -146,11 +148,11 @@ def events(
     from diloco.cluster.status import show_events
 
     with in_cluster(None if there.given else job):
-        show_events(there, job, watch, as_json)
+        show_events(there, named_job(job, "diloco events"), watch, as_json)
 
 
 def logs(
-    job: RunOrJob,
+    job: RunOrJob = None,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -195,7 +197,7 @@ def logs(
     from diloco.cluster.logs import LogOptions, show_logs
 
     with in_cluster(None if there.given else job):
-        return show_logs(LogOptions(there, job, target, follow, since, tail, previous, raw))
+        return show_logs(LogOptions(there, named_job(job, "diloco logs"), target, follow, since, tail, previous, raw))
 
 
 def scale(

@@ -25,12 +25,14 @@ REFUSED = "refused"  # before anything was started: no report is written
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How the run ended: report.json's ``outcome`` (or REFUSED), the exit code, and why."""
+    """How the run ended: report.json's ``outcome`` (or REFUSED), the exit code, and why. ``note``: what was wrong
+    meanwhile."""
 
     outcome: str
     exit_code: int
     message: str = ""
     log_of: str = ""  # the process whose log has more
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path) -> RunRepo
     own = {
         "training_loss": None if is_scored(report) else read_training_loss(metrics),
         "outcome": result.ended.outcome,
-        "message": result.ended.message,
+        "message": "; ".join(part for part in (result.ended.message, result.ended.note) if part),
         "wall_seconds": round(result.wall_seconds, 3),
         "faults": fault_report.rows(result.faults, result.events),
         "syncer": ReportSyncer(

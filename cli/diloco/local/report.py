@@ -19,24 +19,23 @@ from diloco_protocol.documents import DocumentError, RunReport, read_document
 RENDERERS = {".html": render_html, ".md": render_markdown}
 
 
-def write_pages(what: str, file: Path | None, html: bool, markdown: bool) -> None:
-    """Write the page or both; ``file``: the HTML's name, or the Markdown's where that alone is wanted.
-    Raises CommandError."""
+def write_pages(what: str | None, file: Path | None, html: bool, markdown: bool) -> None:
+    """Write the page or both. ``what``: a run's directory or a file; None: the newest run below ./runs. ``file``:
+    the HTML's name, or the Markdown's where that alone is wanted. Raises CommandError."""
     document, default = _result(what)
     base = file or default
     for suffix, wanted in ((".html", html), (".md", markdown)):
         if wanted:
             path = base if file is not None and not (html and markdown) else base.with_suffix(suffix)
-            if path == Path(what):
+            if what is not None and path == Path(what):
                 raise CommandError(f"{path} is what the report is made of: name another file")
             print_text(f"{write_text(path, RENDERERS[suffix](document))}: {document.title}")
 
 
-def _result(what: str) -> tuple[ResultDocument, Path]:
+def _result(what: str | None) -> tuple[ResultDocument, Path]:
     """The document, and the name of its pages less the suffix's."""
-    path = Path(what)
-    if path.is_file():
-        return _from_file(path), path
+    if what is not None and Path(what).is_file():
+        return _from_file(Path(what)), Path(what)
     workdir = find(what)
     try:
         curves = read_curves(workdir.metrics_file)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.checks.machine import find_absent
 from diloco.checks.start import StartCheck
-from diloco.console import CommandError, print_text
+from diloco.console import CommandError, print_text, program_name
 from diloco.local.chaos import schedule as chaos
 from diloco.local.outcome import REFUSED, RunResult, complete_report
 from diloco.local.runner import Runner
@@ -57,7 +58,9 @@ def run(options: RunOptions) -> int:
         raise CommandError(str(error)) from error
     _check_report_path(options)
     _check_packages(job, options.serving)
-    with locked(options.workdir or Path("runs") / job.metadata.name) as workdir:
+    path = options.workdir or Path("runs") / job.metadata.name
+    is_new = not path.exists()
+    with locked(path) as workdir, _removed_if_refused(workdir, is_new):
         if options.serving is None and (absent := find_absent(job, options.job.absolute().parent)):
             raise CommandError(problems_text(JobError(absent, str(options.job))))
         again = claim(workdir, job, options.job.absolute().parent)
@@ -87,6 +90,17 @@ def run(options: RunOptions) -> int:
                 return result.ended.exit_code or 1
         _tell(result, report, workdir, options.as_json)
         return result.ended.exit_code
+
+
+@contextlib.contextmanager
+def _removed_if_refused(workdir: Workdir, is_new: bool) -> Iterator[None]:
+    """Leave nothing of a run that was refused before it began. ``is_new``: this command has made the directory."""
+    try:
+        yield
+    except CommandError:
+        if is_new and not workdir.has_begun():
+            shutil.rmtree(workdir.path, ignore_errors=True)
+        raise
 
 
 def _check_packages(job: DiLoCoJob, serving: ServeOptions | None) -> None:
@@ -182,8 +196,10 @@ def _tell(result: RunResult, report: RunReport, workdir: Workdir, as_json: bool)
         print_text(f"error: {ended.message}", file=sys.stderr)
     if ended.outcome == "interrupted":
         begun = f"continues from {workdir.store}" if workdir.has_begun() else "starts anew: nothing was trained yet"
+        if ended.note:
+            print_text(f"note: {ended.note}", file=sys.stderr)
         console.print(f"the same command {begun}", highlight=False)
-    if report.merges and not ended.message:
+    if report.merges and ended.outcome != "failed":
         console.print(f"next: {' · '.join(next_commands(workdir))}", highlight=False)
     if ended.outcome == "failed":
         print_text(f"error: {ended.message or 'the job failed'}", file=sys.stderr)
@@ -200,8 +216,13 @@ def next_commands(workdir: Workdir) -> list[str]:
     with contextlib.suppress(ValueError):
         here = here.relative_to(Path.cwd())
     model = Path("model") if not Path("model").exists() else Path(f"{workdir.path.name}-model")
-    commands = [f"diloco export {here} {model}/", f"diloco report {here} --html"]
-    return [*commands, f"tensorboard --logdir {here / 'tensorboard'}"] if workdir.tensorboard.is_dir() else commands
+    program = program_name()
+    commands = [f"{program} export {here} {model}/", f"{program} report {here} --html"]
+    return (
+        [*commands, f"{program.removesuffix('diloco')}tensorboard --logdir {here / 'tensorboard'}"]
+        if workdir.tensorboard.is_dir()
+        else commands
+    )
 
 
 def tail(path: Path, lines: int) -> list[str]:

@@ -50,6 +50,7 @@ from diloco.processes.worker_specs import (
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
+from diloco_protocol.common.program_errors import shorten
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
 
@@ -59,6 +60,7 @@ METRICS_SECONDS = 1.0
 DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
+MAX_SAID = 160  # characters of an error in a line that says more
 ENDED_TRIES = 5  # process-ended calls while the syncer does not answer
 Check = Callable[[ForkServerClient], Awaitable[str]]
 
@@ -128,6 +130,7 @@ class Runner:
         self._watchdog = Watchdog()
         self._need = ""  # of memory, in words, where it is known before the start
         self._errors = ExitErrors(workdir.log, self._memory_need)
+        self._last_errors: dict[str, str] = {}  # by process
         self._unjoined = UnjoinedLearners()
         self._killed_syncer = False  # this one, because it did not answer
         self._complete_already = False
@@ -270,7 +273,8 @@ class Runner:
         output = self.watch.output
         if phase == JobPhase.COMPLETE and output is not None and output.state == "failed":
             return RunOutcome(outcome, 1, f"the merged model was not written to {output.uri}: {output.message}")
-        return RunOutcome(outcome, code, self.watch.message if code else "")
+        note = self._unhealed() if outcome == "interrupted" else ""
+        return RunOutcome(outcome, code, self.watch.message if code else "", note=note)
 
     def _reason_to_kill_syncer(self) -> str:
         """Why the syncer that runs and does not answer is of no use any more; empty: it may be yet."""
@@ -346,9 +350,12 @@ class Runner:
                 how = await process.wait()
                 self.running.pop(worker.name, None)
                 on_purpose = self.injector.ended(worker.name, time.time())
-                error = None if on_purpose else self._errors.find(worker.name, worker.kind, how)
+                error = None
+                if not on_purpose:
+                    joined = self.watch.has_joined(self.watch.process_ids[worker.name])
+                    error = self._errors.find(worker.name, worker.kind, how, joined)
                 if worker.kind is Kind.LEARNER and not self._stopping:
-                    self._spawn(self._report_ended(worker, self.watch.process_ids[worker.name], how))
+                    self._spawn(self._report_ended(worker, self.watch.process_ids[worker.name], how, error))
             if not await self._apply_restart_decision(worker, how, error):
                 return
 
@@ -358,6 +365,8 @@ class Runner:
             # It may have left because the job ends, which we have not heard yet, or there may have been a merge.
             await self._poll()
         text = "" if error is None else error.text
+        if text:
+            self._last_errors[worker.name] = shorten(text, MAX_SAID)
         decision = self.supervisor.ended(
             worker.name,
             worker.kind,
@@ -370,7 +379,10 @@ class Runner:
         if isinstance(decision, Restart):
             delay = max(0.0, decision.at - time.monotonic(), self.injector.away_seconds(worker.name))
             again = f"again in {delay:.1f} s" if delay > 0 else "again at once"
-            self.screen.event(f"{worker.name} ended ({describe_end(worker.kind, how)}), starting it {again}", "yellow")
+            said = self._describe_repeated(worker, error)
+            self.screen.event(
+                f"{worker.name} ended ({describe_end(worker.kind, how)}{said}), starting it {again}", "yellow"
+            )
             self._errors.show(worker.name, error, self.screen)
             self.view.notes[worker.name] = "starting"
             await asyncio.sleep(delay)
@@ -386,6 +398,14 @@ class Runner:
             self._errors.show(worker.name, error, self.screen)
         return False
 
+    def _describe_repeated(self, worker: WorkerSpec, error: ExitError | None) -> str:
+        """Of an error that was shown before: what it was, and how often its process was replaced by now."""
+        if error is None or not self._errors.was_shown(error):
+            return ""
+        text = f": {shorten(error.text, MAX_SAID)}"
+        times, most = self.supervisor.since_merge.get(worker.name, 0), self.supervisor.max_replacements
+        return f"{text}; replacement {times} of at most {most} without a merge" if times else text
+
     def _memory_need(self) -> str:
         status = self.view.status
         return self._need or memory_need_text(self.job.spec, status.parameters if status is not None else 0)
@@ -400,13 +420,14 @@ class Runner:
             return not self.watch.closing and not done
         return True
 
-    async def _report_ended(self, worker: WorkerSpec, process_id: str, how: Exit) -> None:
+    async def _report_ended(self, worker: WorkerSpec, process_id: str, how: Exit, error: ExitError | None) -> None:
         """Tell the syncer at once; it would find out by silence, but later."""
+        end = describe_end(worker.kind, how)
         body = {
             "region": worker.region,
             "ordinal": worker.ordinal,
             "process": process_id,
-            "reason": describe_end(worker.kind, how),
+            "reason": end if error is None or error.text == end else f"{end}: {shorten(error.text, MAX_SAID)}",
         }
         for tries in range(ENDED_TRIES):
             try:
@@ -440,12 +461,24 @@ class Runner:
                 raise SyncerError("nothing has been trained yet")
             await self.syncer.call(ControlMethod.ANNOUNCE, {"phase": "interrupted", "message": "stopped by the user"})
             await asyncio.sleep(DRAIN_SECONDS)
+            if self.watch.ended:
+                return  # it drained; a process that does not leave is waited for elsewhere
             self.screen.event(
                 f"the job did not drain within {DRAIN_SECONDS:.0f} s; its last durable state is kept", "red"
             )
         except SyncerError:
             pass  # there is nobody to drain to; what is durable stays
-        self._decide(RunOutcome("interrupted", 130))
+        self._decide(RunOutcome("interrupted", 130, note=self._unhealed()))
+
+    def _unhealed(self) -> str:
+        """Whose starts have been in vain since the last merge, in words; empty: nobody's."""
+        vain = self.supervisor.since_merge
+        parts = [
+            f"{name} was replaced {times} times, at last for: {self._last_errors[name]}"
+            for name, times in sorted(vain.items())
+            if times and name in self._last_errors
+        ]
+        return f"nothing has been merged since {'; '.join(parts)}" if parts else ""
 
     async def _wait_for_exits(self, outcome: RunOutcome) -> None:
         """Let the processes go by themselves, where the syncer has told them to."""

@@ -53,6 +53,14 @@ class RunView:
     processes: dict[tuple[str, int], str] = field(default_factory=dict)  # (region, ordinal) -> name
     notes: dict[str, str] = field(default_factory=dict)  # process -> what the runner does about it
     serving: bool = False  # the syncer answers
+    run_seconds: float | None = None  # since this run began; None: it is looked at from outside
+
+    @property
+    def seconds(self) -> float:
+        """What the clock shows: the run's time, from outside the job's own, which begins with its first step."""
+        if self.run_seconds is not None:
+            return self.run_seconds
+        return 0.0 if self.status is None else self.status.elapsed_seconds
 
 
 class Screen(Protocol):
@@ -169,7 +177,7 @@ def progress_line(view: RunView) -> str:
     pace = "; ".join(part for part in (time_left(view), f"{number(status.tokens_per_second)}/s") if part)
     reasons = "".join(f"  ({reason})" for reason in (blocked_by(status), silence(view)) if reason)
     return (
-        f"{status.elapsed_seconds:7.1f} s  {status.phase}  {_progress(view)} ({pace})"
+        f"{view.seconds:7.1f} s  {status.phase}  {_progress(view)} ({pace})"
         f"  loss {_losses(status)}  merged {nats(merged_loss(status))}"
         f"  versions {min(versions)}..{max(versions)}"
         f"  quorum {status.quorum.active}/{status.quorum.required}{reasons}"
@@ -212,7 +220,7 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
     cells = [
         Text(view.job, style="bold"),
         Text(status.phase if status else "starting", style="bold cyan"),
-        Text(duration_text(status.elapsed_seconds) if status and status.elapsed_seconds else "0 s"),
+        Text(duration_text(view.seconds) if view.seconds else "0 s"),
         Text(_progress(view)),
         Text(time_left(view)),
         Text(f"{number(status.tokens_per_second if status else None)} tokens/s"),

@@ -64,9 +64,7 @@ def summary(report: Report, outcome: str = "") -> Table:
 
 
 def _outcome(report: Report) -> str:
-    message = (
-        report.message if isinstance(report, RunReport) and report.outcome in ("failed", "killed", "running") else ""
-    )
+    message = report.message if isinstance(report, RunReport) and report.outcome != "complete" else ""
     return f"{report.outcome}: {message}" if message else report.outcome
 
 
@@ -126,7 +124,9 @@ def dropped_by_reason(report: Report) -> list[tuple[str, int]]:
 def _merges(report: Report) -> str:
     versions = report.versions
     times = f"{versions.min}" if versions.min == versions.max else f"{versions.min} to {versions.max}"
-    return f"{number(report.merges)}; each fragment {times} times, in {number(report.steps)} steps of a learner"
+    return (
+        f"{number(report.merges)}; each fragment {times} times, in {number(report.steps)} steps of the fastest learner"
+    )
 
 
 def _goodput(report: Report) -> str:

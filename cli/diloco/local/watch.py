@@ -46,8 +46,10 @@ class StatusWatch:
     on_merge: Callable[[], None]
     process_ids: dict[str, str] = field(default_factory=dict)
     report: Report | None = None
+    _joined: set[str] = field(default_factory=set)  # ids of processes that have held a slot, or stood by
     _events: dict[tuple[int, float, str, int], Event] = field(default_factory=dict)
     _begun: float = field(default_factory=time.time)
+    _begun_at: float = field(default_factory=time.monotonic)
     _merges: int = -1
     _seen_at: float = 0.0
     _told_resumed: bool = False
@@ -113,8 +115,13 @@ class StatusWatch:
         held = (slot for slot in slots if slot.process == identity and slot.state is not SlotState.EMPTY)
         return next(held, None) if identity else None
 
+    def has_joined(self, process_id: str) -> bool:
+        """Whether this process was ever seen in the job."""
+        return process_id in self._joined
+
     async def poll(self) -> bool:
         """Read the status once; False if there was none."""
+        self.view.run_seconds = time.monotonic() - self._begun_at
         try:
             status = await self.syncer.status()
         except SyncerError as error:
@@ -123,6 +130,7 @@ class StatusWatch:
             self.screen.update(self.view)
             return False
         self.view.status, self.view.serving, self._seen_at = status, True, time.monotonic()
+        self._joined.update(status.standbys, (slot.process for slot in status.slots))
         self._tell_resumed(status)
         self._tell_problem(status.store_problem)
         self._follow_merges(status)

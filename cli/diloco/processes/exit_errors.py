@@ -19,6 +19,10 @@ from diloco_protocol.common.program_errors import error_line, last_lines, normal
 
 MAX_LOG_BYTES = 64 << 10  # of the end of a log
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+NEVER_JOINED = (
+    "its program ended well (exit code 0) and had never joined the job: a program of one's own trains through"
+    " diloco_worker.Learner.from_environment and its batches() (docs/your-own-loop.md)"
+)
 _SHELLS = 128  # a shell's exit code is this much above the signal that ended its command
 
 
@@ -38,21 +42,37 @@ class ErrorScreen(Protocol):
     def show_text(self, text: str) -> None: ...
 
 
-def error_of_exit(kind: Kind, how: Exit, log: Sequence[str], memory_killed: bool, need: str) -> ExitError | None:
+def error_of_exit(
+    kind: Kind, how: Exit, log: Sequence[str], memory_killed: bool | None, need: str, joined: bool = True
+) -> ExitError | None:
     """The error that ended a process; None: it was told to end, or ended well. ``log``: the last lines that it wrote.
-    ``memory_killed``: the system has killed for want of memory meanwhile. ``need``: the memory that the job needs."""
+    ``memory_killed``: whether the kernel has killed for want of memory meanwhile; None: its counts cannot be read.
+    ``need``: the memory that the job needs. ``joined``: of a learner, whether it ever joined the job."""
     number = how.signal
     if number is None and how.code is not None and how.code > _SHELLS:
         number = how.code - _SHELLS
-    if how.code == 0 or number in _TOLD_TO_END:
+    if number in _TOLD_TO_END:
         return None
+    if how.code == 0:
+        return ExitError(NEVER_JOINED) if kind is Kind.LEARNER and not joined else None
     if number == signal.SIGKILL:
-        why = "out of memory" if memory_killed else "probably out of memory"
-        return ExitError(f"killed by the system, {why} ({how}); {need}")
+        return ExitError(f"{_killer_text(memory_killed)} ({how}); {need}")
     end, said, lines = describe_end(kind, how), error_line(log), tuple(last_lines(readable(log)))
     if number is not None:
         return ExitError(end, lines)
     return ExitError(said or f"{end}, and nothing in its log", lines)
+
+
+def _killer_text(memory_killed: bool | None) -> str:
+    """Who may have killed a process that this run did not. A count that has not risen does not rule out daemons that
+    watch memory themselves."""
+    if memory_killed is None:
+        return "killed by the system, probably out of memory"
+    if memory_killed:
+        return "killed by the system, out of memory"
+    return (
+        "killed by a person, or by a service that watches memory: the kernel itself counts no kill for want of memory"
+    )
 
 
 class ExitErrors:
@@ -73,17 +93,21 @@ class ExitErrors:
         except OSError:
             self._begins[name] = 0
 
-    def find(self, name: str, kind: Kind, how: Exit) -> ExitError | None:
-        """The error that ended it; None: none."""
+    def find(self, name: str, kind: Kind, how: Exit, joined: bool = True) -> ExitError | None:
+        """The error that ended it; None: none. ``joined``: of a learner, whether it ever joined the job."""
         before, self._kills = self._kills, count_memory_kills()
-        killed = before is not None and self._kills is not None and self._kills > before
-        return error_of_exit(kind, how, self._read_log(name), killed, self._memory_need())
+        killed = None if before is None or self._kills is None else self._kills > before
+        return error_of_exit(kind, how, self._read_log(name), killed, self._memory_need(), joined)
+
+    def was_shown(self, error: ExitError | None) -> bool:
+        """Whether this error was shown before, with the end of a log."""
+        return error is not None and normal_form(error.text) in self._shown
 
     def show(self, name: str, error: ExitError | None, screen: ErrorScreen) -> None:
         """Show what ended a process: the first time that any process ended so."""
-        form = "" if error is None else normal_form(error.text)
-        if error is None or form in self._shown:
+        if error is None or self.was_shown(error):
             return
+        form = normal_form(error.text)
         self._shown.add(form)
         if error.lines:
             screen.show_text("\n".join([f"the end of {self._log_of(name)}:", *(f"  {line}" for line in error.lines)]))

@@ -70,25 +70,35 @@ def appearance(head: bytes) -> str:
     return ""
 
 
-def first_record_problem(format: RecordFormat, head: bytes, field: str) -> str:
-    """Why the first record of a file cannot be read, as far as ``head`` shows it (its first HEAD_BYTES bytes,
-    unpacked); empty: nothing is wrong, or what is there does not say."""
+def head_problem(format: RecordFormat, head: bytes, field: str) -> str:
+    """Why a record at the beginning of a file cannot be read, as far as ``head`` shows it (its first HEAD_BYTES bytes,
+    unpacked); empty: nothing is wrong, or what is there does not say. Of CSV the names of the columns are looked at."""
     text = head.decode("utf-8-sig", "replace")
     if format is RecordFormat.CSV:
         header = next(csv.reader(io.StringIO(text)), [field])
         return "" if field in header else f"it has no column {field}; its columns are {', '.join(header[:8])}"
-    line = next((line for line in text.splitlines(keepends=True) if line.strip()), "")
-    if format is not RecordFormat.JSON_LINES or not line or (not line.endswith("\n") and len(head) >= HEAD_BYTES):
+    if format is not RecordFormat.JSON_LINES:
         return ""
+    lines = text.split("\n")
+    if len(head) >= HEAD_BYTES:
+        lines.pop()  # it may go on
+    for number, line in enumerate(lines, 1):
+        if line.strip() and (said := _line_problem(line, field)):
+            return f"line {number} {said}"
+    return ""
+
+
+def _line_problem(line: str, field: str) -> str:
+    """What is wrong with a line of JSON lines; empty: nothing."""
     try:
         record = json.loads(line)
-    except ValueError:
-        return "its first line is not JSON"
+    except (ValueError, RecursionError):
+        return "is not JSON"
     if not isinstance(record, dict):
-        return "its first line holds no JSON object"
-    if field in record:
-        return ""
-    return f"its first record has no field {field}; its fields are {', '.join(map(str, list(record)[:8]))}"
+        return "holds no JSON object"
+    if field not in record:
+        return f"has no field {field}; its fields are {', '.join(map(str, list(record)[:8]))}"
+    return "" if isinstance(record[field], str) else f"has no text in its field {field}"
 
 
 def _is_object(line: bytes) -> bool:

@@ -171,7 +171,7 @@ def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int | None 
 @contextlib.contextmanager
 def create_directory(path: Path) -> Iterator[Path]:
     """Make a directory that is whole under its name or not there: fill what this yields, another one beside it, which
-    is synced and renamed at the end. Subdirectories are not synced.
+    is synced and renamed at the end. Its files can be read by whom the umask lets. Subdirectories are not synced.
 
     Raises FileExistsError if ``path`` is there already and not an empty directory.
     """
@@ -183,7 +183,11 @@ def create_directory(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        readable = stat.S_IMODE(temporary.stat().st_mode) & 0o666
         for part in (*temporary.iterdir(), temporary):
+            if part.is_file():
+                with contextlib.suppress(OSError):  # a file system without modes
+                    part.chmod(readable)  # libraries write theirs for their user alone, or do not
             flush_to_device(part)
         if path.is_dir():
             path.rmdir()

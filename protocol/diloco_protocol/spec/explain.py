@@ -6,6 +6,7 @@ One description serves the error messages and the field reference, so that they 
 from __future__ import annotations
 
 import difflib
+import shlex
 import typing
 from typing import Annotated, Any, Literal
 
@@ -215,6 +216,9 @@ def explain(model: type[Spec], error: Any) -> str:
     if kind == "value_error":
         return str(error["ctx"]["error"])
     said = f"must be {words(annotation, metadata)}{_sample(model, path, annotation, error['input'])}"
+    split = _split(error["input"]) if typing.get_origin(unwrap(annotation)[0]) is list else None
+    if split is not None and _takes(annotation, metadata, split):
+        said += f". Such as {path[-1]}: {_flow(split)}"
     choices = typing.get_args(unwrap(annotation)[0]) if kind == "literal_error" else ()
     if isinstance(error["input"], str):
         near = difflib.get_close_matches(error["input"].lower(), [str(choice) for choice in choices], n=1)
@@ -222,6 +226,14 @@ def explain(model: type[Spec], error: Any) -> str:
         if near and len(choices) > 1:
             said += f" (did you mean {near[0]}?)"
     return said
+
+
+def _split(written: Any) -> list[str] | None:
+    """The words of a text that stands where a list belongs, as a shell cuts them; None: it is none."""
+    try:
+        return shlex.split(written) if isinstance(written, str) else None
+    except ValueError:  # a quotation mark without its other
+        return None
 
 
 def _unknown(model: type[Spec], path: Path, meant: Path, value: Any) -> str:

@@ -26,7 +26,8 @@ def load_merged(source: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     Each tensor has the parameter's own shape, is float32 whatever its dtype was in training, is on the CPU, and owns
     its memory. Frozen parameters are among them; buffers are not, so a model takes them by
     ``model.load_state_dict(load_merged(source), strict=False)``. The names are those of the model that was trained:
-    of a job with LoRA the adapters' tensors stand beside the others, not folded in.
+    of a job with LoRA the adapters' tensors stand beside the others, not folded in. Tied parameters are one tensor,
+    by the first of their names; the model that ties them has the others from it.
 
     Raises WorkerError: there is no run, it has no version 0 yet, its store is damaged, or nobody answers.
     """

@@ -314,11 +314,13 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, su
     prefix = f"{subject}: " if subject else ""
     if reason in _IMAGE:
         image = container.get("image", "")
-        return Obstacle(
-            "ImageUnavailable",
-            f"{prefix}image {image} cannot be pulled ({reason}): {message}; "
-            "check its name, and imagePullSecrets if its registry needs them",
-        )
+        if reason == "ErrImageNeverPull":
+            said = f"image {image} is not on the node, and imagePullPolicy Never forbids to pull it: load it into the "
+            said += "cluster's nodes (make images CLUSTER=kind:NAME), or push it and set images.registry of the chart"
+        else:
+            said = f"image {image} cannot be pulled ({reason}): {message}; "
+            said += "check its name, and imagePullSecrets if its registry needs them"
+        return Obstacle("ImageUnavailable", f"{prefix}{said}")
     if reason in _CONFIG:
         return Obstacle("PodConfiguration", f"{prefix}{message} ({reason}){_cure(message)}", _missing_secret(message))
     if reason == "CrashLoopBackOff":

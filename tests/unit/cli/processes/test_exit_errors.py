@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.processes import exit_errors
-from diloco.processes.exit_errors import ExitErrors, error_of_exit
+from diloco.processes.exit_errors import NEVER_JOINED, ExitErrors, error_of_exit
 from diloco.processes.memory_kills import count_memory_kills, memory_need_text
 from diloco.processes.supervisor import Exit, Kind
 from diloco_protocol.spec.load import parse_job
@@ -27,8 +27,8 @@ class Shown:
         self.said.append(text)
 
 
-def text_of(how: Exit, log: list[str], killed: bool = False) -> str | None:
-    found = error_of_exit(Kind.LEARNER, how, log, killed, "each needs 8 GB")
+def text_of(how: Exit, log: list[str], killed: bool | None = False, joined: bool = True) -> str | None:
+    found = error_of_exit(Kind.LEARNER, how, log, killed, "each needs 8 GB", joined)
     return None if found is None else found.text
 
 
@@ -51,8 +51,21 @@ def test_the_error_of_an_end(how: Exit, log: list[str], text: str | None) -> Non
 
 def test_h6_a_kill_by_the_system_is_named_with_the_memory_that_is_needed() -> None:
     for how in (Exit(signal=SIGKILL), Exit(code=128 + SIGKILL)):
-        assert text_of(how, TRACE) == f"killed by the system, probably out of memory ({how}); each needs 8 GB"
+        assert text_of(how, TRACE, None) == f"killed by the system, probably out of memory ({how}); each needs 8 GB"
         assert text_of(how, TRACE, True) == f"killed by the system, out of memory ({how}); each needs 8 GB"
+
+
+def test_a_kill_that_the_kernel_does_not_count_is_a_persons_or_a_services() -> None:
+    text = text_of(Exit(signal=SIGKILL), TRACE, False)
+    assert text is not None and text.startswith("killed by a person, or by a service that watches memory")
+    assert text.endswith("(SIGKILL); each needs 8 GB")
+
+
+def test_a_program_that_never_joined_and_ended_well_is_told_how_to_join() -> None:
+    assert text_of(Exit(code=0), [], joined=False) == NEVER_JOINED
+    assert "Learner.from_environment" in NEVER_JOINED
+    assert error_of_exit(Kind.EVALUATOR, Exit(code=0), [], False, "", joined=False) is None
+    assert text_of(Exit(signal=SIGTERM), [], joined=False) is None, "it was told to end"
 
 
 def test_what_the_process_before_wrote_is_not_this_ones(tmp_path: Path) -> None:
@@ -81,7 +94,8 @@ def test_an_error_is_shown_the_first_time_alone_with_the_path_of_its_log(tmp_pat
     assert screen.said == [f"the end of {log}:\n" + "\n".join(f"  {line}" for line in TRACE)]
     errors.show("learner-1", errors.find("learner-1", Kind.LEARNER, Exit(signal=SIGKILL)), screen)
     errors.show("learner-1", None, screen)
-    assert len(screen.said) == 2 and screen.said[1].startswith("learner-1: killed by the system, probably out of")
+    assert len(screen.said) == 2 and screen.said[1].startswith("learner-1: killed by ")
+    assert errors.was_shown(errors.find("learner-0", Kind.LEARNER, Exit(code=1))) and not errors.was_shown(None)
 
 
 def test_a_count_of_the_kernel_that_has_risen_says_that_memory_was_short(
@@ -91,7 +105,9 @@ def test_a_count_of_the_kernel_that_has_risen_says_that_memory_was_short(
     monkeypatch.setattr(exit_errors, "count_memory_kills", lambda: counts.pop(0))
     errors = ExitErrors(lambda name: tmp_path / "none", lambda: "")
     found = [errors.find("a", Kind.LEARNER, Exit(signal=SIGKILL)) for _ in range(4)]
-    assert ["probably" not in one.text for one in found if one is not None] == [False, True, False, False]
+    said = [one.text.partition(" (")[0] for one in found if one is not None]
+    assert said[1] == "killed by the system, out of memory" and "by a person" in said[0]
+    assert said[2] == said[3] == "killed by the system, probably out of memory", "the counts were not to be read"
 
 
 def test_the_kernels_counts_are_read_for_the_machine_and_each_group(tmp_path: Path) -> None:
