@@ -20,7 +20,7 @@ from diloco.cluster.fetch import Pages
 from diloco.cluster.render import condition, condition_style, event_count, event_time, heard, holds, job_line
 from diloco.console import COMPLETE, FAILED, print_text
 from diloco_protocol.documents import StatusDocument
-from diloco_protocol.vocabulary import JOB_REFUSED_REASONS, ResourcePhase
+from diloco_protocol.vocabulary import FAULT_CONDITIONS, JOB_REFUSED_REASONS, ResourcePhase
 
 POLL_SECONDS = 2.0
 SLOWEST_POLL = 15.0  # where the API server does not answer
@@ -60,10 +60,12 @@ class ProgressReporter:
         first, self.begun = not self.begun, True
         for one in (job.get("status") or {}).get("conditions") or []:
             kind, status = str(one.get("type")), str(one.get("status"))
-            if self.conditions.get(kind) != status:
+            before = self.conditions.get(kind)
+            if before != status:
                 self.conditions[kind] = status
                 message = str(one.get("message") or "")
-                if condition_style(one) != "dim" and message not in told and not first:
+                fine = kind in FAULT_CONDITIONS and status == "False" and before is None  # it never was otherwise
+                if condition_style(one) != "dim" and message not in told and not first and not fine:
                     said = kind if status == "True" else f"{kind} is {status}"
                     lines.append(f"{said}: {message or one.get('reason')}")
         line = job_line(job, page, now)

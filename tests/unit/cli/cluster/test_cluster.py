@@ -694,6 +694,12 @@ def test_the_story_tells_each_thing_once() -> None:
     met = [a_condition("Ready", message="all 3 are in"), a_condition("QuorumMet", "False", message="1 of 2")]
     turned = reporter.new_lines(a_job(**{**RUNNING, "conditions": met}), [told], None, NOW + 2)
     assert turned == ["Ready: all 3 are in", "QuorumMet is False: 1 of 2"]
+    links = a_condition("LinksTooSlow", "False", message="every link is fast enough")
+    slow = a_condition("LinksTooSlow", message="east's link is slow")
+    said = [
+        reporter.new_lines(a_job(**{**RUNNING, "conditions": [one]}), [], None, NOW + 3) for one in (links, slow, links)
+    ]
+    assert said == [[], ["LinksTooSlow: east's link is slow"], ["LinksTooSlow is False: every link is fast enough"]]
     again = reporter.new_lines(a_job(**RUNNING), [{**told, "count": 2}], None, NOW + 7)
     assert again[0] == "Started: training begins"  # it happened again
     assert not any("3/3" in line or "2/3" in line for line in again)  # the figures are as they were
