@@ -50,7 +50,6 @@ from diloco.processes.worker_specs import (
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
-from diloco_protocol.common.program_errors import shorten
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
 
@@ -60,7 +59,6 @@ METRICS_SECONDS = 1.0
 DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
-MAX_SAID = 160  # characters of an error in a line that says more
 ENDED_TRIES = 5  # process-ended calls while the syncer does not answer
 Check = Callable[[ForkServerClient], Awaitable[str]]
 
@@ -365,8 +363,8 @@ class Runner:
             # It may have left because the job ends, which we have not heard yet, or there may have been a merge.
             await self._poll()
         text = "" if error is None else error.text
-        if text:
-            self._last_errors[worker.name] = shorten(text, MAX_SAID)
+        if error is not None:
+            self._last_errors[worker.name] = error.brief
         decision = self.supervisor.ended(
             worker.name,
             worker.kind,
@@ -402,7 +400,7 @@ class Runner:
         """Of an error that was shown before: what it was, and how often its process was replaced by now."""
         if error is None or not self._errors.was_shown(error):
             return ""
-        text = f": {shorten(error.text, MAX_SAID)}"
+        text = f": {error.brief}"
         times, most = self.supervisor.since_merge.get(worker.name, 0), self.supervisor.max_replacements
         return f"{text}; replacement {times} of at most {most} without a merge" if times else text
 
@@ -427,7 +425,7 @@ class Runner:
             "region": worker.region,
             "ordinal": worker.ordinal,
             "process": process_id,
-            "reason": end if error is None or error.text == end else f"{end}: {shorten(error.text, MAX_SAID)}",
+            "reason": end if error is None or error.brief == end else f"{end}: {error.brief}",
         }
         for tries in range(ENDED_TRIES):
             try:

@@ -15,8 +15,9 @@ from typing import Protocol
 from diloco.log_lines import rendered
 from diloco.processes.memory_kills import count_memory_kills
 from diloco.processes.supervisor import Exit, Kind, describe_end
-from diloco_protocol.common.program_errors import error_line, last_lines, normal_form
+from diloco_protocol.common.program_errors import error_line, last_lines, normal_form, shorten
 
+BRIEF_CHARS = 160
 MAX_LOG_BYTES = 64 << 10  # of the end of a log
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 NEVER_JOINED = (
@@ -28,10 +29,17 @@ _SHELLS = 128  # a shell's exit code is this much above the signal that ended it
 
 @dataclass(frozen=True, slots=True)
 class ExitError:
-    """``text``: the error in a line. ``lines``: the end of the process's log, where that says more."""
+    """``text``: the error in a line. ``lines``: the end of the process's log, where that says more. ``cause``: the text
+    without what is said beside it; empty: all of it."""
 
     text: str
     lines: tuple[str, ...] = ()
+    cause: str = ""
+
+    @property
+    def brief(self) -> str:
+        """The error within a line that says more."""
+        return shorten(self.cause or self.text, BRIEF_CHARS)
 
 
 class ErrorScreen(Protocol):
@@ -56,7 +64,9 @@ def error_of_exit(
     if how.code == 0:
         return ExitError(NEVER_JOINED) if kind is Kind.LEARNER and not joined else None
     if number == signal.SIGKILL:
-        return ExitError(f"{_killer_text(memory_killed)} ({how}); {need}")
+        cause = _killer_text(memory_killed)
+        uncounted = "; the kernel counts no kill for want of memory" if memory_killed is False else ""
+        return ExitError(f"{cause} ({how}){uncounted}; {need}", cause=cause)
     end, said, lines = describe_end(kind, how), error_line(log), tuple(last_lines(readable(log)))
     if number is not None:
         return ExitError(end, lines)
@@ -70,9 +80,7 @@ def _killer_text(memory_killed: bool | None) -> str:
         return "killed by the system, probably out of memory"
     if memory_killed:
         return "killed by the system, out of memory"
-    return (
-        "killed by a person, or by a service that watches memory: the kernel itself counts no kill for want of memory"
-    )
+    return "killed by a person, or by a service that watches memory"
 
 
 class ExitErrors:

@@ -58,7 +58,9 @@ def test_h6_a_kill_by_the_system_is_named_with_the_memory_that_is_needed() -> No
 def test_a_kill_that_the_kernel_does_not_count_is_a_persons_or_a_services() -> None:
     text = text_of(Exit(signal=SIGKILL), TRACE, False)
     assert text is not None and text.startswith("killed by a person, or by a service that watches memory")
-    assert text.endswith("(SIGKILL); each needs 8 GB")
+    assert text.endswith("(SIGKILL); the kernel counts no kill for want of memory; each needs 8 GB")
+    found = error_of_exit(Kind.LEARNER, Exit(signal=SIGKILL), TRACE, False, "each needs 8 GB")
+    assert found is not None and found.brief == "killed by a person, or by a service that watches memory"
 
 
 def test_a_program_that_never_joined_and_ended_well_is_told_how_to_join() -> None:
