@@ -90,17 +90,18 @@ def test_h1_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_the_end(tmp_path: Path) -> None:
-    program = LOOP.replace("loss = lss", "time.sleep(0.1)\n        loss = 1.0 if learner.step < 12 else lss")
+    program = LOOP.replace("loss = lss", "time.sleep(0.1)\n        loss = 1.0 if learner.step < 12 else xyz")
     program = f"import time\n{program}"
+    error = "NameError: name 'xyz' is not defined"
     done = run(tmp_path, program, 1, "--set", "failurePolicy.maxReplacements=3")
     assert done.returncode == 1, done.stdout + done.stderr
     again = [line for line in done.stdout.splitlines() if "starting it again" in line]
-    assert done.stdout.count("the end of ") == 1 and ERROR not in again[0], "the first end shows its traceback"
-    assert ERROR in again[-1] and "; replacement 3 of at most 3 without a merge" in again[-1], done.stdout
+    assert done.stdout.count("the end of ") == 1 and error not in again[0], "the first end shows its traceback"
+    assert error in again[-1] and "; replacement 3 of at most 3 without a merge" in again[-1], done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["merges"] > 0 and ERROR in report["message"] and "maxReplacements: 3" in report["message"]
+    assert report["merges"] > 0 and error in report["message"] and "maxReplacements: 3" in report["message"]
     events = diloco("events", tmp_path / "run")
-    assert f"its process ended (exit code 1: {ERROR}" in events.stdout, events.stdout
+    assert f"its process ended (exit code 1: {error}" in events.stdout, events.stdout
 
 
 @pytest.mark.slow
