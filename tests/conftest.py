@@ -4,6 +4,7 @@ where Hypothesis takes its examples from, and holds tests to two rules: skips.py
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from alone import pytest_runtest_protocol
 from s3_service import S3Service
 from skips import pytest_make_collect_report, pytest_runtest_makereport
+
+# What a script starts in the background ignores Ctrl-C, and so would the programs of which tests ask what it does.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several tests run at once, many with processes of their own: threads that wait for each other only take time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
