@@ -350,6 +350,8 @@ class Runner:
                 on_purpose = self.injector.ended(worker.name, time.time())
                 error = None
                 if not on_purpose:
+                    if how.code == 0:
+                        await self._poll()  # it may have joined since the last look
                     joined = self.watch.has_joined(self.watch.process_ids[worker.name])
                     error = self._errors.find(worker.name, worker.kind, how, joined)
                 if worker.kind is Kind.LEARNER and not self._stopping:
