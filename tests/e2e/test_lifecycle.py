@@ -85,7 +85,7 @@ def test_scaling_up_and_down(cluster: Cluster, start: Any) -> None:
     job.merging_on(timeout=120)
     # A learner that the machine did not let run for as long as 16 versions loses work too, and that is no leaver's.
     lost = {reason for row in job.page("/report")["ledger"] for reason, count in row["reasons"].items() if count}
-    assert lost <= {"too-old"}, "those who left drained: nothing of theirs is dropped"
+    assert lost <= {"stale"}, "those who left drained: nothing of theirs is dropped"
     now = job.identities()
     assert now == {name: first[name] for name in sorted(first)[:2]}
     job.exact()
