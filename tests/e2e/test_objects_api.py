@@ -25,7 +25,7 @@ from diloco_protocol.spec.load import job_to_json, load_job
 from operator_world import job_object
 from repository import ROOT
 
-from .clusters import Cluster, CommandFailed
+from .clusters import Cluster, CommandFailed, until
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -155,6 +155,8 @@ def restricted(bare_cluster: Cluster) -> Iterator[str]:
             },
         }
     )
+    account = f"/api/v1/namespaces/{name}/serviceaccounts/default"  # without which no pod is taken
+    until("the namespace's own account", lambda: bare_cluster.api(account), 60)
     yield name
     if not os.environ.get("KEEP"):
         bare_cluster.kubectl("delete", "namespace", name, "--wait=false", check=False)
