@@ -68,12 +68,20 @@ def bounded_message(record: logging.LogRecord) -> str:
     return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 1] + "…"
 
 
+def is_of_caller_that_left(record: logging.LogRecord) -> bool:
+    """Whether gRPC logs, as an error with a traceback, that a caller left while the end of its call was being sent.
+    That is no fault of the server, which hears of the caller's leaving anyway."""
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ == "ExecuteBatchError" and "SendStatusFromServerOperation" in str(error)
+
+
 def configure(
     form: Format, fields: Mapping[str, object], *, level: str, packages: tuple[str, ...], stream: TextIO | None = None
 ) -> None:
     """Log to ``stream`` (stderr), ``packages`` from ``level`` on and everybody else from warnings on."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(fields) if form == "json" else TextLines())
+    handler.addFilter(lambda record: not is_of_caller_that_left(record))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(form == "json")  # else Python writes them beside the log, as they are
     for package in packages:
