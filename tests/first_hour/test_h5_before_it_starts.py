@@ -133,6 +133,7 @@ def test_what_this_machine_lacks_is_a_warning_for_a_cluster(tmp_path: Path) -> N
 def test_data_that_is_not_here_is_a_warning(tmp_path: Path) -> None:
     said, code = judged(write_job(tmp_path, data={"paths": ["absent.txt"]}))
     assert code == 0 and "warning:" in said and "there is no such file" in said
+    assert "a valid job, which `diloco run` would not start on this machine (see the warnings)" in said
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
@@ -201,8 +202,7 @@ def test_a_run_is_refused_before_its_syncer_starts(tmp_path: Path) -> None:
     done = diloco_run(write_job(tmp_path, {"config": {**LLAMA, "num_hidden_layer": 2}}))
     assert done.returncode == 2, done
     assert "did you mean num_hidden_layers" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "run" / "logs" / "syncer.log").exists()
-    assert not (tmp_path / "run" / "report.json").exists()
+    assert not (tmp_path / "run").exists(), "what never began leaves nothing"
     assert "outcome" not in done.stdout and "waiting" not in done.stdout
 
 
@@ -214,7 +214,7 @@ def test_a_run_without_its_data_or_program_is_refused_at_once(tmp_path: Path) ->
     ):
         done = diloco_run(job, "--set", change)
         assert done.returncode == 2 and words in done.stderr, done
-        assert not done.stdout and not (tmp_path / "run" / "job.json").exists()
+        assert not done.stdout and not (tmp_path / "run").exists(), "what never began leaves nothing"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,9 @@ spec:
   regions: [{learners: 2}]
 """
 
+# The programs kill themselves, of which the kernel counts nothing where its counts can be read.
+KILLED = re.compile(r"killed by (a person, or by a service that watches memory|the system, probably out of memory) \(")
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -50,11 +54,11 @@ def test_h6_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_p
     (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = run(tmp_path, JOB)
     assert done.returncode == 1, done.stdout + done.stderr
-    named = [line for line in done.stdout.splitlines() if "killed by " in line]
-    assert "memory" in named[0] and "diloco plan" in named[0], done.stdout
+    named = [line for line in done.stdout.splitlines() if KILLED.search(line)]
+    assert len(named) == 1 and "diloco plan" in named[0], done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["outcome"] == "failed" and "killed by " in report["message"]
-    assert "3 times with the same error" in done.stderr and "memory" in done.stderr
+    assert report["outcome"] == "failed" and KILLED.search(report["message"])
+    assert "3 times with the same error" in done.stderr and KILLED.search(done.stderr)
 
 
 @pytest.mark.slow
@@ -66,7 +70,7 @@ def test_h6_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -
     job = TRAINED.replace("source: text, paths: [corpus.txt]", "source: python, function: 'mine:make'")
     done = run(tmp_path, job)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "killed by " in done.stderr and "the job needs at least about" in done.stderr
+    assert KILLED.search(done.stderr) and "the job needs at least about" in done.stderr
     assert "for each of 2 learners" in done.stderr, done.stderr
 
 

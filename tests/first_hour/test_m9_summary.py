@@ -121,3 +121,18 @@ def test_m9_what_was_dropped_by_reason_sums_to_what_was_dropped() -> None:
               for f, (died, stale) in enumerate([(4010, 7), (4011, 8), (4011, 8)])]  # fmt: skip
     tokens = {"trained": 9000, "merged": 4982, "pending": 0, "dropped": 4018}
     assert dropped_by_reason(job_report(tokens=tokens, ledger=ledger)) == [("died", 4010), ("stale", 8)]
+
+
+def test_m9_they_have_the_programs_path_where_the_shell_would_not_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv" / "bin" / "diloco"), "run"])
+    workdir = Workdir(tmp_path / "runs" / "demo")
+    os.makedirs(workdir.tensorboard)
+    assert next_commands(workdir) == [
+        ".venv/bin/diloco export runs/demo model/",
+        ".venv/bin/diloco report runs/demo --html",
+        ".venv/bin/tensorboard --logdir runs/demo/tensorboard",
+    ]

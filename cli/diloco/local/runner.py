@@ -128,7 +128,6 @@ class Runner:
         self._watchdog = Watchdog()
         self._need = ""  # of memory, in words, where it is known before the start
         self._errors = ExitErrors(workdir.log, self._memory_need)
-        self._last_errors: dict[str, str] = {}  # by process
         self._unjoined = UnjoinedLearners()
         self._killed_syncer = False  # this one, because it did not answer
         self._complete_already = False
@@ -271,7 +270,7 @@ class Runner:
         output = self.watch.output
         if phase == JobPhase.COMPLETE and output is not None and output.state == "failed":
             return RunOutcome(outcome, 1, f"the merged model was not written to {output.uri}: {output.message}")
-        note = self._unhealed() if outcome == "interrupted" else ""
+        note = self.supervisor.vain_replacements() if outcome == "interrupted" else ""
         return RunOutcome(outcome, code, self.watch.message if code else "", note=note)
 
     def _reason_to_kill_syncer(self) -> str:
@@ -365,8 +364,6 @@ class Runner:
             # It may have left because the job ends, which we have not heard yet, or there may have been a merge.
             await self._poll()
         text = "" if error is None else error.text
-        if error is not None:
-            self._last_errors[worker.name] = error.brief
         decision = self.supervisor.ended(
             worker.name,
             worker.kind,
@@ -468,17 +465,7 @@ class Runner:
             )
         except SyncerError:
             pass  # there is nobody to drain to; what is durable stays
-        self._decide(RunOutcome("interrupted", 130, note=self._unhealed()))
-
-    def _unhealed(self) -> str:
-        """Whose starts have been in vain since the last merge, in words; empty: nobody's."""
-        vain = self.supervisor.since_merge
-        parts = [
-            f"{name} was replaced {times} times, at last for: {self._last_errors[name]}"
-            for name, times in sorted(vain.items())
-            if times and name in self._last_errors
-        ]
-        return f"nothing has been merged since {'; '.join(parts)}" if parts else ""
+        self._decide(RunOutcome("interrupted", 130, note=self.supervisor.vain_replacements()))
 
     async def _wait_for_exits(self, outcome: RunOutcome) -> None:
         """Let the processes go by themselves, where the syncer has told them to."""

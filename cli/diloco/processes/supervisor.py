@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from diloco_protocol.common.program_errors import SAME_ERRORS, RepeatedErrors, repeated_text
+from diloco_protocol.common.program_errors import SAME_ERRORS, RepeatedErrors, repeated_text, shorten
 from diloco_protocol.vocabulary import SyncerExit, WorkerExit
 
 FIRST_BACKOFF_SECONDS = 0.5
@@ -118,6 +118,7 @@ class Supervisor:
     restarts: dict[str, int] = field(default_factory=dict)
     any_merge: bool = False  # whether the job has had a merge, in an earlier run perhaps
     _errors: RepeatedErrors = field(default_factory=RepeatedErrors)
+    _last_errors: dict[str, str] = field(default_factory=dict)  # of each process
     _unanswered: int = 0  # syncers in a row that ended before their first answer
     _vain: dict[str, int] = field(default_factory=dict)  # ends in a row without a merge in between
     _was_in: set[str] = field(default_factory=set)  # in a merge since their start
@@ -139,6 +140,8 @@ class Supervisor:
         or the run did it itself), ``answered`` of the syncer whether it had ever answered."""
         if not wanted:
             return Finished()
+        if error:
+            self._last_errors[name] = error
         end = describe_end(kind, how)
         in_vain = SYNCER_IN_VAIN if kind is Kind.SYNCER else WORKER_IN_VAIN
         why = in_vain.get(how.code) if how.code is not None else None
@@ -172,6 +175,15 @@ class Supervisor:
             return Fail(f"{again} (failurePolicy.maxReplacements: {self.max_replacements} is not waited for)", 1)
         self.since_merge[name] = failures + 1
         return self._restart(name, now)
+
+    def vain_replacements(self) -> str:
+        """Which processes were replaced for an error since the last merge, how often and why; empty: none."""
+        parts = []
+        for name, times in sorted(self.since_merge.items()):
+            if error := self._last_errors.get(name):
+                often = f"{times} time{'s' * (times != 1)}"
+                parts.append(f"{name} was replaced {often}, at last for: {shorten(error, 160)}")
+        return f"since the last merge {'; '.join(parts)}" if parts else ""
 
     def _repeated(self, name: str, kind: Kind, end: str, error: str, answered: bool) -> str:
         """Why another start is of no use, as the ones before were not; empty: it may be."""

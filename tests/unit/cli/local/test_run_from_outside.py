@@ -71,6 +71,21 @@ def run(tmp_path: Path) -> Iterator[Workdir]:
         yield workdir
 
 
+def test_without_a_name_the_newest_run_is_meant(run: Workdir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.path.parent)
+    code, said = diloco("logs")
+    assert code == 2 and "there is no run below ./runs" in said
+    (run.path.parent / "runs").mkdir()
+    (run.path.parent / "runs" / "tiny").symlink_to(run.path)
+    for command in ("logs", "events"):
+        assert diloco(command) == diloco(command, run.path)
+    code, said = diloco("report")
+    assert code != 0 and "runs/tiny" in "".join(said.split()), said
+    for command in ("logs", "events", "report"):
+        code, said = diloco(command, "--context", "hub")
+        assert code == 2 and f"name the job in the cluster: diloco {command} JOB" in said
+
+
 def test_the_logs_of_all_processes_are_merged_by_time(run: Workdir) -> None:
     code, said = diloco("logs", run.path)
     assert code == 0

@@ -212,3 +212,11 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     assert "not merged again before the end" in " ".join(text.split())
     assert re.search(r"  eu +7 B up, 8 B down; with all beside it and TLS 9 B up, 11 B down +\n", text)
     assert re.search(r"  others +0 B up, 5 B down +\n", text)
+
+
+def test_the_clock_is_the_runs_and_from_outside_the_jobs() -> None:
+    shown = view()
+    shown.run_seconds = 12.0
+    assert progress_line(shown).startswith("   12.0 s  ")
+    shown.run_seconds = None
+    assert shown.status is not None and progress_line(shown).startswith(f"{shown.status.elapsed_seconds:7.1f} s  ")

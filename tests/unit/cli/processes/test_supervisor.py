@@ -208,3 +208,19 @@ def test_h4_a_syncer_that_dies_three_times_before_it_answers_fails_the_run() -> 
     failed = end(supervisor, "ModuleNotFoundError: No module named 'x'", False)
     assert isinstance(failed, Fail) and failed.exit_code == 1
     assert "syncer ended 3 times before it answered (exit code 1): ModuleNotFoundError" in failed.message
+
+
+def test_replacements_in_vain_are_named_until_the_next_merge() -> None:
+    supervisor = make()
+    assert supervisor.vain_replacements() == ""
+    supervisor.merged()
+    for error in ("NameError: a", "NameError: b"):
+        supervisor.ended("local-0", Kind.LEARNER, Exit(code=1), 0.0, wanted=True, error=error)
+    supervisor.ended("local-1", Kind.LEARNER, Exit(code=1), 0.0, wanted=True, error="OSError: c")
+    supervisor.ended("local-2", Kind.LEARNER, KILLED, 0.0, wanted=True)
+    assert supervisor.vain_replacements() == (
+        "since the last merge local-0 was replaced 2 times, at last for: NameError: b; "
+        "local-1 was replaced 1 time, at last for: OSError: c"
+    ), "local-2's end was no error"
+    supervisor.merged()
+    assert supervisor.vain_replacements() == ""

@@ -91,7 +91,7 @@ UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulab
             "ImageUnavailable",
             ["worker:1", "ImagePullBackOff", "imagePullSecrets"],
         ),
-        (waiting("ErrImageNeverPull", "not present"), {}, [], "ImageUnavailable", ["worker:1"]),
+        (waiting("ErrImageNeverPull", "not present"), {}, [], "ImageUnavailable", ["worker:1", "load it into the"]),
         (
             waiting("CreateContainerConfigError", 'secret "s3-keys" not found'),
             {},

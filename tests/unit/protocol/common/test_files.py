@@ -126,3 +126,15 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
 
 def test_free_bytes_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert files.free_bytes(tmp_path / "x" / "y") > 0
+
+
+def test_files_of_a_new_directory_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with files.create_directory(tmp_path / "model") as folder:
+            for name, mode in (("private", 0o600), ("open", 0o644)):
+                (folder / name).touch()
+                (folder / name).chmod(mode)
+    finally:
+        os.umask(before)
+    assert modes(tmp_path / "model") == {"private": 0o640, "open": 0o640}
