@@ -101,6 +101,7 @@ def test_of_many_that_create_exactly_one_succeeds(where: str) -> None:
         assert stores[0].read(name, 9) == b"%d" % winners[0]
 
 
+@pytest.mark.untimed
 def test_a_listing_has_more_than_a_page(where: str) -> None:
     store = open_store(where)
     names = [f"records/{number:05d}" for number in range(1005)]
