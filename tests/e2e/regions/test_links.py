@@ -104,9 +104,12 @@ def test_slow_links(world: World, run_job: RunJob) -> None:
     finally:
         for name in (EU, US):
             world.clusters[name].fault("fast")
-    # Beside the same job's stall without a limit, of which a busy machine makes more.
-    assert found[1.2].stalled <= free.stalled + 0.01 and found[1.2].merges > 0.8 * free.merges
-    assert found[0.5].steps > 0.85 * free.steps  # nobody waits
-    assert 0.3 * free.merges < found[0.5].merges < 0.9 * free.merges
+    # Nobody waits. Beside the same job's stall without a limit, of which a busy machine makes more. Steps a second are
+    # the machine's, which may be busier in one minute than in another, so merges are counted by the step.
+    for slow in found.values():
+        assert slow.stalled <= free.stalled + 0.01
+    usual = free.merges / free.steps
+    assert found[1.2].merges / found[1.2].steps > 0.85 * usual
+    assert 0.3 * usual < found[0.5].merges / found[0.5].steps < 0.95 * usual
     job.wait_condition("LinksTooSlow", "False", timeout=300)
     job.exact()
