@@ -38,6 +38,7 @@ LENGTHS = (6, 40, 200)
 LEARNERS = (1, 2, 4, 8, 16)
 SEEDS = 5
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+RATE_SEEDS = 2  # with which the best is chosen
 
 
 def references(chosen: argparse.Namespace) -> Iterator[Trial]:
@@ -74,23 +75,27 @@ def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
 
 
 def rate_trials(chosen: argparse.Namespace) -> list[Trial]:
-    """The reference at every inner rate of the grid, at the middle length."""
+    """The reference at every inner rate of the grid."""
     return [
-        Trial(k, s, 40, seed, rate=rate)
-        for k in chosen.kinds
-        for s in chosen.sizes
+        replace(reference, rate=rate, seed=seed)
+        for reference in references(chosen)
         for rate in RATES
-        for seed in (0, 1)
+        for seed in range(RATE_SEEDS)
     ]
 
 
 def show_rates(chosen: argparse.Namespace, cache: Cache) -> None:
-    for kind in chosen.kinds:
-        for size in chosen.sizes:
-            for rate in RATES:
-                found = losses([Trial(kind, size, 40, seed, rate=rate) for seed in (0, 1)], cache)
-                if found is not None:
-                    print(f"{kind}-{size}: inner rate {rate:g}: {sum(found) / len(found):.4f} nats")
+    """Each loss, the best of a length with a star."""
+    for reference in references(chosen):
+        found = {}
+        for rate in RATES:
+            values = losses(of_seeds(replace(reference, rate=rate), RATE_SEEDS), cache)
+            if values is not None:
+                found[rate] = sum(values) / len(values)
+        for rate, loss in found.items():
+            best = " *" if loss == min(found.values()) else ""
+            model = f"{reference.kind}-{reference.size}, {reference.merges} merges"
+            print(f"{model}: inner rate {rate:g}: {loss:.4f} nats{best}")
 
 
 def quick_rows() -> list[TrialRow]:
