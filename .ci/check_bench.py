@@ -1,5 +1,6 @@
 """Has a bench printed a list of {name, value, unit, against, ratio}, or a command an object with rows of {name, value,
-unit, baseline, ratio} and more, every number finite? An object's `rmse`, where it has one, is within its bound."""
+unit, baseline, ratio} and more, every number finite? `baseline` is a number, and `against` the name of what has it. An
+object's `rmse`, where it has one, is within its bound."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def row_problems(rows: object, reference: str, fits: Callable[[set[str]], bool])
             continue
         if not isinstance(row["value"], (int, float)) or not math.isfinite(row["value"]):
             found.append(f"{row['name']}: value {row['value']!r} is not a finite number")
-        ratio = row["ratio"]
+        ratio, baseline = row["ratio"], row.get("baseline")
+        if baseline is not None and (not isinstance(baseline, (int, float)) or not math.isfinite(baseline)):
+            found.append(f"{row['name']}: baseline {baseline!r} is not a finite number")
         if (row[reference] is None) != (ratio is None):
             found.append(f"{row['name']}: `{reference}` and `ratio` go together")
         if ratio is not None and (not isinstance(ratio, (int, float)) or not math.isfinite(ratio)):

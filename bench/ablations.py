@@ -25,19 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
+from trials.cells import RESULTS, Cache, Trial, common_losses, run_trials
 from trials.reports import ablation_report, show_trials
+from trials.search import best_rate, of_seeds, tuned_reference
 from trials.tables import TrialRow, make_row
 
 LENGTHS = {"outer": (6, 40, 200)}  # of a group, in merges of each fragment
 MIDDLE = (40,)  # of other groups
 SEEDS = 5
 GRID = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # outer rates
-
-
-def searched_seeds(trial: Trial) -> int:
-    """Seeds with which a rate is chosen."""
-    return 2 if trial.merges < 100 else 1
 
 
 @dataclass(frozen=True)
@@ -57,9 +53,9 @@ class Arm:
 
     @property
     def reference(self) -> Trial:
-        """Data-parallel training of the same length."""
+        """Data-parallel training of the same length, at the task's rate."""
         trial = self.trial
-        return Trial(trial.kind, trial.size, trial.merges, 0, rate=trial.rate, inner=trial.inner)
+        return Trial(trial.kind, trial.size, trial.merges, 0, inner=trial.inner)
 
 
 ISOTROPIC = {"merge": {"method": "isotropic"}}
@@ -158,10 +154,6 @@ GROUPS = {
 }
 
 
-def of_seeds(trial: Trial, seeds: Sequence[int]) -> list[Trial]:
-    return [replace(trial, seed=seed) for seed in seeds]
-
-
 @dataclass
 class Search:
     """Each arm's best rate, as far as the cache knows the losses that lead there."""
@@ -172,29 +164,23 @@ class Search:
     def best_rate(self, one: Arm) -> tuple[float | None, list[Trial]]:
         """The best rate, or None and the trials that must come next."""
         shorter = [other for other in self.arms if other.name == one.name and other.trial.merges < one.trial.merges]
-        middle = one.rates.index(one.start)
+        start = one.start
         if shorter:
             rate, missing = self.best_rate(max(shorter, key=lambda other: other.trial.merges))
             if rate is None:
                 return None, missing
-            middle = one.rates.index(rate)
-        while True:
-            around = one.rates[max(0, middle - 1) : middle + 2]
-            found = {rate: losses(self._trials(one, rate), self.cache) for rate in around}
-            if missing := [
-                trial for rate, values in found.items() if values is None for trial in self._trials(one, rate)
-            ]:
-                return None, missing
-            best = min(around, key=lambda rate: sum(found[rate] or ()))
-            if best == one.rates[middle]:
-                return best, []
-            middle = one.rates.index(best)
+            start = rate
+        return best_rate(one.rates, start, one.at, self.cache)
 
-    def next_trials(self) -> list[Trial]:
-        return [trial for one in self.arms for trial in self.best_rate(one)[1]]
+    def next_trials(self, tune: bool) -> list[Trial]:
+        """Of the arms, and of their references' rates where those are ``tune``d."""
+        found = [trial for one in self.arms for trial in self.best_rate(one)[1]]
+        tuned = self.arms if tune else ()
+        return found + [trial for one in tuned for trial in tuned_reference(one.reference, self.cache)[1]]
 
-    def _trials(self, one: Arm, rate: float) -> list[Trial]:
-        return of_seeds(one.at(rate), range(searched_seeds(one.trial)))
+    def reference(self, one: Arm) -> Trial:
+        """At its best inner rate, as far as that is known."""
+        return tuned_reference(one.reference, self.cache)[0]
 
 
 def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRow]:
@@ -204,13 +190,13 @@ def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRo
         rate, _ = search.best_rate(one)
         if rate is None:
             continue
-        own, others = of_seeds(one.at(rate), range(seeds)), of_seeds(one.reference, range(seeds))
-        values, base = common_losses(own, others, cache)
+        reference = search.reference(one)
+        values, base = common_losses(of_seeds(one.at(rate), seeds), of_seeds(reference, seeds), cache)
         if values:
             edge = "*" if rate in (GRID[0], GRID[-1]) else ""
             name = f"{one.trial.merges} merges: {one.name}, outer rate {rate:g}{edge}"
-            merges = one.trial.merges
-            rows.append(make_row(name, values, "data-parallel", base, group=one.group, merges=merges, arm=one.name))
+            place: dict[str, Any] = {"group": one.group, "merges": one.trial.merges, "arm": one.name}
+            rows.append(make_row(name, values, "data-parallel", base, **place, rate=reference.rate))
     return rows
 
 
@@ -252,14 +238,12 @@ def main(arguments: Sequence[str]) -> int:
         arms = [replace(one, rates=(one.start,)) for one in arms[:2]]
     cache, complete, search = Cache(chosen.cache), True, Search(arms, Cache(chosen.cache))
     if not chosen.show:
-        run = partial(
-            run_trials, cache=cache, jobs=chosen.jobs, quiet=chosen.json, end=time.monotonic() + 3600 * chosen.hours
-        )
-        complete = run([trial for one in arms for trial in of_seeds(one.reference, range(seeds))])
-        while complete and (wanted := search.next_trials()):
+        run = partial(run_trials, cache=cache, jobs=chosen.jobs, end=time.monotonic() + 3600 * chosen.hours)
+        while complete and (wanted := search.next_trials(tune=not chosen.quick)):
             complete = run(wanted)
         best = [one.at(rate) for one in arms if (rate := search.best_rate(one)[0]) is not None]
-        complete = complete and run([trial for one in best for trial in of_seeds(one, range(seeds))])
+        best += [search.reference(one) for one in arms]
+        complete = complete and run([trial for one in best for trial in of_seeds(one, seeds)])
     note = "Held-out loss of each arm at its best outer rate, and by how much it is above data-parallel training's."
     rows = ablation_rows(arms, seeds, cache)
     show_trials(ablation_report(rows, note), rows, chosen.json, chosen.report)

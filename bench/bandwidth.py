@@ -38,6 +38,7 @@ import common
 import programs
 from diloco.reports.document import Axis, Plot, ResultDocument, Scalar, Series
 from diloco.reports.files import write_report
+from diloco.sources import source_digest
 from diloco_protocol.bandwidth import model as needs
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_from_json, job_to_json, load_job
@@ -155,8 +156,7 @@ def digest(cell: tuple[str, float], sizes: Sizes, job: DiLoCoJob, latency: float
     """Of all that makes a cell: its arm and rate, the job, the sources, torch."""
     parts = [repr(cell), repr((sizes.learners, sizes.step_seconds, sizes.seconds, sizes.ddp_steps)), job_to_json(job)]
     parts += [repr(latency), version("torch"), repr(DDP_BUCKET_MB)]
-    for path in sorted(path for folder in MADE_BY for path in (ROOT / folder).rglob("*.py")):
-        parts.append(hashlib.sha256(path.read_bytes()).hexdigest())
+    parts.append(source_digest(ROOT / folder for folder in MADE_BY))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -471,7 +471,8 @@ def row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Scalar]:
         "name": f"{ARMS[cell.arm]}, {cell.megabits:g} Mbit/s",
         "value": round(cell.tokens_per_second, 2),
         "unit": "tokens/s",
-        "baseline": None if other is None else ARMS[other.arm],
+        "against": None if other is None else ARMS[other.arm],
+        "baseline": None if other is None else round(other.tokens_per_second, 2),
         "ratio": None if other is None else round(cell.tokens_per_second / other.tokens_per_second, 4),
         "step, s": round(cell.seconds / cell.steps, 4),
         "link up, kB a step": round(cell.link.up / cell.steps / 1000, 1),
@@ -492,7 +493,7 @@ def count_parameters(job: DiLoCoJob) -> int:
 def show(document: ResultDocument) -> None:
     for name, value in document.facts.items():
         print(f"{name}: {value}")
-    columns = [name for name in document.rows[0] if name not in ("unit", "baseline")]
+    columns = [name for name in document.rows[0] if name not in ("unit", "against", "baseline")]
     print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for one in document.rows:
         print("| " + " | ".join("" if one[name] is None else str(one[name]) for name in columns) + " |")

@@ -127,12 +127,14 @@ def report(found: Mapping[str, Mapping[str, Sequence[Found]]], conditions: str) 
 
 def figures(part: str, found: Mapping[str, Sequence[Found]]) -> list[dict[str, Scalar]]:
     """Goodput, merged tokens per second and loss of each kind of run, beside the first kind's."""
-    baseline = next(iter(found))
+    first = next(iter(found))
     rows: list[dict[str, Scalar]] = []
 
     def add(name: str, value: float, unit: str, beside: str | None, reference: float) -> None:
         ratio = value / reference if beside else None
-        rows.append({"name": f"{part}: {name}", "value": value, "unit": unit, "baseline": beside, "ratio": ratio})
+        baseline = reference if beside else None
+        names = {"name": f"{part}: {name}", "unit": unit, "against": beside}
+        rows.append({**names, "value": value, "baseline": baseline, "ratio": ratio})
 
     means = {
         kind: {key: statistics.mean(getattr(one, key) for one in runs) for key in FIGURES}
@@ -140,8 +142,8 @@ def figures(part: str, found: Mapping[str, Sequence[Found]]) -> list[dict[str, S
     }
     for kind, values in means.items():
         for key, (words, unit) in FIGURES.items():
-            beside = baseline if len(found) > 1 else None
-            add(f"{kind}: {words}", values[key], unit, beside, means[baseline][key])
+            beside = first if len(found) > 1 else None
+            add(f"{kind}: {words}", values[key], unit, beside, means[first][key])
     for kind, runs in found.items():
         joined = [one.joined for one in runs if one.joined is not None]
         if joined:
@@ -182,7 +184,7 @@ def show(document: ResultDocument, as_json: bool) -> None:
     print(document.facts["conditions"])
     width = max(len(str(row["name"])) for row in document.rows)
     for row in document.rows:
-        beside = "" if row["ratio"] is None else f"  {row['ratio']:6.2f} x {row['baseline']}"
+        beside = "" if row["ratio"] is None else f"  {row['ratio']:6.2f} x {row['against']}"
         print(f"{row['name']:{width}}  {row['value']:9.2f} {row['unit']:5}{beside}")
 
 

@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from diloco.sources import source_digest, training_digest
+
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parent / "build" / "heterogeneous"
 SEQUENCES = 8
@@ -106,9 +108,9 @@ class Arm:
         return {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {"name": "paced"}, "spec": spec}
 
     def digest(self) -> str:
-        """Of what makes the run: the job, the paces, who comes when, and the learner's program."""
-        program = (HERE / "paced_learner.py").read_text(encoding="utf-8")
-        text = json.dumps([self.job(), dict(self.paces), self.visitors, program], sort_keys=True)
+        """Of what makes the run: the job, the paces, who comes when, the learner's program, and what trains."""
+        code = [source_digest([HERE / "paced_learner.py"]), training_digest()]
+        text = json.dumps([self.job(), dict(self.paces), self.visitors, code], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

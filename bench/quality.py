@@ -3,10 +3,11 @@
 Every trial trains a small model from scratch on so many tokens and is scored on what was held out:
 
 * *data-parallel*: the gradients of all batches averaged at every step, which in one process is the whole batch at
-  once; the rows "DDP" compare that with torch's DistributedDataParallel over gloo, two ranks.
+  once, at the inner rate that is best for it at this length (bench/trials/search.py); the rows "DDP" compare one
+  process with torch's DistributedDataParallel over gloo, two ranks.
 * *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults. They train in
   one process in virtual time (cli/diloco/simulate/job): real steps, adoption, merges, outer steps and encodings;
-  a step takes a second, and 1.5 s pass from a snapshot to the version that holds it.
+  a step takes a second, and 1.5 s pass from a snapshot to the version that holds it. Their inner rate is the task's.
 * *M = 4, faults*: each learner dies twice on average, and another process takes its slot after 5 % of the run.
 
 Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
@@ -30,6 +31,7 @@ from typing import Any
 from trials import ddp
 from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
 from trials.reports import quality_report, show_trials
+from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned_reference
 from trials.tables import TrialRow, make_row
 
 KINDS = ("dense", "moe", "vision")
@@ -37,12 +39,10 @@ SIZES = ("small", "large")
 LENGTHS = (6, 40, 200)
 LEARNERS = (1, 2, 4, 8, 16)
 SEEDS = 5
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-RATE_SEEDS = 2  # with which the best is chosen
 
 
 def references(chosen: argparse.Namespace) -> Iterator[Trial]:
-    """The data-parallel trials of seed 0, shortest first."""
+    """The data-parallel trials of seed 0 at the task's rate, shortest first."""
     for merges in chosen.lengths:
         for size in chosen.sizes:
             for kind in chosen.kinds:
@@ -56,46 +56,39 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     return [(name, trial) for name, trial in found if not chosen.arms or any(word in name for word in chosen.arms)]
 
 
-def of_seeds(trial: Trial, seeds: int) -> list[Trial]:
-    return [replace(trial, seed=seed) for seed in range(seeds)]
-
-
 def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
     """A row for each arm, of as many seeds as it and its reference have."""
     rows = []
     for reference in references(chosen):
         model, merges = f"{reference.kind}-{reference.size}", reference.merges
+        best, _ = tuned_reference(reference, cache)
         for arm, trial in arms(reference, chosen):
-            own, others = of_seeds(trial, chosen.seeds), of_seeds(reference, chosen.seeds)
-            values, base = common_losses(own, others, cache)
+            values, base = common_losses(of_seeds(trial, chosen.seeds), of_seeds(best, chosen.seeds), cache)
             if values:
                 name = f"{model}, {merges} merges: {arm}"
-                rows.append(make_row(name, values, "data-parallel", base, group=model, merges=merges, arm=arm))
+                place: dict[str, Any] = {"group": model, "merges": merges, "arm": arm}
+                rows.append(make_row(name, values, "data-parallel", base, **place, rate=best.rate))
     return rows
 
 
-def rate_trials(chosen: argparse.Namespace) -> list[Trial]:
-    """The reference at every inner rate of the grid."""
-    return [
-        replace(reference, rate=rate, seed=seed)
-        for reference in references(chosen)
-        for rate in RATES
-        for seed in range(RATE_SEEDS)
-    ]
-
-
 def show_rates(chosen: argparse.Namespace, cache: Cache) -> None:
-    """Each loss, the best of a length with a star."""
+    """Each known loss of the reference, with a star at the best, where the search has ended."""
     for reference in references(chosen):
+        best, _ = tuned_reference(reference, cache)
         found = {}
-        for rate in RATES:
-            values = losses(of_seeds(replace(reference, rate=rate), RATE_SEEDS), cache)
+        for rate in INNER_RATES:
+            values = losses(of_seeds(replace(reference, rate=rate), searched_seeds(reference)), cache)
             if values is not None:
                 found[rate] = sum(values) / len(values)
         for rate, loss in found.items():
-            best = " *" if loss == min(found.values()) else ""
+            star = " *" if rate == best.rate else ""
             model = f"{reference.kind}-{reference.size}, {reference.merges} merges"
-            print(f"{model}: inner rate {rate:g}: {loss:.4f} nats{best}")
+            print(f"{model}: inner rate {rate:g}: {loss:.4f} nats{star}")
+
+
+def next_rates(chosen: argparse.Namespace, cache: Cache) -> list[Trial]:
+    """What the search for the references' best rates needs next."""
+    return [trial for reference in references(chosen) for trial in tuned_reference(reference, cache)[1]]
 
 
 def quick_rows() -> list[TrialRow]:
@@ -148,7 +141,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="MERGES")
     parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")
-    parser.add_argument("--rates", action="store_true", help="instead: data-parallel at each inner rate of the grid")
+    parser.add_argument(
+        "--rates", action="store_true", help="only the search for data-parallel training's best inner rates"
+    )
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
     return parser.parse_args(arguments)
 
@@ -161,17 +156,19 @@ def main(arguments: Sequence[str]) -> int:
         show_quality(quick_rows(), chosen, note)
         return 0
     cache, end = Cache(chosen.cache), time.monotonic() + 3600 * chosen.hours
+    complete = True
+    while complete and not chosen.show and (wanted := next_rates(chosen, cache)):
+        complete = run_trials(wanted, cache, chosen.jobs, end=end)
     if chosen.rates:
-        complete = chosen.show or run_trials(rate_trials(chosen), cache, chosen.jobs, chosen.json, end)
         show_rates(chosen, cache)
         return 0 if complete else 3
     trials = [
         replace(trial, seed=seed)
         for reference in references(chosen)
         for seed in range(chosen.seeds)
-        for trial in (reference, *(arm for _, arm in arms(reference, chosen)))
+        for trial in (tuned_reference(reference, cache)[0], *(arm for _, arm in arms(reference, chosen)))
     ]
-    complete = chosen.show or run_trials(trials, cache, chosen.jobs, chosen.json, end)
+    complete = chosen.show or (complete and run_trials(trials, cache, chosen.jobs, end=end))
     show_quality(quality_rows(chosen, cache), chosen, note)
     return 0 if complete else 3
 

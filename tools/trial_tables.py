@@ -23,14 +23,15 @@ from trials.cells import RESULTS, Cache
 from trials.tables import TrialRow, difference
 
 PAPERS_SETTINGS = {"merge": {"method": "rda"}}  # the outer optimizer then follows
-HEAD = ("data-parallel, nats", "this project, nats", "difference", "seeds")
+HEAD = ("data-parallel, nats, at its best inner rate", "this project, nats", "difference", "seeds")
 
 
 def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]) -> str:
     """A Markdown table: the row's own first cells, then its figures."""
     lines = [[*columns, *HEAD], ["---"] * (len(columns) + len(HEAD))]
     for cells, row in rows:
-        base = "" if row.baseline_value is None else f"{row.baseline_value:.3f}"
+        rate = "" if row.rate is None else f" at {row.rate:g}"
+        base = "" if row.baseline is None else f"{row.baseline:.3f}{rate}"
         lines.append([*cells, base, f"{row.value:.3f}", difference(row, 1), str(row.seeds)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -245,6 +245,8 @@ def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, quiet: bool = F
     missing = [trial for trial in wanted.values() if cache.find(trial) is None]
     began, done, count = time.monotonic(), 0.0, 0
     left = sum(trial.effort for trial in missing)
+    if missing and not quiet:
+        print(f"{len(missing)} trials of {len(wanted)} to run", file=sys.stderr, flush=True)
 
     def finish(trial: Trial, result: Mapping[str, Any]) -> None:
         nonlocal done, count

@@ -28,7 +28,9 @@ def compare(steps: int, kinds: Sequence[str] = ("dense",)) -> list[TrialRow]:
         model = fleet.train_alone(kind, "small", job, steps, 0, inner.MAKE["adamw"])
         alone = tasks.score(model, tasks.TrialData(kind, "small", 0).evaluation)
         both = _loss_by_ddp(kind, steps)
-        rows.append(TrialRow(f"{kind}-small, {steps} steps: DDP", both, "nats", "one process", both / alone, None, 1))
+        rows.append(
+            TrialRow(f"{kind}-small, {steps} steps: DDP", both, "nats", "one process", alone, both / alone, None, 1)
+        )
     return rows
 
 

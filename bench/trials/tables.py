@@ -39,43 +39,46 @@ def excess(values: Sequence[float], reference: Sequence[float]) -> Mean:
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One arm beside its reference. ``value``: loss in nats, ``baseline_value`` the baseline's. ``ratio``: of one to
+    """One arm beside its reference. ``value``: loss in nats, ``baseline`` that of ``against``. ``ratio``: of one to
     the other, the mean over seeds. ``interval``: half of the 95 % interval of the ratio, None of one seed. ``group``:
-    the rows of one plot of the report (reports.py), which has ``arm`` and ``merges`` as its places; empty: in none."""
+    the rows of one plot of the report (reports.py), which has ``arm`` and ``merges`` as its places; empty: in none.
+    ``rate``: the reference's inner rate, where it was looked for."""
 
     name: str
     value: float
     unit: str
-    baseline: str | None
+    against: str | None
+    baseline: float | None
     ratio: float | None
     interval: float | None
     seeds: int
     group: str = ""
     merges: int | None = None
     arm: str = ""
-    baseline_value: float | None = None
+    rate: float | None = None
 
 
 def make_row(
     name: str,
     values: Sequence[float],
-    baseline: str,
+    against: str,
     reference: Sequence[float],
     *,
     group: str = "",
     merges: int | None = None,
     arm: str = "",
+    rate: float | None = None,
 ) -> TrialRow:
     """The arm's row: ``values`` and ``reference`` are losses of the same seeds."""
     over = excess(values, reference)
     interval = None if math.isnan(over.half) else over.half / 100
     ratio = 1 + over.value / 100
     value, other = mean(values).value, mean(reference).value
-    return TrialRow(name, value, "nats", baseline, ratio, interval, over.seeds, group, merges, arm, other)
+    return TrialRow(name, value, "nats", against, other, ratio, interval, over.seeds, group, merges, arm, rate)
 
 
 def difference(row: TrialRow, digits: int) -> str:
-    """By how many per cent the row's loss is above its baseline's, with the interval where there is one."""
+    """By how many per cent the row's loss is above the reference's, with the interval where there is one."""
     if row.ratio is None:
         return ""
     spread = "" if row.interval is None else f" ± {100 * row.interval:.{digits}f}"
@@ -88,5 +91,5 @@ def print_rows(rows: Sequence[TrialRow], note: str) -> None:
     width = max((len(row.name) for row in rows), default=0)
     for row in rows:
         over = f"  {difference(row, 2):>8}" if row.ratio is not None else ""
-        beside = f" of {row.baseline}" if row.baseline else ""
+        beside = f" of {row.against}" if row.against else ""
         print(f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}  ({row.seeds} seeds)")

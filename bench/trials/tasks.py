@@ -38,7 +38,7 @@ _DIGITS = {"source": "python", "function": "digits:load"}
 @dataclass(frozen=True, slots=True)
 class Task:
     """A model and its data. ``rate``: peak learning rate of the inner optimizer, the best of the grid for the
-    data-parallel reference (bench/quality.py says how it was found)."""
+    data-parallel reference at 40 merges (bench/trials/search.py)."""
 
     config: Mapping[str, Any]
     data: Mapping[str, Any]

@@ -139,8 +139,11 @@ def chaos(
     job: JobFile = None,
     file: FileOption = None,
     compare: Annotated[
-        str, typer.Option(metavar="NAMES", help="Baselines, separated by commas: ddp, ddp-elastic, torchft.")
-    ] = "ddp",
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Baselines, separated by commas: ddp, ddp-elastic, torchft.  [default: ddp]"
+        ),
+    ] = None,
     mtbf: Annotated[
         float, typer.Option(metavar="SECONDS", help="Mean time until a healthy learner fails (Poisson).")
     ] = 60.0,
@@ -202,11 +205,15 @@ def chaos(
     from diloco.packages import require_packages
 
     named = job_file(job, file, "diloco chaos")
+    baselines = "ddp" if compare is None else compare
     options = CompareOptions(
-        named, report, compare, mtbf, repair, minutes, seed, spec, step_seconds, tuple(overrides), dry_run, as_json
+        named, report, baselines, mtbf, repair, minutes, seed, spec, step_seconds, tuple(overrides), dry_run, as_json
     )
     there = where(context, namespace, kubeconfig)
     if there.given:
+        if compare is not None or report or quick or as_json or step_seconds is not None:
+            words = "--compare, --report, --quick, --json and --step-seconds"
+            raise CommandError(f"with --context pods are deleted and nothing is compared: leave out {words}")
         from diloco.cluster.chaos import delete_by_schedule
         from diloco.compare.command import pod_schedule
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.local.chaos.schedule import Fault
+from diloco.sources import source_digest, training_digest
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 
@@ -21,6 +22,8 @@ BASELINES = {
 }
 MOST_CPU_SHARE = 0.7  # of the cores, for all that an arm runs
 LEARNERS_CPU_SHARE = 0.5  # of the cores, for the steps alone: syncer, evaluator, collectives and restarts come on top
+CLI = Path(__file__).parents[1]
+MADE_BY = ("compare", "local", "processes")  # of the command line
 SCORES = 8  # of the merged model in an arm
 START_SECONDS, END_SECONDS = 15.0, 10.0  # of an arm, beside its training: for the time left
 
@@ -71,7 +74,7 @@ class Comparison:
             "schedule": [fault.text for fault in self.schedule],
             "seconds": self.seconds,
             "pace": [self.pace.step_seconds, self.pace.tokens],
-            "versions": [version("decoupled-diloco"), version("torch")],
+            "code": [training_digest(), source_digest(CLI / name for name in MADE_BY), version("torch")],
         }
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco.sources import source_digest
 from diloco_protocol.common.files import write_whole
 
 
@@ -17,11 +18,7 @@ class CellCache:
 
     def __init__(self, folder: Path, code: list[Path]) -> None:
         self._folder = folder
-        digest = hashlib.sha256()
-        for path in code:
-            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-                digest.update(file.read_bytes())
-        self._code = digest.hexdigest()
+        self._code = source_digest(code)
 
     def find_or_make(self, what: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result of ``what``, made now if it is not there."""

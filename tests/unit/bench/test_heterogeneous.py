@@ -34,11 +34,11 @@ def test_figures_are_beside_the_first_kind_and_of_one_kind_beside_nothing() -> N
     kinds = {"all": [found((10.0, 1000.0, 4.0))], "one": [found((10.0, 500.0, 5.0), joined=1.92)]}
     rows = {row["name"]: row for row in heterogeneous.figures("speeds", kinds)}
     assert rows["speeds: one: merged tokens"]["ratio"] == pytest.approx(0.5)
-    assert rows["speeds: one: merged tokens"]["baseline"] == "all"
+    assert rows["speeds: one: merged tokens"]["against"] == "all"
     assert rows["speeds: one: joined until merged"]["ratio"] == pytest.approx(1.92 / (8 * heterogeneous.PACE))
     assert rows["speeds: all: tokens of whole"]["ratio"] == pytest.approx(1.5)
     (alone,) = [row for row in heterogeneous.figures("speeds", {"all": kinds["all"]}) if "final loss" in row["name"]]
-    assert (alone["baseline"], alone["ratio"]) == (None, None)
+    assert (alone["against"], alone["baseline"], alone["ratio"]) == (None, None, None)
 
 
 def test_every_job_is_valid_and_is_scored_some_times() -> None:

@@ -59,7 +59,7 @@ def test_what_is_printed_and_what_is_written_are_one_document(
     show_trials(document, rows, as_json=True, directory=tmp_path / "report")
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "report" / "report.json").read_text())
-    assert printed["rows"][0]["baseline"] == "b"
+    assert (printed["rows"][0]["against"], printed["rows"][0]["baseline"]) == ("b", 2.0)
     show_trials(document, rows, as_json=False)
     assert "+1.50 %" in capsys.readouterr().out
     (tmp_path / "file").touch()

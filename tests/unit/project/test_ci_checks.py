@@ -94,7 +94,7 @@ def test_bigram_entropy_of_noise_and_of_certainty() -> None:
     [
         ([{"name": "a", "value": 1.0, "unit": "s", "against": "b", "ratio": 2.0}], ""),
         ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": None, "ratio": None}], "rmse": 1.1}, ""),
-        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": 0.5, "more": None}]}, ""),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": 0.5, "more": None}]}, ""),
         ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": None, "ratio": None}], "rmse": 1.6}, "rmse"),
         ([], "not a list"),
         ({"rows": []}, "not a list"),
@@ -102,8 +102,9 @@ def test_bigram_entropy_of_noise_and_of_certainty() -> None:
         ([{"name": "a", "value": 1.0, "unit": "s"}], "fields"),
         ({"rows": [{"name": "a", "value": 1.0, "unit": "s"}]}, "fields"),
         ({"rows": [{"name": "a", "value": None, "unit": "s", "baseline": None, "ratio": None}]}, "finite"),
-        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": None}]}, "go together"),
-        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": math.inf}]}, "ratio"),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": None}]}, "go together"),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": math.inf}]}, "ratio"),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": 0.5}]}, "baseline"),
     ],
 )
 def test_what_a_bench_prints_is_checked(printed: object, words: str) -> None:

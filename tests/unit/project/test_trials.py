@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 from trials import outers, sparse
 from trials.cells import RESULTS, Cache, Trial, common_losses, run_trial
+from trials.search import INNER_RATES, best_rate, of_seeds, tuned_reference
 from trials.tables import excess, make_row, mean
 
 RANDOM = np.random.default_rng(3)
@@ -158,6 +159,41 @@ def test_seeds_are_compared_where_both_are_there(tmp_path: Path) -> None:
     for trial, loss in ((alone[0], 1.0), (alone[2], 2.0), (four[1], 3.0), (four[2], 4.0)):
         cache.put(trial, {"loss": loss})
     assert common_losses(four, alone, cache) == ([4.0], [2.0])
+
+
+def test_a_search_asks_for_neighbours_until_none_is_better(tmp_path: Path) -> None:
+    cache, asked = Cache(tmp_path / "trials.jsonl"), []
+    rates = (0.1, 0.2, 0.4, 0.8, 1.6)
+
+    def at(rate: float) -> Trial:
+        return Trial("dense", "small", 6, 0, rate=rate)
+
+    def loss(trial: Trial) -> float:
+        return abs((trial.rate or 0.0) - 0.8) + 0.5 * trial.seed
+
+    while True:
+        best, missing = best_rate(rates, 0.2, at, cache)
+        if best is not None:
+            break
+        assert missing, "nothing is asked for and nothing is known"
+        for trial in missing:
+            asked.append((trial.rate, trial.seed))
+            cache.put(trial, {"loss": loss(trial)})
+    assert best == 0.8
+    assert sorted(asked) == [(rate, seed) for rate in rates for seed in (0, 1)]
+    assert best_rate(rates, 0.8, at, cache) == (0.8, [])
+
+
+def test_the_reference_has_its_best_rate_where_the_cache_knows_it(tmp_path: Path) -> None:
+    cache, reference = Cache(tmp_path / "trials.jsonl"), Trial("dense", "small", 6, 0)
+    found, missing = tuned_reference(reference, cache)
+    assert found == reference and {trial.rate for trial in missing} == {1e-3, 2e-3, 4e-3}
+    for rate in INNER_RATES:
+        for trial in of_seeds(replace(reference, rate=rate), 2):
+            cache.put(trial, {"loss": 2.0 + abs(rate - 4e-3)})
+    assert tuned_reference(reference, cache) == (replace(reference, rate=4e-3), [])
+    # What the task says is the rate of a trial that names none.
+    assert replace(reference, rate=2e-3).digest == reference.digest
 
 
 def test_results_in_the_repository_are_of_the_trials_as_they_are_made_now() -> None:

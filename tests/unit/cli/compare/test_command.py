@@ -41,6 +41,8 @@ def test_in_a_cluster_there_are_kills_alone() -> None:
         (["--chaos", "5s:kill:learner-7"], "the job has no learner-7"),
         (["--set", "regions.0.spares=1"], "no baseline has spare machines"),
         (["--context", "x", "--chaos", "5s:pause:learner-0:3s"], "in a cluster pods are deleted"),
+        (["--context", "x", "--json"], "leave out --compare, --report, --quick, --json"),
+        (["--context", "x", "--compare", "ddp"], "nothing is compared"),
     ],
 )
 def test_what_is_refused(arguments: list[str], words: str) -> None:

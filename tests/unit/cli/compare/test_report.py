@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.compare import plan as plans
 from diloco.compare.arm import ArmResult, Record, measure_arm
 from diloco.compare.measures import Hit, Recovery, StepEnd
 from diloco.compare.plan import Comparison, Pace, choose_pace, job_overrides
@@ -104,7 +105,7 @@ def test_results_are_kept_and_read_again(tmp_path: Path) -> None:
     assert ArmResult.load(tmp_path / "torn.json") is None
 
 
-def test_the_digest_is_of_all_that_makes_a_result() -> None:
+def test_the_digest_is_of_all_that_makes_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     base = plan()
     others = [
         base.digest("ddp"),
@@ -114,7 +115,10 @@ def test_the_digest_is_of_all_that_makes_a_result() -> None:
         replace(base, job=read_job_file(JOB, job_overrides([], 60.0, 4))).digest("ours"),
     ]
     assert len({base.digest("ours"), *others}) == 6
-    assert plan().digest("ours") == base.digest("ours")
+    kept = base.digest("ours")
+    assert plan().digest("ours") == kept
+    monkeypatch.setattr(plans, "training_digest", lambda: "other sources")
+    assert plan().digest("ours") != kept
 
 
 def test_the_pace_leaves_cores_free() -> None:
