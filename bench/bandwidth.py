@@ -7,7 +7,8 @@ which the most is slept (layer_pace.py), so that the machine's cores are not the
 of them that was used. Bytes are those that the real programs send.
 
 Arms: ``ddp-float32`` and ``ddp-bfloat16``, torch's DistributedDataParallel over gloo, gradients averaged at every step,
-sent while the backward pass goes on; ``ours``, int4 up and bfloat16 down, the hub's link not shaped; ``ours-hub``, the
+sent while the backward pass goes on; ``torchft``, its DiLoCo in fragments (torchft_replica.py), where that package is
+installed; ``ours``, int4 up and bfloat16 down, the hub's link not shaped; ``ours-hub``, the
 hub's link no faster than one learner's. Links are shaped once training is under way, and counting begins a while
 later, so that starting up is in no figure.
 
@@ -36,6 +37,7 @@ from typing import Any
 
 import common
 import programs
+import torchft_replica
 from diloco.reports.document import Axis, Plot, ResultDocument, Scalar, Series
 from diloco.reports.files import write_report
 from diloco.sources import source_digest
@@ -51,6 +53,7 @@ MADE_BY = ("bench", "protocol", "syncer", "worker")  # sources that a cell depen
 ARMS = {
     "ddp-float32": "DDP, float32 gradients",
     "ddp-bfloat16": "DDP, bfloat16 gradients",
+    "torchft": "torchft's DiLoCo, float32",
     "ours": "ours, int4 up and bfloat16 down",
     "ours-hub": "ours, the hub's link no faster than a learner's",
 }
@@ -59,6 +62,7 @@ POLL_SECONDS = 0.002
 START_SECONDS = 240.0
 CELL_SECONDS = 420.0
 MEGABIT = 125_000  # bytes
+TORCHFT_TURNS = 2  # of H steps that are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,10 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cells anew that are there already")
     args = parser.parse_args()
     sizes = QUICK if args.quick else FULL
-    arms = args.arm or [arm for arm in ARMS if not args.quick or arm in ("ddp-bfloat16", "ours")]
+    if "torchft" in (args.arm or ()) and not torchft_replica.is_installed():
+        raise SystemExit("--arm torchft: the package torchft is not installed: pip install torchft")
+    possible = [arm for arm in ARMS if arm != "torchft" or torchft_replica.is_installed()]
+    arms = args.arm or [arm for arm in possible if not args.quick or arm in ("ddp-bfloat16", "ours")]
     job = load_job(EXAMPLE, (*COMMON, f"regions.0.learners={sizes.learners}", *sizes.overrides))
     wanted = [(arm, megabits) for megabits in sorted(args.mbit or sizes.megabits, reverse=True) for arm in arms]
     cells = list(measured_cells(wanted, sizes, job, args.latency, args.again))
@@ -164,6 +171,8 @@ def expected_seconds(arm: str, megabits: float, sizes: Sizes) -> float:
     """Roughly, for the time left: starting up, settling, and counting."""
     if arm.startswith("ours"):
         return 12.0 + 2.5 * sizes.seconds
+    if arm == "torchft":
+        return 20.0 + TORCHFT_TURNS * 24 * max(sizes.step_seconds, 1e6 * 8 * 8e-6 / 24 / megabits)
     step = max(sizes.step_seconds, 1e6 * (8 if arm.endswith("float32") else 4) * 8e-6 / megabits)
     return 12.0 + max(sizes.seconds / 2, (1 + sizes.ddp_steps) * step)
 
@@ -226,11 +235,11 @@ class Running:
 def measure(arm: str, megabits: float, sizes: Sizes, job: DiLoCoJob, latency: float) -> Cell:
     """Start the processes, let them train, shape their links, and count."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, contextlib.ExitStack() as stack:
-        start = start_ours if arm.startswith("ours") else start_ddp
+        start = start_ours if arm.startswith("ours") else start_torchft if arm == "torchft" else start_ddp
         running = start(arm, sizes, job, Path(folder), latency, stack)
         end = time.monotonic() + START_SECONDS
         every = job.spec.sync.every
-        settle = every if arm.startswith("ours") else 1
+        settle = 1 if arm.startswith("ddp") else every
         running.wait_steps(3, end, "its first steps")
         if arm.startswith("ours"):
             running.wait(lambda: min(running.status()["versions"] or [0]) >= 1, end, "the first merges")
@@ -240,9 +249,12 @@ def measure(arm: str, megabits: float, sizes: Sizes, job: DiLoCoJob, latency: fl
         end = time.monotonic() + CELL_SECONDS
         running.wait_steps(settle, end, "its links were full")
         first = running.now()
-        least = 0 if arm.startswith("ours") else sizes.ddp_steps
+        # torchft's steps wait in the turn's last one, so that whole turns are counted.
+        least = {"ddp": sizes.ddp_steps, "torchft": TORCHFT_TURNS * every}.get(arm.partition("-")[0], 1)
         seconds = sizes.seconds if arm.startswith("ours") else sizes.seconds / 2
-        running.wait_steps(max(least, 1), end, "enough steps")
+        running.wait_steps(least, end, "enough steps")
+        if arm == "torchft":
+            return counted(arm, megabits, job, first, running.now())
         while time.monotonic() < first.time + seconds:
             running.wait_steps(1, end, "enough steps")
         return counted(arm, megabits, job, first, running.now())
@@ -313,6 +325,23 @@ def start_ddp(
     for rank in range(sizes.learners):
         given = (str(job_file), sizes.step_seconds, rank, sizes.learners, relays.requests_address, arm)
         start_process(running, stack, train_ddp, given)
+    return running
+
+
+def start_torchft(
+    arm: str, sizes: Sizes, job: DiLoCoJob, folder: Path, latency: float, stack: contextlib.ExitStack
+) -> Running:
+    """Replicas that a lighthouse brings together, and that reach each other through both their links."""
+    links = {str(rank): Link(latency=latency) for rank in range(sizes.learners)}
+    relays = stack.enter_context(Relays(links))
+    job_file = folder / "job.json"
+    job_file.write_text(job_to_json(job), encoding="utf-8")
+    server, lighthouse = torchft_replica.serve_lighthouse(sizes.learners)
+    stack.callback(server.shutdown)
+    running = Running(list(links.values()), Link(), [], [], [], dict)
+    for rank in range(sizes.learners):
+        given = (str(job_file), sizes.step_seconds, rank, sizes.learners, relays.requests_address, lighthouse)
+        start_process(running, stack, train_torchft, given)
     return running
 
 
@@ -411,6 +440,37 @@ def train_ddp(
         counter.value += 1
 
 
+def train_torchft(
+    counter: Any, job_file: str, step_seconds: float, rank: int, learners: int, requests_address: str, lighthouse: str
+) -> None:
+    """A replica of torchft's DiLoCo, until it is killed."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    job, model, optimizer, dataset = begin(job_file, step_seconds)
+    from torch.utils.data import default_collate
+
+    from diloco_protocol.merging import outer_settings
+
+    size, every = job.spec.training.batch.sequences, job.spec.sync.every
+    outer = outer_settings(job.spec.sync.outer, "mean")
+
+    def step(number: int) -> None:
+        at = (number * learners + rank) * size
+        train_step(job, model, optimizer, default_collate([dataset[(at + i) % len(dataset)] for i in range(size)]))
+        counter.value += 1
+
+    torchft_replica.train(
+        model,
+        optimizer,
+        step,
+        rank=rank,
+        replicas=learners,
+        every=every,
+        outer=(outer.lr, outer.momentum),
+        lighthouse=lighthouse,
+        requests_address=requests_address,
+    )
+
+
 # ------------------------------------------------------------------ shown
 
 
@@ -463,7 +523,7 @@ def points(cells: Sequence[Cell], arm: str, value: Callable[[Cell], float]) -> d
 
 
 def row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Scalar]:
-    """One figure: ours against the faster of DDP's at the same rate, DDP against ours."""
+    """One figure: ours against the fastest of the others at the same rate, each of them against ours."""
     ours = cell.arm.startswith("ours")
     others = [c for c in cells if c.megabits == cell.megabits and c.arm.startswith("ours") != ours]
     other = max(others, key=lambda c: c.tokens_per_second, default=None)

@@ -3,8 +3,8 @@
 Every trial trains a small model from scratch on so many tokens and is scored on what was held out:
 
 * *data-parallel*: the gradients of all batches averaged at every step, which in one process is the whole batch at
-  once, at the inner rate that is best for it at this length (bench/trials/search.py); the rows "DDP" compare one
-  process with torch's DistributedDataParallel over gloo, two ranks.
+  once, at the inner rate that is best for it at this length (bench/trials/search.py);
+* *DDP*: the same by torch's DistributedDataParallel over gloo, two ranks, in the shortest trials of small models;
 * *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults. They train in
   one process in virtual time (cli/diloco/simulate/job): real steps, adoption, merges, outer steps and encodings;
   a step takes a second, and 1.5 s pass from a snapshot to the version that holds it. Their inner rate is the task's.
@@ -28,7 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trials import ddp
 from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
 from trials.reports import quality_report, show_trials
 from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned_reference
@@ -38,6 +37,7 @@ KINDS = ("dense", "moe", "vision")
 SIZES = ("small", "large")
 LENGTHS = (6, 40, 200)
 LEARNERS = (1, 2, 4, 8, 16)
+DDP = "DDP, two ranks"
 SEEDS = 5
 
 
@@ -50,9 +50,12 @@ def references(chosen: argparse.Namespace) -> Iterator[Trial]:
 
 
 def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]]:
-    """What is compared with this reference, by name."""
-    found = [(f"M = {m}", replace(reference, learners=m, sync=chosen.sync)) for m in LEARNERS]
-    found.append(("M = 4, faults", replace(reference, learners=4, sync=chosen.sync, deaths=True)))
+    """What is compared with this reference, by name. Learners have the task's inner rate."""
+    base = replace(reference, rate=None, sync=chosen.sync)
+    found = [(f"M = {m}", replace(base, learners=m)) for m in LEARNERS]
+    found.append(("M = 4, faults", replace(base, learners=4, deaths=True)))
+    if reference.merges == LENGTHS[0] and reference.size == SIZES[0] and not chosen.sync:
+        found.append((DDP, replace(reference, ddp=True)))
     return [(name, trial) for name, trial in found if not chosen.arms or any(word in name for word in chosen.arms)]
 
 
@@ -62,7 +65,7 @@ def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
     for reference in references(chosen):
         model, merges = f"{reference.kind}-{reference.size}", reference.merges
         best, _ = tuned_reference(reference, cache)
-        for arm, trial in arms(reference, chosen):
+        for arm, trial in arms(best, chosen):
             values, base = common_losses(of_seeds(trial, chosen.seeds), of_seeds(best, chosen.seeds), cache)
             if values:
                 name = f"{model}, {merges} merges: {arm}"
@@ -92,7 +95,7 @@ def next_rates(chosen: argparse.Namespace, cache: Cache) -> list[Trial]:
 
 
 def quick_rows() -> list[TrialRow]:
-    """Does it run: a few steps of a small model, and DDP itself."""
+    """Does it run: a few steps of a small model."""
     rows = []
     sync = {"fragments": 4, "every": 8}
     with tempfile.TemporaryDirectory(prefix="diloco-quality-") as folder:
@@ -101,6 +104,7 @@ def quick_rows() -> list[TrialRow]:
         named = [
             ("M = 2", replace(base, learners=2, sync=sync)),
             ("faults", replace(base, learners=2, sync=sync, deaths=True)),
+            (DDP, replace(base, ddp=True)),
         ]
         run_trials([base, *(trial for _, trial in named)], cache, 1, quiet=True)
         reference = losses([base], cache)
@@ -110,7 +114,7 @@ def quick_rows() -> list[TrialRow]:
             assert values is not None
             words = f"dense-small, 48 steps: {name}"
             rows.append(make_row(words, values, "data-parallel", reference, group="dense-small", merges=2, arm=name))
-    return [*rows, *ddp.compare(steps=4)]
+    return rows
 
 
 def show_quality(rows: list[TrialRow], chosen: argparse.Namespace, note: str) -> None:
@@ -166,7 +170,8 @@ def main(arguments: Sequence[str]) -> int:
         replace(trial, seed=seed)
         for reference in references(chosen)
         for seed in range(chosen.seeds)
-        for trial in (tuned_reference(reference, cache)[0], *(arm for _, arm in arms(reference, chosen)))
+        for best in [tuned_reference(reference, cache)[0]]
+        for trial in (best, *(arm for _, arm in arms(best, chosen)))
     ]
     complete = chosen.show or (complete and run_trials(trials, cache, chosen.jobs, end=end))
     show_quality(quality_rows(chosen, cache), chosen, note)

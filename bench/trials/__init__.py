@@ -17,7 +17,7 @@ are simulated. All learners' weights lie in one array, so that steps which end t
 ``inner``    inner optimizers: AdamW, Muon
 ``outers``   outer optimizers that the job file cannot name
 ``versions`` the syncer's versions, where such a one needs more than the product's
-``ddp``      the reference beside torch's DistributedDataParallel, two processes
+``ddp``      the reference by torch's DistributedDataParallel, two processes
 ``tables``   means, intervals, rows
 ``reports``  rows as Markdown and as a page with plots
 """

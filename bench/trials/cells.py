@@ -42,7 +42,7 @@ class Trial:
     the job's spec.sync says other than the defaults. ``outer``: an optimizer of outers.py and its settings, instead of
     the job's. ``exchange``: seconds from a snapshot to the version that holds it, steps taking one. ``pace``: seconds
     of a step of each learner, empty: one. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw or muon.
-    ``sparse``: pushes are made sparse first (sparse.py).
+    ``sparse``: pushes are made sparse first (sparse.py). ``ddp``: the reference, by torch's own ranks (ddp.py).
     """
 
     kind: str
@@ -58,6 +58,7 @@ class Trial:
     rate: float | None = None
     inner: str = "adamw"
     sparse: bool = False
+    ddp: bool = False
 
     @property
     def steps(self) -> int:
@@ -106,8 +107,10 @@ def run_trial(trial: Trial) -> dict[str, Any]:
 
 
 def _reference(trial: Trial) -> dict[str, Any]:
-    from trials import fleet, inner, tasks
+    from trials import ddp, fleet, inner, tasks
 
+    if trial.ddp:
+        return {"loss": ddp.held_out_loss(trial)}
     job = tasks.make_job(trial.kind, trial.size, 1, trial.steps, trial.seed, {}, trial.rate)
     model = fleet.train_alone(trial.kind, trial.size, job, trial.steps, trial.seed, inner.MAKE[trial.inner])
     return {"loss": tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed).evaluation)}
@@ -282,7 +285,7 @@ def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, quiet: bool = F
 
 def describe(trial: Trial) -> str:
     """A trial in a few words."""
-    who = f"M={trial.learners}" if trial.learners else "data-parallel"
+    who = f"M={trial.learners}" if trial.learners else "DDP" if trial.ddp else "data-parallel"
     extra = {key: value for key, value in asdict(trial).items() if key in ("sync", "outer") and value}
     rest = f" {json.dumps(extra)}" if extra else ""
     return f"{trial.kind}-{trial.size}, {trial.merges} merges, seed {trial.seed}, {who}{rest}"

@@ -1,40 +1,24 @@
-"""The reference beside torch's own: two ranks of DistributedDataParallel over gloo, and one process with the whole
-batch, from the same first weights on the same data."""
+"""The reference as torch trains it: two ranks of DistributedDataParallel over gloo, each with half of the batch, from
+the first weights and on the data of the trial that one process trains with the whole batch."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trials.tables import TrialRow
+if TYPE_CHECKING:
+    from trials.cells import Trial
 
 RANKS = 2
 WAIT_SECONDS = 600.0  # also where other programs have the processors
 
 
-def compare(steps: int, kinds: Sequence[str] = ("dense",)) -> list[TrialRow]:
-    """The held-out loss after ``steps`` steps by DDP, a row for each kind (small); the ratio is to one process's.
-    Raises RuntimeError if the ranks do not answer."""
-    from trials import fleet, inner, tasks
-
-    rows = []
-    for kind in kinds:
-        job = tasks.make_job(kind, "small", 1, steps, 0, {})
-        model = fleet.train_alone(kind, "small", job, steps, 0, inner.MAKE["adamw"])
-        alone = tasks.score(model, tasks.TrialData(kind, "small", 0).evaluation)
-        both = _loss_by_ddp(kind, steps)
-        rows.append(
-            TrialRow(f"{kind}-small, {steps} steps: DDP", both, "nats", "one process", alone, both / alone, None, 1)
-        )
-    return rows
-
-
-def _loss_by_ddp(kind: str, steps: int) -> float:
+def held_out_loss(trial: Trial) -> float:
+    """After the trial's steps. Raises RuntimeError if a rank does not answer."""
     context = multiprocessing.get_context("spawn")
     children: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="diloco-ddp-") as folder:
@@ -42,7 +26,7 @@ def _loss_by_ddp(kind: str, steps: int) -> float:
         try:
             for rank in range(RANKS):
                 pipe, end = context.Pipe()
-                child = context.Process(target=train_rank, args=(end, rank, folder, kind, steps), daemon=True)
+                child = context.Process(target=train_rank, args=(end, rank, folder, trial), daemon=True)
                 child.start()
                 end.close()
                 children.append(child)
@@ -61,16 +45,16 @@ def _loss_by_ddp(kind: str, steps: int) -> float:
     return float(found[0])
 
 
-def train_rank(pipe: Connection, rank: int, folder: str, kind: str, steps: int) -> None:
+def train_rank(pipe: Connection, rank: int, folder: str, trial: Trial) -> None:
     """One rank: sends the held-out loss, or why there is none."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     try:
-        pipe.send(_trained(rank, folder, kind, steps))
+        pipe.send(_trained(rank, folder, trial))
     except Exception as error:
         pipe.send(repr(error)[:300])
 
 
-def _trained(rank: int, folder: str, kind: str, steps: int) -> float:
+def _trained(rank: int, folder: str, trial: Trial) -> float:
     import numpy as np
     import torch
     from torch import distributed
@@ -81,8 +65,8 @@ def _trained(rank: int, folder: str, kind: str, steps: int) -> float:
     from trials import tasks
 
     torch.set_num_threads(1)
-    job = tasks.make_job(kind, "small", 1, steps, 0, {})
-    data, spec = tasks.TrialData(kind, "small", 0), job.spec.training.optimizer
+    job, steps = tasks.make_job(trial.kind, trial.size, 1, trial.steps, trial.seed, {}, trial.rate), trial.steps
+    data, spec = tasks.TrialData(trial.kind, trial.size, trial.seed), job.spec.training.optimizer
     model = tasks.build_model(job)
     timeout = timedelta(seconds=WAIT_SECONDS / 2)
     distributed.init_process_group(
