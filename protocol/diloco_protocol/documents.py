@@ -359,6 +359,7 @@ class Report(Document):
         description="`running`: the job has not ended; `interrupted`: it was stopped or suspended, and can continue; "
         "`killed`: the run left no report, and `diloco status` shows the last figures that it knows"
     )
+    message: str = Field("", description="why the job failed; with `diloco run`: why the run ended")
     seed: Count = Field(description="spec.seed")
     spec_digest: str = Field(description="SHA-256 of the spec, hex")
     layout_digest: str | None = Field(
@@ -398,7 +399,6 @@ class TrainingLoss(Document):
 class RunReport(Report):
     """The report of `diloco run`: with ``faults``, and its own ``wall_seconds`` and count of restarts."""
 
-    message: str = Field("", description="with `diloco run`: why the run ended")
     training_loss: TrainingLoss | None = Field(
         None,
         description="with `diloco run`, if no evaluator scored the merged model: the mean of the learners' training "

@@ -256,7 +256,7 @@ def termination_messages(job: Job) -> list[str]:
 @pytest.mark.timeout(500)
 def test_a_program_of_ones_own_that_fails_the_same_way_again_and_again(cluster: Cluster, namespace: str) -> None:
     """Before any merge the same error three times fails the job, long before maxReplacements. The error is in the pod's
-    termination message, the Events, the condition, the syncer's status and what `diloco status` prints."""
+    termination message, the Events, the condition, the syncer's status, the report, and what `diloco status` prints."""
     learners = {"command": ["python", "-c", OWN_LOOP], "podTemplate": pod_template("learner", "500m")}
     document = small_job("misnamed", learners=learners, regions=ONE)
     for field in ("model", "data"):  # the program's own
@@ -289,4 +289,8 @@ def test_a_program_of_ones_own_that_fails_the_same_way_again_and_again(cluster: 
     page = job.wait_training("the syncer knows it", lambda d: d["phase"] == "failed", 60)
     assert NAME_ERROR in page["message"] and page["merges"] == 0
     shown = " ".join(cluster.diloco("status", job.name, "-n", namespace).split())
-    assert "RepeatedError" in shown and NAME_ERROR in shown
+    assert "RepeatedError" in shown and NAME_ERROR in shown and shown.count(failed["message"]) == 1
+    report = json.loads(cluster.diloco("report", job.name, "-n", namespace, "--json"))
+    assert report["outcome"] == "failed" and report["message"] == failed["message"]
+    shown = " ".join(cluster.diloco("report", job.name, "-n", namespace).split())
+    assert "outcome failed: Learner misnamed-local-0 ended" in shown and NAME_ERROR in shown

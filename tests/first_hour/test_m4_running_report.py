@@ -50,11 +50,14 @@ def test_m4_a_job_is_running_until_its_phase_is_an_end() -> None:
     assert desk.core.phase is JobPhase.SUSPENDED and outcome(desk) == "interrupted"
 
 
-@pytest.mark.parametrize(("phase", "said"), [(JobPhase.FAILED, "failed"), (JobPhase.DELETED, "interrupted")])
-def test_m4_of_other_ends(phase: JobPhase, said: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "said", "message"), [(JobPhase.FAILED, "failed", "enough"), (JobPhase.DELETED, "interrupted", "")]
+)
+def test_m4_of_other_ends(phase: JobPhase, said: str, message: str) -> None:
     desk = Desk(config())
     desk.do(ev.EndRequested(phase, "enough"))
     assert desk.core.phase is phase and outcome(desk) == said
+    assert desk.core.report(desk.now, SHELL, "", 0).message == message
 
 
 async def test_m4_diloco_report_of_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -305,7 +305,8 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
         parts += ["", *(condition_text(one, now) for one in conditions)]
     if (final := status.get("report")) and (holds(job, "Complete") or holds(job, "Failed")):
         try:
-            parts += ["", summary(read_document(Report, final))]
+            report = read_document(Report, final)
+            parts += ["", summary(report, report.outcome)]  # the condition has the reason
         except DocumentError as error:
             parts += ["", Text(f"its report cannot be read: {error}", "yellow")]
     if output := status.get("output"):

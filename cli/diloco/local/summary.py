@@ -64,7 +64,7 @@ def summary(report: Report, outcome: str = "") -> Table:
 
 
 def _outcome(report: Report) -> str:
-    message = report.message if isinstance(report, RunReport) and report.outcome != "complete" else ""
+    message = report.message if report.outcome != "complete" else ""
     return f"{report.outcome}: {message}" if message else report.outcome
 
 

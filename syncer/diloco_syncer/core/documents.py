@@ -175,6 +175,7 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
     return Report(
         outcome=_OUTCOMES.get(state.phase, "interrupted" if state.phase in ENDED_PHASES else "running"),
+        message=state.phase_message if state.phase is JobPhase.FAILED else "",
         seed=state.config.seed,
         spec_digest=spec_digest,
         layout_digest=state.layout_digest,

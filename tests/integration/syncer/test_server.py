@@ -391,11 +391,12 @@ async def test_control_calls(syncer: SyncerProcess) -> None:
             await until(lambda: syncer.status()["slots"][0]["state"] == "lost")
             assert (await syncer.call("announce", phase="failed", message="enough")).ok
             report = json.loads((await syncer.call("report")).body)
-            assert report["outcome"] == "failed"
+            assert (report["outcome"], report["message"]) == ("failed", "enough")
 
     await run()
     assert syncer.wait() == 1
-    assert json.loads((syncer.store / "report.json").read_text())["outcome"] == "failed"
+    written = json.loads((syncer.store / "report.json").read_text())
+    assert (written["outcome"], written["message"]) == ("failed", "enough")
 
 
 async def test_a_newcomer_gets_a_peers_optimizer_state(syncer: SyncerProcess) -> None:

@@ -212,7 +212,7 @@ def test_what_an_argument_of_status_means(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_report_of_a_run_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"metadata": {"name": "x"}}')
-    written = job_report(outcome="complete", merges=12).model_dump(mode="json") | {"message": "", "training_loss": None}
+    written = job_report(outcome="complete", merges=12).model_dump(mode="json") | {"training_loss": None}
     (tmp_path / "report.json").write_text(json.dumps(written))
     code, output = diloco("report", tmp_path)
     assert code == 0 and "complete" in output and "12" in output
@@ -561,6 +561,16 @@ def test_a_report_of_a_job_that_goes_on_does_not_say_interrupted(capsys: pytest.
     assert "the job continues" in (said := capsys.readouterr().out) and "interrupted" not in said
     show_report(document, "tiny", None, True, going=True)
     assert json.loads(capsys.readouterr().out) == document.model_dump(mode="json")
+
+
+def test_the_report_of_a_failed_job_has_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+    document = job_report(outcome="failed", message="NameError: name 'lss'")
+    show_report(document, "tiny", None, False)
+    assert "failed: NameError: name 'lss'" in capsys.readouterr().out
+    condition = a_condition("Failed", message="NameError: name 'lss'")
+    failed = {**RUNNING, "phase": "Failed", "conditions": [condition], "report": kept_report(document)}
+    text = shown(job_picture(a_job(**failed), None, [], NOW))
+    assert "outcome  failed" in text and text.count("NameError") == 1, "the condition has it already"
 
 
 def test_the_picture_of_a_job_that_nobody_has_seen() -> None:
