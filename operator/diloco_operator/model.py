@@ -184,6 +184,7 @@ class PodSnapshot:
     excused: str = ""  # why losing it does not count: the operator's own doing, preemption, eviction
     cause: str = ""  # in words, how its container ended last
     process: str = ""  # id of the process of it that the syncer listed
+    joined: bool = False  # the syncer has listed a process of it
 
 
 @dataclass(slots=True)
@@ -226,6 +227,7 @@ class RepeatedError:
     times: int
     error: str
     at: float  # its last end
+    process: str = ""  # of a learner its pod's UID without dashes
 
 
 @dataclass(slots=True)

@@ -89,6 +89,22 @@ def test_h1_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.untimed
+def test_one_broken_learner_of_three_fails_no_job_that_merges_without_it(tmp_path: Path) -> None:
+    """Its three errors come before the first merge, for which the others wait."""
+    program = LOOP.replace("loss = lss", "loss = 1.0")
+    broken = "import os, sys\nif os.environ['DILOCO_ORDINAL'] == '1':\n    raise RuntimeError('no such disk')\n"
+    waits = (
+        "import pathlib, time\nlog = pathlib.Path('run/logs/local-1.log')\n"
+        "while not log.exists() or log.read_text().count('RuntimeError: no such disk') < 4:\n    time.sleep(0.05)\n"
+    )
+    done = run(tmp_path, broken + waits + program, 3, "--set", "sync.quorum=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["outcome"] == "complete" and report["merges"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.untimed
 def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_the_end(tmp_path: Path) -> None:
     program = LOOP.replace("loss = lss", "time.sleep(0.1)\n        loss = 1.0 if learner.step < 12 else xyz")
     program = f"import time\n{program}"

@@ -372,6 +372,7 @@ class Runner:
             wanted=self._is_still_needed(worker, how),
             error=text,
             answered=self._watchdog.answers,
+            dispensable=worker.kind is Kind.LEARNER and self._is_dispensable(worker),
         )
         if isinstance(decision, Restart):
             delay = max(0.0, decision.at - time.monotonic(), self.injector.away_seconds(worker.name))
@@ -406,6 +407,18 @@ class Runner:
     def _memory_need(self) -> str:
         status = self.view.status
         return self._need or memory_need_text(self.job.spec, status.parameters if status is not None else 0)
+
+    def _is_dispensable(self, worker: WorkerSpec) -> bool:
+        """Whether a merge may come without this learner: enough others are in the quorum, or have not failed and may
+        yet join."""
+        status = self.view.status
+        required = self.job.spec.quorum if status is None else status.quorum.required
+        others = [one.name for one in self._workers if one.kind is Kind.LEARNER and one.name != worker.name]
+        return sum(self._is_in_quorum(name) or not self.supervisor.has_failed(name) for name in others) >= required
+
+    def _is_in_quorum(self, name: str) -> bool:
+        slot = self.watch.slot_of(name) if name in self.running else None
+        return slot is not None and slot.in_quorum
 
     def _is_still_needed(self, worker: WorkerSpec, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""

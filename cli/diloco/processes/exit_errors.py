@@ -15,15 +15,11 @@ from typing import Protocol
 from diloco.log_lines import rendered
 from diloco.processes.memory_kills import count_memory_kills
 from diloco.processes.supervisor import Exit, Kind, describe_end
-from diloco_protocol.common.program_errors import error_line, last_lines, normal_form, shorten
+from diloco_protocol.common.program_errors import NEVER_JOINED, error_line, last_lines, normal_form, shorten
 
 BRIEF_CHARS = 160
 MAX_LOG_BYTES = 64 << 10  # of the end of a log
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-NEVER_JOINED = (
-    "its program ended well (exit code 0) and had never joined the job: a program of one's own trains through"
-    " diloco_worker.Learner.from_environment and its batches() (docs/your-own-loop.md)"
-)
 _SHELLS = 128  # a shell's exit code is this much above the signal that ended its command
 
 

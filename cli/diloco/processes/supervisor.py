@@ -10,7 +10,8 @@ a given time, stop trying, or nothing because the end was as it should be. The r
   between, and the job has failed: something is wrong that another start will not cure. Every merge sets the counts back
   to zero.
 * One process that ended ``SAME_ERRORS`` times with the same error, before any merge of the job, and the job has failed
-  at once: its program is wrong. So has it if the syncer ended so often before its first answer.
+  at once: its program is wrong. So has it if the syncer ended so often before its first answer. Where enough other
+  learners for a merge are left, the failures of one learner are its own.
 * Some exit codes say that a start is in vain (docs/contracts.md): 2, the configuration is wrong; 4, the syncer refused
   the learner for good (one that was in a merge has lost its place to another, and may come back to stand by); for the
   syncer 3, a higher epoch has the store, 4, the store cannot be written, and 5, its credentials cannot be used.
@@ -134,10 +135,20 @@ class Supervisor:
         self._was_in.add(name)
 
     def ended(
-        self, name: str, kind: Kind, how: Exit, now: float, *, wanted: bool, error: str = "", answered: bool = True
+        self,
+        name: str,
+        kind: Kind,
+        how: Exit,
+        now: float,
+        *,
+        wanted: bool,
+        error: str = "",
+        answered: bool = True,
+        dispensable: bool = False,
     ) -> Decision:
         """``name`` ended. ``wanted`` says whether the job still needs it, ``error`` which error ended it (empty: none,
-        or the run did it itself), ``answered`` of the syncer whether it had ever answered."""
+        or the run did it itself), ``answered`` of the syncer whether it had ever answered, ``dispensable`` of a learner
+        whether enough others for a merge are left."""
         if not wanted:
             return Finished()
         if error:
@@ -171,7 +182,7 @@ class Supervisor:
                 f" (failurePolicy.maxReplacements: {self.max_replacements})",
                 1,
             )
-        if again := "" if rule is not None else self._repeated(name, kind, end, error, answered):
+        if again := "" if rule is not None else self._repeated(name, kind, end, error, answered, dispensable):
             return Fail(f"{again} (failurePolicy.maxReplacements: {self.max_replacements} is not waited for)", 1)
         self.since_merge[name] = failures + 1
         return self._restart(name, now)
@@ -185,15 +196,20 @@ class Supervisor:
                 parts.append(f"{name} was replaced {often}, at last for: {shorten(error, 160)}")
         return f"since the last merge {'; '.join(parts)}" if parts else ""
 
-    def _repeated(self, name: str, kind: Kind, end: str, error: str, answered: bool) -> str:
+    def has_failed(self, name: str) -> bool:
+        """Whether an error has ended this process since the run began."""
+        return name in self._last_errors
+
+    def _repeated(self, name: str, kind: Kind, end: str, error: str, answered: bool, dispensable: bool) -> str:
         """Why another start is of no use, as the ones before were not; empty: it may be."""
         if kind is Kind.SYNCER:
             self._unanswered = self._unanswered + 1 if error and not answered else 0
             if self._unanswered >= SAME_ERRORS:
                 return f"{name} ended {self._unanswered} times before it answered ({end}): {error}"
-        if self.any_merge or self._errors.add(name, error) < SAME_ERRORS:
+        times = 0 if self.any_merge else self._errors.add(name, error)
+        if times < SAME_ERRORS or dispensable:
             return ""
-        return repeated_text(name, SAME_ERRORS, error)
+        return repeated_text(name, times, error)
 
     def _restart(self, name: str, now: float) -> Restart:
         tries = self._vain.get(name, 0)

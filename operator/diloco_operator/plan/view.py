@@ -222,6 +222,10 @@ class View:
         """Whether the pod's learner waits for a slot, as a spare does."""
         return pod.process in self._standing_by
 
+    def is_listed(self, process: str) -> bool:
+        """Whether the syncer lists a process of this pod (its UID without dashes), which may have ended."""
+        return process in self._slots_by_pod or process in self._standing_by
+
     def taking_part(self, pod: Pod) -> bool:
         """Whether the pod's learner is in the quorum or stands by, as far as this cluster can see."""
         if not pod.alive:

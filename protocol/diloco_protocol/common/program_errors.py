@@ -24,6 +24,11 @@ SAME_ERRORS = 3
 """A place that ended so often with the same error, before any merge of the job, fails the job."""
 MAX_ERROR_CHARS = 300
 MAX_KINDS = 32  # different errors that are counted of one place
+NEVER_JOINED = (
+    "its program ended well (exit code 0) and had never joined the job: a program of one's own trains through"
+    " diloco_worker.Learner.from_environment and its batches() (docs/your-own-loop.md)"
+)
+"""The error of a learner that ended so."""
 
 _TRACEBACK = "Traceback (most recent call last):"
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\w.]+: ")

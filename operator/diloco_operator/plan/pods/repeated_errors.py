@@ -3,7 +3,8 @@
 Such an error is counted as a failure is (``failurePolicy.maxReplacements``): of each place alone, and at most once in
 the heartbeat's timeout. What hits everybody at once for a moment is one error of each. The count begins anew when the
 job is edited, for that may have put it right; so it does where a job that has failed is suspended and resumed. An exit
-code that ``failurePolicy.rules`` name is left to them.
+code that ``failurePolicy.rules`` name is left to them. That a learner ends well and never joined the job is such an
+error, too.
 
 The job fails only while nothing can be merged: where a quorum takes part, merges will come, and the failures of one
 place are its own. In a cluster without the syncer nobody judges: what is known there of merges comes from learners that
@@ -18,17 +19,20 @@ from __future__ import annotations
 from diloco_operator.model import Object, RepeatedError
 from diloco_operator.plan.pods.pod_status import ContainerExit, Pod
 from diloco_operator.plan.view import View
-from diloco_protocol.common.program_errors import SAME_ERRORS, repeated_text
+from diloco_protocol.common.program_errors import NEVER_JOINED, SAME_ERRORS, repeated_text
 from diloco_protocol.vocabulary import SyncerExit
 
 SYNCER = "syncer"
 _TOLD_TO_END = frozenset({129, 130, 143})  # by SIGHUP, SIGINT, SIGTERM
 
 
-def is_program_error(pod: Pod, end: ContainerExit) -> bool:
-    """Whether the end was an error of the program. A syncer's exit codes of its own name what is wrong outside of it
-    (its store, its credentials), which a person or time puts right."""
-    if end.code == 0 or end.code in _TOLD_TO_END:
+def is_program_error(pod: Pod, end: ContainerExit, never_joined: bool) -> bool:
+    """Whether the end was an error of the program. ``never_joined``: it is a learner's that never joined the job. One
+    that joined may end with exit code 0, as after a drain. A syncer's exit codes of its own name what is wrong outside
+    of it (its store, its credentials), which a person or time puts right."""
+    if end.code == 0:
+        return never_joined
+    if end.code in _TOLD_TO_END:
         return False
     return pod.role != SYNCER or end.code == SyncerExit.FAILED or end.code > 128
 
@@ -41,7 +45,8 @@ def count_error(view: View, place: str, error: str) -> None:
         memory.errors_generation, memory.repeated_error = view.job.generation, None
     times = memory.errors.add(place, error)
     if times >= SAME_ERRORS:
-        memory.repeated_error = RepeatedError(place, times, error, view.now)
+        pod = view.learners.get(place)
+        memory.repeated_error = RepeatedError(place, times, error, view.now, "" if pod is None else pod.process)
 
 
 def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | None:
@@ -61,6 +66,8 @@ def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | N
     pod = view.learners.get(again.place)
     if pod is not None and view.taking_part(pod):
         return None  # it was started once more, and that helped
+    if again.error == NEVER_JOINED and view.is_listed(again.process):
+        return None  # it had joined, of which the syncer's answer at its end did not tell yet
     subject = "The syncer" if again.place == SYNCER else f"Learner {again.place}"
     return (
         "RepeatedError",

@@ -41,8 +41,9 @@ from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
 from diloco_operator.plan.refusals import UNFIT, is_curable
 from diloco_operator.plan.view import UID_DIGITS, View
 from diloco_protocol.common.format_units import size_text
+from diloco_protocol.common.program_errors import NEVER_JOINED
 from diloco_protocol.resources import even_sizes, needs
-from diloco_protocol.vocabulary import ControlMethod, SyncerExit, WorkerExit
+from diloco_protocol.vocabulary import TRAINING_PHASES, ControlMethod, SyncerExit, WorkerExit
 
 CRASHES = 3
 """So often the kubelet alone starts a container again, before the pod is replaced."""
@@ -159,7 +160,16 @@ def _snapshot(view: View, pod: Pod) -> PodSnapshot:
     cause = str(pod.last_end) if broke and not pod.running else ""
     slot = view.slot_of(pod)
     process = slot.process if slot is not None else ""
-    return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause, process)
+    joined = view.is_listed(pod.process) or (before is not None and before.uid == pod.uid and before.joined)
+    return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause, process, joined)
+
+
+def _never_joined(view: View, pod: Pod, before: PodSnapshot) -> bool:
+    """Whether this is a learner of which the syncer wants work and has never heard. Where the syncer cannot be asked
+    it is not known: False."""
+    if pod.role == SYNCER or view.document is None or view.document.phase not in TRAINING_PHASES:
+        return False
+    return not before.joined and not view.is_listed(pod.process)
 
 
 def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod | None, out: PodChanges) -> None:
@@ -202,15 +212,17 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     action = _action_of_rules(view, end) if pod.role == "learner" else ""
     if not action and pod.role == "learner" and is_curable(end):
         return  # a person puts its Secret or this copy of the job right: SpecDrift or HubReachable says so
+    never_joined = end.code == 0 and _never_joined(view, pod, before)
+    said = NEVER_JOINED if never_joined else str(end)
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
-    out.events.append(EventWanted("Warning", kind, f"{subject}: {end}.{_memory_need(view, pod, end)}"))
+    out.events.append(EventWanted("Warning", kind, f"{subject}: {said}.{_memory_need(view, pod, end)}"))
     if action == "Fail":
         out.failure = ("ExitCode", f"{subject}: {end}. failurePolicy.rules says Fail for this exit code.")
     elif action != "Ignore":
         out.lost += pod.ends - before.ends
-        out.failed[place] = f"{subject}: {end}."
-        if not action and is_program_error(pod, end):
-            out.errors[place] = str(end)
+        out.failed[place] = f"{subject}: {said}."
+        if not action and is_program_error(pod, end, never_joined):
+            out.errors[place] = said
     hopeless = pod.role == "learner" and end.code == WorkerExit.CONFIGURATION
     if hopeless and not action and not _others_take_part(view, pod):
         why = f"{subject} cannot run this job, and a restart does not help: {end}."

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from diloco.processes import exit_errors
-from diloco.processes.exit_errors import NEVER_JOINED, ExitErrors, error_of_exit
+from diloco.processes.exit_errors import ExitErrors, error_of_exit
 from diloco.processes.memory_kills import count_memory_kills, memory_need_text
 from diloco.processes.supervisor import Exit, Kind
+from diloco_protocol.common.program_errors import NEVER_JOINED
 from diloco_protocol.spec.load import parse_job
 
 TRACE = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "NameError: name 'lss'"]

@@ -184,6 +184,19 @@ def test_h1_other_errors_ends_without_one_and_errors_after_a_merge_do_not() -> N
     assert all(isinstance(crash(continued), Restart) for _ in range(20))
 
 
+def test_a_learner_that_the_job_can_merge_without_is_left_to_max_replacements() -> None:
+    """The operator has the same rule. Its errors count, and decide once the others are not enough any more."""
+    supervisor = make()
+    for _ in range(5):
+        decision = supervisor.ended(
+            "learner-0", Kind.LEARNER, Exit(code=1), 0.0, wanted=True, error="NameError: lss", dispensable=True
+        )
+        assert isinstance(decision, Restart)
+    assert supervisor.has_failed("learner-0") and not supervisor.has_failed("learner-1")
+    decision = supervisor.ended("learner-0", Kind.LEARNER, Exit(code=1), 0.0, wanted=True, error="NameError: lss")
+    assert isinstance(decision, Fail) and "ended 6 times with the same error" in decision.message
+
+
 def test_h1_an_exit_code_that_a_rule_names_is_left_to_the_rule() -> None:
     supervisor = Supervisor(50, random.Random(0), [(frozenset({1}), "Replace"), (frozenset({9}), "Ignore")])
     assert all(isinstance(crash(supervisor, code=code), Restart) for code in (1, 9) for _ in range(10))

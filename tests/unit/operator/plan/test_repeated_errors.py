@@ -8,6 +8,7 @@ import pytest
 
 from diloco_operator.plan.pods.pod_status import ContainerExit, read_pod
 from diloco_operator.plan.pods.repeated_errors import is_program_error
+from diloco_protocol.common.program_errors import NEVER_JOINED
 from diloco_protocol.documents import StatusDocument
 from operator_world import World, job_object, started
 
@@ -173,7 +174,51 @@ def pod_of(role: str) -> Any:
     ],
 )
 def test_which_ends_are_errors_of_the_program(role: str, code: int, counts: bool) -> None:
-    assert is_program_error(pod_of(role), ContainerExit(code, "Error", "", None)) is counts
+    assert is_program_error(pod_of(role), ContainerExit(code, "Error", "", None), False) is counts
+
+
+def never_joining(count: int, places: tuple[int, ...], **spec: Any) -> World:
+    """A job whose learners at these places end well as soon as they start."""
+    world = broken(count, places, 0, **spec)
+    world.last_words = ""
+    return world
+
+
+def test_a_program_that_ends_well_and_never_joins_fails_the_job_with_the_way_to_join() -> None:
+    world = never_joining(2, (0, 1))
+    world.until(lambda w: w.truth("Failed") == "True", 200)
+    failed = world.condition("Failed")
+    assert failed["reason"] == "RepeatedError" and NEVER_JOINED in failed["message"]
+    assert "Learner.from_environment" in failed["message"]
+    assert any(event.reason == "LearnerCrashed" and NEVER_JOINED in event.message for _, event in world.events)
+
+
+def test_a_learner_that_joined_and_ends_well_does_not_fail_the_job() -> None:
+    """As one that drained. The job waits for another learner, and has merged nothing."""
+    world = broken(2, (), sync={"quorum": 2})
+    world.last_words = ""
+    world.unschedulable = {"job-local-1"}
+    for _ in range(5):
+        world.until(lambda w: w.syncer.slots and w.syncer.slots[0].state == "active", 400)
+        world.run(15)
+        world.crashing = {"job-local-0": 0}
+        world.run(1)
+        world.crashing = {}
+    assert world.truth("Failed") == "False" and world.told("LearnerCrashed") == 5
+    assert not any(NEVER_JOINED in event.message for _, event in world.events)
+
+
+def test_that_a_learner_joined_may_be_told_after_its_end() -> None:
+    """The syncer's last answer before the end did not have it yet."""
+    world = never_joining(2, (0,), sync={"quorum": 2})
+    world.unschedulable = {"job-local-1"}
+    world.until(lambda w: w.memory.repeated_error is not None, 200)
+    again = world.memory.repeated_error
+    assert world.truth("Failed") == "False" and again is not None and again.error == NEVER_JOINED
+    slot = world.syncer.slots[0]
+    slot.process, slot.state = f"{again.process}0001", "lost"
+    world.run(5)
+    assert world.truth("Failed") == "False"
 
 
 def test_a_place_that_comes_to_work_after_all_fails_nothing() -> None:
