@@ -253,6 +253,7 @@ class PlanMemory:
     errors: RepeatedErrors = field(default_factory=RepeatedErrors)  # by place
     errors_generation: int = 0  # of the job, under which they were counted
     repeated_error: RepeatedError | None = None
+    model_size: tuple[int, int] = (0, 0)  # trained parameters and fragments, as the syncer told them last
     # The state of each topic's subject of which an Event was sent last, so that none is sent twice.
     reported: dict[tuple[Topic, str], str] = field(default_factory=dict)
 

@@ -59,6 +59,14 @@ def needs(spec: JobSpec, sizes: Sequence[int]) -> Needs:
     return Needs(_syncer_memory(spec, sizes), _syncer_volume(spec, sizes), _learner_memory(spec, sizes))
 
 
+def plan_hint(spec: JobSpec) -> str:
+    """Where a person finds what memory a job needs, as long as the size of its model is not known."""
+    own = spec.training.model is None  # of its size only its program knows
+    with_size = " --params N" if own else ""
+    of_size = " with N trained parameters" if own else ""
+    return f"`diloco plan JOB.yaml{with_size}` prints what memory the job needs{of_size}"
+
+
 def even_sizes(parameters: int, fragments: int) -> list[int]:
     """Elements of each fragment where only the number of parameters is known."""
     return [parameters * (i + 1) // fragments - parameters * i // fragments for i in range(fragments)]

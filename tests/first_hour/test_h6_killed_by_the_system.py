@@ -55,7 +55,7 @@ def test_h6_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_p
     done = run(tmp_path, JOB)
     assert done.returncode == 1, done.stdout + done.stderr
     named = [line for line in done.stdout.splitlines() if KILLED.search(line)]
-    assert len(named) == 1 and "diloco plan" in named[0], done.stdout
+    assert len(named) == 1 and "diloco plan JOB.yaml --params N" in named[0], done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["outcome"] == "failed" and KILLED.search(report["message"])
     assert "3 times with the same error" in done.stderr and KILLED.search(done.stderr)

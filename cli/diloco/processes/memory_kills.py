@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from diloco_protocol.common.format_units import size_text
-from diloco_protocol.resources import even_sizes, needs
+from diloco_protocol.resources import even_sizes, needs, plan_hint
 from diloco_protocol.spec.job_spec import JobSpec
 
 _FIELD = "oom_kill"
@@ -55,7 +55,7 @@ def _read_count(path: Path) -> int | None:
 def memory_need_text(spec: JobSpec, parameters: int) -> str:
     """What the job's processes need at the least, in words. ``parameters``: trained ones; 0: not known."""
     if not parameters:
-        return "`diloco plan` prints what memory the job needs"
+        return plan_hint(spec)
     needed = needs(spec, even_sizes(parameters, max(1, min(spec.sync.fragments, parameters))))
     learners = sum(region.learners + region.spares for region in spec.regions)
     total = learners * needed.learner_memory + needed.syncer_memory

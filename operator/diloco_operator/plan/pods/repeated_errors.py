@@ -17,7 +17,8 @@ defined``, and is started again by its kubelet. At the third end of ``job-local-
 from __future__ import annotations
 
 from diloco_operator.model import Object, RepeatedError
-from diloco_operator.plan.pods.pod_status import ContainerExit, Pod
+from diloco_operator.plan.pods.memory_need import memory_need_text
+from diloco_operator.plan.pods.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.view import View
 from diloco_protocol.common.program_errors import NEVER_JOINED, SAME_ERRORS, repeated_text
 from diloco_protocol.vocabulary import SyncerExit
@@ -69,8 +70,9 @@ def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | N
     if again.error == NEVER_JOINED and view.is_listed(again.process):
         return None  # it had joined, of which the syncer's answer at its end did not tell yet
     subject = "The syncer" if again.place == SYNCER else f"Learner {again.place}"
+    need = f". {memory_need_text(view, again.place == SYNCER)}" if OUT_OF_MEMORY in again.error else ""
     return (
         "RepeatedError",
-        f"{repeated_text(subject, again.times, again.error)} "
+        f"{repeated_text(subject, again.times, again.error)}{need} "
         f"(failurePolicy.maxReplacements: {view.job.spec.failure_policy.max_replacements} is not waited for)",
     )

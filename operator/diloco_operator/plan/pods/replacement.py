@@ -35,14 +35,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
+from diloco_operator.plan.pods.memory_need import memory_need_text
 from diloco_operator.plan.pods.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.pods.repeated_errors import is_program_error
 from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
 from diloco_operator.plan.refusals import UNFIT, is_curable
 from diloco_operator.plan.view import UID_DIGITS, View
-from diloco_protocol.common.format_units import size_text
 from diloco_protocol.common.program_errors import NEVER_JOINED
-from diloco_protocol.resources import even_sizes, needs
 from diloco_protocol.vocabulary import TRAINING_PHASES, ControlMethod, SyncerExit, WorkerExit
 
 CRASHES = 3
@@ -70,6 +69,8 @@ class PodChanges:
 def track_pods(view: View) -> PodChanges:
     """Fence, count, delete and follow, for a job that is running. Changes the view's memory."""
     out = PodChanges()
+    if view.document is not None and view.document.parameters:
+        view.memory.model_size = (view.document.parameters, len(view.document.versions))
     for place in learner_places(view):
         pod = view.learners.get(place)
         _track_place(view, place, pod, out)
@@ -215,26 +216,21 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     never_joined = end.code == 0 and _never_joined(view, pod, before)
     said = NEVER_JOINED if never_joined else str(end)
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
-    out.events.append(EventWanted("Warning", kind, f"{subject}: {said}.{_memory_need(view, pod, end)}"))
+    told = f"{subject}: {said}."
+    if end.reason == OUT_OF_MEMORY:
+        told += f" {memory_need_text(view, pod.role == SYNCER)}."
+    out.events.append(EventWanted("Warning", kind, told))
     if action == "Fail":
-        out.failure = ("ExitCode", f"{subject}: {end}. failurePolicy.rules says Fail for this exit code.")
+        out.failure = ("ExitCode", f"{told} failurePolicy.rules says Fail for this exit code.")
     elif action != "Ignore":
         out.lost += pod.ends - before.ends
-        out.failed[place] = f"{subject}: {said}."
+        out.failed[place] = told
         if not action and is_program_error(pod, end, never_joined):
             out.errors[place] = said
     hopeless = pod.role == "learner" and end.code == WorkerExit.CONFIGURATION
     if hopeless and not action and not _others_take_part(view, pod):
         why = f"{subject} cannot run this job, and a restart does not help: {end}."
         out.failure = ("LearnerConfiguration", why)
-
-
-def _memory_need(view: View, pod: Pod, end: ContainerExit) -> str:
-    """Of a learner that ran out of memory what it needs at the least; empty: the model's size is not known yet."""
-    if end.reason != OUT_OF_MEMORY or pod.role != "learner" or view.document is None or not view.document.parameters:
-        return ""
-    sizes = even_sizes(view.document.parameters, max(1, len(view.document.versions)))
-    return f" A learner of this model needs at least {size_text(needs(view.job.spec, sizes).learner_memory)}."
 
 
 def _has_unfit_credentials(pod: Pod) -> bool:

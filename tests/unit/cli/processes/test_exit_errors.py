@@ -153,4 +153,9 @@ def test_the_memory_that_a_job_needs_is_that_of_its_plan() -> None:
     spec = parse_job(JOB).spec
     text = memory_need_text(spec, 1_000_000_000)
     assert "each learner of this model needs at least 24 GB" in text and "for 4 learners" in text
-    assert "diloco plan" in memory_need_text(spec, 0)
+    own = "`diloco plan JOB.yaml --params N` prints what memory the job needs with N trained parameters"
+    assert memory_need_text(spec, 0) == own, "without --params it is an error"
+    built_in = parse_job(
+        JOB.replace("model: null, data: null", "model: {config: {model_type: llama}}, data: {paths: [a.txt]}")
+    ).spec
+    assert memory_need_text(built_in, 0) == "`diloco plan JOB.yaml` prints what memory the job needs"

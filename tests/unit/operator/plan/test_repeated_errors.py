@@ -13,6 +13,7 @@ from diloco_protocol.documents import StatusDocument
 from operator_world import World, job_object, started
 
 NAME_ERROR = "NameError: name 'lss' is not defined"
+ONE_REPLACEMENT = {"maxReplacements": 1}
 
 
 def broken(count: int = 2, places: tuple[int, ...] | None = None, code: int = 1, **spec: Any) -> World:
@@ -121,7 +122,34 @@ def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monk
     world = broken(1, code=137)
     kill_for_memory(world, monkeypatch)
     world.until(lambda w: w.truth("Failed") == "True", 200)
-    assert "it ran out of memory (OOMKilled)" in world.condition("Failed")["message"]
+    message = world.condition("Failed")["message"]
+    assert "it ran out of memory (OOMKilled)" in message
+    assert "`diloco plan JOB.yaml` prints what memory the job needs" in message, "the model's size is not known yet"
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "said"),
+    [
+        ("learner", "job-local-0", " A learner of this model needs at least 24 GB"),
+        ("syncer", None, " The syncer of this model needs up to "),
+    ],
+)
+def test_h6_the_condition_has_the_memory_that_the_model_needs(
+    monkeypatch: pytest.MonkeyPatch, role: str, name: str | None, said: str
+) -> None:
+    """Also where the syncer, which knows its size, has ended."""
+    world = World(job_object(count=2, training={"device": "cpu"}, sync={"quorum": 2}, failurePolicy=ONE_REPLACEMENT))
+    known = world.document
+
+    def of_a_large_model() -> StatusDocument:
+        return known().model_copy(update={"parameters": 10**9, "versions": [0, 0], "merges": 0})
+
+    monkeypatch.setattr(world, "document", of_a_large_model)
+    world.until(World.whole)
+    kill_for_memory(world, monkeypatch)
+    world.crashing = {name or world.of(role)[0].name: 137}
+    world.until(lambda w: w.truth("Failed") == "True", 400)
+    assert said in world.condition("Failed")["message"], world.condition("Failed")["message"]
 
 
 def test_h6_a_learner_that_ran_out_of_memory_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
