@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 import page_tables
 
-from diloco_protocol.documents import Document, LearnerPage, RunReport, StatusDocument
+from diloco_protocol.documents import Document, LearnerPage, Report, StatusDocument
 
-DOCUMENTS: dict[str, type[Document]] = {"status": StatusDocument, "learner": LearnerPage, "report": RunReport}
+DOCUMENTS: dict[str, type[Document]] = {"status": StatusDocument, "learner": LearnerPage, "report": Report}
 
 
 def table(model: type[Document]) -> str:

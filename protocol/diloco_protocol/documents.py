@@ -350,9 +350,15 @@ class FaultRow(Document):
     recovered_seconds: Number = Field(description="from the fault until that process's work was merged")
 
 
+class TrainingLoss(Document):
+    first: float = Field(description="loss of the first step that has one, nats per token")
+    last: float = Field(description="loss of the last step that has one")
+
+
 class Report(Document):
-    """The report as the syncer writes it, without ``faults``. A field with a default may be left out: the job's
-    status has the report without its lists."""
+    """The report of a job. The syncer's has no ``faults``; `diloco run` adds them, and has its own ``message``,
+    ``wall_seconds`` and count of restarts. A field with a default may be left out: the job's status has the report
+    without its lists."""
 
     schema_: Count = Field(1, alias="schema", description="format of this document")
     outcome: Literal["complete", "failed", "interrupted", "running", "killed"] = Field(
@@ -377,6 +383,11 @@ class Report(Document):
     uptime: Number = Field(None, description="share of the job's time in which at least one learner advanced, 0 to 1")
     initial_loss: Number = Field(None, description="loss of version 0")
     final_loss: Number = Field(None, description="loss of the merged model at the end")
+    training_loss: TrainingLoss | None = Field(
+        None,
+        description="if no evaluator scored the merged model: the mean of the learners' training losses; null: it was "
+        "scored, or no loss is known",
+    )
     eval_loss: list[tuple[int, Number]] = Field([], description="pairs of trained tokens and loss")
     bytes_up: Count = Field(description="payload up")
     bytes_down: Count = Field(description="payload down")
@@ -390,17 +401,7 @@ class Report(Document):
         None, description="the merged model at output.uri; null: the job has no output.uri"
     )
 
-
-class TrainingLoss(Document):
-    first: float = Field(description="loss of the first step that has one, nats per token")
-    last: float = Field(description="loss of the last step that has one")
-
-
-class RunReport(Report):
-    """The report of `diloco run`: with ``faults``, and its own ``wall_seconds`` and count of restarts."""
-
-    training_loss: TrainingLoss | None = Field(
-        None,
-        description="with `diloco run`, if no evaluator scored the merged model: the mean of the learners' training "
-        "losses; null: it was scored, or no loss is known",
-    )
+    @property
+    def is_scored(self) -> bool:
+        """Whether an evaluator has scored the merged model at any time."""
+        return bool(self.eval_loss) or (self.initial_loss, self.final_loss) != (None, None)

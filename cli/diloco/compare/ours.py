@@ -20,7 +20,7 @@ from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import learner_names, worker_specs
 from diloco_protocol.common.files import read_bounded
-from diloco_protocol.documents import RunReport, read_document
+from diloco_protocol.documents import Report, read_document
 
 SAMPLE_SECONDS = 1.0
 MOST_REPORT_BYTES = 64 << 20
@@ -77,13 +77,13 @@ async def _follow(process: Child, plan: Comparison, workdir: Workdir, meter: Cpu
     return waiting.result().code
 
 
-def _learner_bytes(report: RunReport) -> int:
+def _learner_bytes(report: Report) -> int:
     """Over learners' links, both ways; the evaluator's is none."""
     return sum(row.bytes_up + row.bytes_down for row in report.learners or ())
 
 
 def _read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
-    report = read_document(RunReport, read_bounded(workdir.report, MOST_REPORT_BYTES))
+    report = read_document(Report, read_bounded(workdir.report, MOST_REPORT_BYTES))
     steps = [
         StepEnd(worker.learner, row["time"])
         for worker in worker_specs(plan.job)

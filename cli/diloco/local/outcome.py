@@ -9,7 +9,7 @@ from typing import Any
 from diloco.local.chaos import fault_report
 from diloco.local.chaos.fault_report import Event, Injected
 from diloco.local.training_loss import read_training_loss
-from diloco_protocol.documents import Report, ReportSyncer, RunReport, StatusDocument, Tokens, VersionRange
+from diloco_protocol.documents import Report, ReportSyncer, StatusDocument, Tokens, VersionRange
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.vocabulary import JobPhase
 
@@ -48,12 +48,13 @@ class RunResult:
     complete_already: bool = False  # before this run began
 
 
-def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path) -> RunReport:
+def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path) -> Report:
     """report.json: the syncer's report with what only the runner knows. ``metrics``: the folder of the processes'
     metrics files."""
     report = result.report or _report_without_syncer(result.status, job)
     own = {
-        "training_loss": None if is_scored(report) else read_training_loss(metrics),
+        # The syncer's, where the learners are other machines'.
+        "training_loss": None if report.is_scored else read_training_loss(metrics) or report.training_loss,
         "outcome": result.ended.outcome,
         "message": "; ".join(part for part in (result.ended.message, result.ended.note) if part),
         "wall_seconds": round(result.wall_seconds, 3),
@@ -64,12 +65,7 @@ def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path) -> RunRepo
             peak_rss_bytes=max(result.syncer_peak_rss_bytes, report.syncer.peak_rss_bytes),
         ),
     }
-    return RunReport.model_validate({**dict(report), **own})
-
-
-def is_scored(report: Report) -> bool:
-    """Whether an evaluator has scored the merged model at any time."""
-    return bool(report.eval_loss) or (report.initial_loss, report.final_loss) != (None, None)
+    return Report.model_validate({**dict(report), **own})
 
 
 def _report_without_syncer(status: StatusDocument | None, job: DiLoCoJob) -> Report:

@@ -14,7 +14,7 @@ from diloco.reports.html import render_html
 from diloco.reports.markdown import render_markdown
 from diloco.reports.run_report import RunCurves, read_curves, run_report
 from diloco_protocol.common.files import read_bounded
-from diloco_protocol.documents import DocumentError, RunReport, read_document
+from diloco_protocol.documents import DocumentError, Report, read_document
 
 RENDERERS = {".html": render_html, ".md": render_markdown}
 
@@ -50,7 +50,7 @@ def _from_file(path: Path) -> ResultDocument:
         data = read_bounded(path, MAX_REPORT_BYTES)
         content = json.loads(data)
         if isinstance(content, dict) and "spec_digest" in content:
-            return run_report(path.stem, read_document(RunReport, data), RunCurves())
+            return run_report(path.stem, read_document(Report, data), RunCurves())
         return read_result(data)
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -26,7 +26,7 @@ from diloco.processes.worker_specs import ServeOptions, learner_names, without_m
 from diloco.text_console import TextConsole
 from diloco.validate import problems_text, read_job_file
 from diloco_protocol.common.files import PUBLIC, FileError, write_whole
-from diloco_protocol.documents import RunReport
+from diloco_protocol.documents import Report
 from diloco_protocol.security.credentials import CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_warnings
@@ -182,7 +182,7 @@ def _run_job(
         screen.close()
 
 
-def _tell(result: RunResult, report: RunReport, workdir: Workdir, as_json: bool) -> None:
+def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) -> None:
     ended = result.ended
     if as_json:
         print_text(report.model_dump_json(indent=1))

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.console import CommandError
+from diloco.local.training_loss import read_training_loss
 from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, WorkdirError, find, read_address
 from diloco.syncer_client import SyncerError, fetch_document
 from diloco_protocol.common.files import read_bounded
-from diloco_protocol.documents import DocumentError, Report, RunReport, StatusDocument, read_document
+from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 
 REPORT_SECONDS = 30.0
 SAMPLE_BYTES = 1 << 20  # of the end of metrics.jsonl
@@ -27,7 +28,7 @@ _KILLED = (
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})(?:/status)?/?")
 
 
-def read_status(where: str | None) -> StatusDocument | RunReport:
+def read_status(where: str | None) -> StatusDocument | Report:
     """The status document of the job whose run directory or syncer's address this is.
 
     None: the newest run below ./runs. An address is that of the status page (HTTP) or of
@@ -52,7 +53,7 @@ def read_status(where: str | None) -> StatusDocument | RunReport:
     if workdir.is_unfinished() and (last := last_seen(workdir, killed)) is not None:
         return last
     try:
-        report = read_document(RunReport, read_bounded(workdir.report, MAX_REPORT_BYTES))
+        report = read_document(Report, read_bounded(workdir.report, MAX_REPORT_BYTES))
         if killed:
             before = f"the last run was killed before it reported anything; this is the run before: {report.outcome}"
             report = report.model_copy(update={"outcome": "killed", "message": before})
@@ -157,7 +158,7 @@ def read_report(where: str | None) -> Report:
         raise CommandError(f"the run continues, but its report cannot be read now ({error}): try again") from error
 
 
-def last_seen(workdir: Workdir, killed: bool) -> RunReport | None:
+def last_seen(workdir: Workdir, killed: bool) -> Report | None:
     """What is known of a run that has left no report, by the last sample of its status; None: there is none of it.
     ``killed``: it is over; else it goes on, and its syncer does not answer."""
     try:
@@ -171,6 +172,7 @@ def last_seen(workdir: Workdir, killed: bool) -> RunReport | None:
             return None  # of the run before
         low, high = sample["versions"]
         score = sample["eval_loss"]
+        own = read_training_loss(workdir.metrics) if score is None else None
         content = {
             **{name: sample[name] for name in ("merges", "tokens", "goodput", "uptime", "bytes_up", "bytes_down")},
             "outcome": "killed" if killed else "running",
@@ -181,9 +183,10 @@ def last_seen(workdir: Workdir, killed: bool) -> RunReport | None:
             "steps": sample.get("step", 0),
             "versions": {"min": low, "max": high},
             "eval_loss": [] if score is None else [score],
+            "training_loss": None if own is None else own.model_dump(),
             "syncer": {"epoch": sample["epoch"], "restarts": 0, "peak_rss_bytes": 0},
         }
-        return read_document(RunReport, content)
+        return read_document(Report, content)
     except (OSError, StopIteration, ValueError, KeyError, TypeError, OverflowError):
         return None
 
@@ -222,14 +225,14 @@ def _from_address(address: str) -> StatusDocument:
             raise CommandError(f"the status of {address}: {error}") from error
 
 
-def as_json(document: StatusDocument | RunReport) -> dict[str, Any]:
+def as_json(document: StatusDocument | Report) -> dict[str, Any]:
     content = document.model_dump(mode="json")
     if isinstance(document, StatusDocument):
         return {"running": True, **content}
     return {"running": False, "report": content}  # no status: its syncer does not answer
 
 
-def ended_words(report: RunReport) -> str:
+def ended_words(report: Report) -> str:
     """What is said above the report of a run that does not answer."""
     if report.outcome == "killed":
         return "not running: killed, without a report; its last known figures"
@@ -238,7 +241,7 @@ def ended_words(report: RunReport) -> str:
     return "not running; its last report"
 
 
-def show(document: StatusDocument | RunReport) -> None:
+def show(document: StatusDocument | Report) -> None:
     from diloco.local.screen import RunView, blocked_by, picture
     from diloco.local.summary import summary
     from diloco.text_console import TextConsole
@@ -246,7 +249,7 @@ def show(document: StatusDocument | RunReport) -> None:
     console = TextConsole(soft_wrap=True)
     if not console.is_terminal:
         console.width = 200  # nobody's window: lines stay whole
-    if isinstance(document, RunReport):
+    if isinstance(document, Report):
         console.print(f"{ended_words(document)}:")
         console.print(summary(document))
         return

@@ -10,7 +10,7 @@ from collections import Counter
 from rich.table import Table
 
 from diloco_protocol.common.format_units import duration_text, seconds_text, size_text
-from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report, RunReport
+from diloco_protocol.documents import FaultRow, OutputRow, RegionRow, Report
 
 _DONE = {"kill": "killed", "term": "told to leave", "pause": "paused", "cut": "cut off", "slow": "slowed down"}
 _PASSING = frozenset({"pause", "cut", "slow"})
@@ -44,8 +44,10 @@ def summary(report: Report, outcome: str = "") -> Table:
     table.add_column()
     row = table.add_row
     row("outcome", outcome or _outcome(report))
-    if report.tokens.trained or report.merges or _is_scored(report):
+    has_loss = report.training_loss is not None or report.is_scored
+    if has_loss:
         row(*_loss(report))
+    if report.tokens.trained or report.merges or has_loss:
         row("tokens", tokens_text(report))
         row("merges", _merges(report))
         if report.goodput is not None:
@@ -68,13 +70,8 @@ def _outcome(report: Report) -> str:
     return f"{report.outcome}: {message}" if message else report.outcome
 
 
-def _is_scored(report: Report) -> bool:
-    own = report.training_loss if isinstance(report, RunReport) else None
-    return own is not None or bool(report.eval_loss) or (report.initial_loss, report.final_loss) != (None, None)
-
-
 def _loss(report: Report) -> tuple[str, str]:
-    own = report.training_loss if isinstance(report, RunReport) else None
+    own = report.training_loss
     if own is not None:
         ends = f"{nats(own.first)} in the first step, {nats(own.last)} in the last"
         return "training loss", f"{ends}: the learners' own; no evaluator scored the model"

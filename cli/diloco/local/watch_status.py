@@ -12,7 +12,7 @@ from diloco.local.status import ended_words, read_status
 from diloco.local.summary import summary
 from diloco.local.watch import EVENT_STYLES, QUIET_EVENTS
 from diloco.text_console import TextConsole
-from diloco_protocol.documents import RunReport, StatusDocument
+from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase
 
 POLL_SECONDS = 1.0
@@ -38,7 +38,7 @@ def watch_status(where: str | None, as_json: bool) -> int:
                     screen.update(view)
                 time.sleep(POLL_SECONDS)
                 continue
-            if isinstance(document, RunReport) and document.outcome == "running":  # its syncer is away, for now
+            if isinstance(document, Report) and document.outcome == "running":  # its syncer is away, for now
                 if time.monotonic() > max(heard, looking_since) + SILENT_SECONDS:
                     raise CommandError(f"{ended_words(document)}: {document.message}")
                 if view is not None and screen is not None:
@@ -48,7 +48,7 @@ def watch_status(where: str | None, as_json: bool) -> int:
                 continue
             if screen is None:
                 print_text(json.dumps(json_of(document)), flush=True)
-            if isinstance(document, RunReport):
+            if isinstance(document, Report):
                 break
             heard = time.monotonic()
             names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from diloco.console import CommandError
 from diloco_protocol.common.files import FileError, make_directory, read_bounded, write_whole
-from diloco_protocol.documents import RunReport, read_document
+from diloco_protocol.documents import Report, read_document
 
 if TYPE_CHECKING:
     from diloco_protocol.spec.job import DiLoCoJob
@@ -109,7 +109,7 @@ class Workdir:
         except (OSError, ValueError):
             return None
 
-    def earlier_report(self) -> RunReport | None:
+    def earlier_report(self) -> Report | None:
         """report.json of an earlier run that completed the job; None: there is none."""
         report = _read_report(self.report)
         return report if report is not None and report.outcome == "complete" else None
@@ -125,9 +125,9 @@ class Workdir:
         return self.logs / f"{process}.log"
 
 
-def _read_report(path: Path) -> RunReport | None:
+def _read_report(path: Path) -> Report | None:
     try:
-        return read_document(RunReport, read_bounded(path, MAX_REPORT_BYTES))
+        return read_document(Report, read_bounded(path, MAX_REPORT_BYTES))
     except (OSError, ValueError):
         return None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.reports.document import Axis, Mark, Plot, ResultDocument, ResultTable, Scalar, Series, thinned
-from diloco_protocol.documents import FaultRow, RunReport, StatusDocument
+from diloco_protocol.documents import FaultRow, Report, StatusDocument
 
 MAX_LINES = 5_000_000  # of metrics.jsonl; what comes later is left out, and said
 LEARNER_POINTS = 120  # of a learner's loss, each the mean of the steps around it
@@ -45,7 +45,7 @@ class RunCurves:
         ]
 
 
-def run_report(name: str, document: StatusDocument | RunReport, curves: RunCurves) -> ResultDocument:
+def run_report(name: str, document: StatusDocument | Report, curves: RunCurves) -> ResultDocument:
     """The report of a run of the job ``name``; ``document``: its status, or the report that it left."""
     running = isinstance(document, StatusDocument)
     marks = [_mark(fault) for fault in ([] if isinstance(document, StatusDocument) else document.faults)]
@@ -185,7 +185,7 @@ def _mark(fault: FaultRow) -> Mark:
 # ------------------------------------------------------------------ figures
 
 
-def _facts(document: StatusDocument | RunReport) -> dict[str, Scalar]:
+def _facts(document: StatusDocument | Report) -> dict[str, Scalar]:
     if isinstance(document, StatusDocument):
         return {
             "phase": f"{document.phase}{': ' if document.message else ''}{document.message}",
@@ -202,7 +202,7 @@ def _facts(document: StatusDocument | RunReport) -> dict[str, Scalar]:
     }
 
 
-def _rows(document: StatusDocument | RunReport) -> list[dict[str, Scalar]]:
+def _rows(document: StatusDocument | Report) -> list[dict[str, Scalar]]:
     tokens = document.tokens
     figures: list[tuple[str, float | None, str]] = [
         ("tokens trained", tokens.trained, "tokens"),
@@ -232,7 +232,7 @@ def _rows(document: StatusDocument | RunReport) -> list[dict[str, Scalar]]:
     return [{"name": name, "value": value, "unit": unit} for name, value, unit in figures]
 
 
-def _tables(document: StatusDocument | RunReport) -> Iterator[ResultTable]:
+def _tables(document: StatusDocument | Report) -> Iterator[ResultTable]:
     if isinstance(document, StatusDocument):
         columns = ("slot", "region", "ordinal", "state", "step", "tokens", "loss", "step_seconds", "stalled_seconds")
         rows: list[dict[str, Scalar]] = [{name: getattr(slot, name) for name in columns} for slot in document.slots]
@@ -264,7 +264,7 @@ def _plain_rows(documents: Sequence[Any]) -> list[dict[str, Scalar]]:
     return [one.model_dump(mode="json") for one in documents]
 
 
-def _notes(document: StatusDocument | RunReport, curves: RunCurves) -> Iterator[str]:
+def _notes(document: StatusDocument | Report, curves: RunCurves) -> Iterator[str]:
     yield (
         "Goodput: compute of merged steps over all slots' wall time. Uptime: share of the time in which at least one"
         " learner advanced."

@@ -23,6 +23,7 @@ from diloco_protocol.documents import (
     StopGoal,
     TlsStatus,
     Tokens,
+    TrainingLoss,
     VersionRange,
 )
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState
@@ -71,6 +72,19 @@ def newest_loss(state: JobState) -> float | None:
     known = [(slot.state is SlotState.ACTIVE, slot.loss) for slot in state.members.slots if slot.loss is not None]
     losses = [loss for active, loss in known if active] or [loss for _, loss in known]
     return sum(losses) / len(losses) if losses else None
+
+
+def training_loss(state: JobState) -> TrainingLoss | None:
+    """The means of the learners' first and last losses, where no evaluator has scored the model; None: it has, or no
+    loss is known."""
+    if state.scores.rows or (state.scores.initial, state.scores.final) != (None, None):
+        return None
+    slots = state.members.slots
+    ends = [(slot.first_loss, slot.loss) for slot in slots if slot.first_loss is not None and slot.loss is not None]
+    if not ends:
+        return None
+    firsts, lasts = zip(*ends, strict=True)
+    return TrainingLoss(first=sum(firsts) / len(ends), last=sum(lasts) / len(ends))
 
 
 def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> SlotRow:
@@ -189,6 +203,7 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
         uptime=state.clock.uptime(now),
         initial_loss=state.scores.initial,
         final_loss=state.scores.final,
+        training_loss=training_loss(state),
         eval_loss=list(state.scores.rows),
         bytes_up=shell.bytes_up,
         bytes_down=shell.bytes_down,

@@ -58,6 +58,7 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
         slot.loss = None
     elif report.loss == report.loss:  # NaN: the process has none yet
         slot.loss = report.loss
+        slot.first_loss = report.loss if slot.first_loss is None else slot.first_loss
     if state.leases:
         state.leases.advance_cursors(slot.index, report.cursors)
     slot.advanced = slot.advanced or bool(report.trained_steps)

@@ -71,6 +71,7 @@ class Slot:
     step_at_seat: int = 0
     tenure: int = 0  # the incarnation under which its process's tenure began; 0: unknown
     loss: float | None = None  # of the last step; None: none yet, or it is not finite
+    first_loss: float | None = None  # of the first step that has one, by whichever process
     diverged: bool = False  # it is not finite
     young_optimizer: bool = False  # it began fresh within the job, and is not beyond its warm-up
     step_seconds: float = 0.0
@@ -109,7 +110,7 @@ class Slot:
 ABSENCES = 1000  # that a job remembers
 _DURABLE = (
     *("retired", "region", "ordinal", "process", "incarnation", "incarnations"),
-    *("step", "step_at_seat", "tenure", "merged_pushes"),
+    *("step", "step_at_seat", "tenure", "merged_pushes", "first_loss"),
 )
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from diloco.local.outcome import RunOutcome, RunResult, complete_report
+from diloco.local.status import last_seen
 from diloco.local.summary import summary
 from diloco.local.training_loss import read_training_loss
+from diloco.processes.workdir import claim, locked
 from diloco_protocol.documents import TrainingLoss
 from diloco_protocol.spec.job import DiLoCoJob
 from status_documents import job_report
@@ -63,7 +66,33 @@ def test_the_report_of_a_run_has_it_where_nobody_scored_the_model(tmp_path: Path
         assert "at the start" not in shown(completed)
 
 
-def test_a_report_without_any_loss_says_so(tmp_path: Path) -> None:
+def test_a_report_without_any_loss_has_no_row_of_it(tmp_path: Path) -> None:
     trained = job_report(tokens={"trained": 9, "merged": 9, "pending": 0, "dropped": 0})
     result = RunResult(RunOutcome("failed", 1), trained, None, [], [], 0, 0, 1.0)
-    assert "- at the start, - at the end" in shown(complete_report(result, JOB, tmp_path))
+    text = shown(complete_report(result, JOB, tmp_path))
+    assert "9 trained" in text and "loss" not in text
+
+
+def test_of_learners_on_other_machines_the_syncers_is_taken(tmp_path: Path) -> None:
+    known = job_report(training_loss={"first": 6.0, "last": 2.0})
+    result = RunResult(RunOutcome("complete", 0), known, None, [], [], 0, 0, 1.0)
+    assert complete_report(result, JOB, tmp_path).training_loss == TrainingLoss(first=6.0, last=2.0)
+
+
+def test_the_report_of_a_job_that_runs_has_it() -> None:
+    """In a cluster, too: it is the syncer's."""
+    running = job_report(outcome="running", training_loss={"first": 6.0, "last": 2.0})
+    assert "training loss  6.000 in the first step, 2.000 in the last" in shown(running)
+
+
+def test_what_is_known_of_a_killed_run_has_it(tmp_path: Path) -> None:
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, JOB, tmp_path)
+    workdir.metrics.mkdir(exist_ok=True)
+    write(workdir.metrics, 0, [6.0, 2.0])
+    sample = {"source": "status", "time": time.time() + 5.0, "epoch": 1, "elapsed_seconds": 9.0, "merges": 1,
+              "tokens": {"trained": 9, "merged": 9, "pending": 0, "dropped": 0}, "goodput": 0.5, "uptime": 1.0,
+              "bytes_up": 1, "bytes_down": 1, "versions": [1, 1], "eval_loss": None}  # fmt: skip
+    workdir.metrics_file.write_text(json.dumps(sample) + "\n")
+    report = last_seen(workdir, killed=True)
+    assert report is not None and report.training_loss == TrainingLoss(first=6.0, last=2.0)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from diloco.main import app
 from diloco.reports.run_report import RunCurves, averaged, read_curves, run_report
-from diloco_protocol.documents import RunReport
+from diloco_protocol.documents import Report
 from status_documents import job_report, slot_row, status_document
 
 BEGUN = 1_700_000_000.0  # Unix seconds of the job's first step
@@ -30,7 +30,7 @@ def step(elapsed: float, loss: float | None, learner: str = "learner-local-0") -
     return json.dumps({"source": learner, "time": BEGUN + elapsed, "step": 1, "loss": loss})
 
 
-def report(**fields: Any) -> RunReport:
+def report(**fields: Any) -> Report:
     fault = {"at_seconds": 4.0, "action": "kill", "target": "learner-1", "detected_seconds": 0.5,
              "joined_seconds": 1.0, "first_step_seconds": 1.5, "recovered_seconds": 2.5}  # fmt: skip
     given = {
@@ -44,7 +44,7 @@ def report(**fields: Any) -> RunReport:
         "goodput": 0.75,
         **fields,
     }
-    return RunReport.model_validate(job_report(**given).model_dump())
+    return Report.model_validate(job_report(**given).model_dump())
 
 
 @pytest.fixture

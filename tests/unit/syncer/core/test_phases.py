@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from core_desk import Desk, config, of, reason, report
-from diloco_protocol.documents import Tokens
+from diloco_protocol.documents import Tokens, TrainingLoss
 from diloco_protocol.vocabulary import JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import Evaluation, Held
 from diloco_syncer.core import events as ev
@@ -113,6 +114,29 @@ def test_only_the_score_of_the_end_is_final_and_only_version_0s_is_the_first() -
     desk.do(ev.Evaluated(8, Evaluation(0, 5.5, 0, True)))
     told = desk.core.report(0.0, SHELL, "", 0)
     assert (told.initial_loss, told.final_loss) == (5.5, None)
+
+
+def test_the_report_has_the_learners_training_loss_until_the_model_is_scored() -> None:
+    desk = Desk(config(evaluated=True))
+
+    def training_loss() -> TrainingLoss | None:
+        return desk.core.report(0.0, SHELL, "", 0).training_loss
+
+    desk.begin(2)
+    assert training_loss() is None
+    desk.do(ev.Reported(1, replace(report(1), loss=6.0)))
+    assert training_loss() == TrainingLoss(first=6.0, last=6.0)
+    desk.do(ev.Reported(1, replace(report(4), loss=3.0)))
+    desk.do(ev.Reported(2, replace(report(1), loss=math.nan)))  # it has none yet
+    desk.do(ev.Reported(2, replace(report(2), loss=4.0)))
+    desk.do(ev.Reported(2, replace(report(3), loss=2.0)))
+    assert training_loss() == TrainingLoss(first=5.0, last=2.5)
+    saved = json.loads(json.dumps(desk.core.state(desk.now)))
+    restarted = Core(config(evaluated=True), saved, 2, 0.0)
+    assert [slot.first_loss for slot in restarted.slots[:2]] == [6.0, 4.0]
+    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Evaluated(8, Evaluation(0, 5.5, 0, True)))
+    assert training_loss() is None
 
 
 def test_after_a_restart_learners_come_back_before_the_job_goes_on() -> None:
