@@ -58,7 +58,8 @@ def test_m9_the_demos_story() -> None:
         "5.545 at the start, 1.812 at the end (nats per token)",
         "1,803,264 trained, 1,798,230 merged, nothing pending, 5,034 dropped (0.28 %: 5,000 with a process that ended",
         "1,248; each fragment 51 to 53 times, in 2,520 steps of the fastest learner",
-        "98 % of the learners' time is in the merged model; training went on 99.9 % of the time",
+        "98 % of the learners' time was computing that was merged; ",
+        "; at least one learner made progress 99.9 % of the time",
         "79.2 MB up, 76 MB down",
         "1 min 35 s",
         "local-1 killed at 30.8 s: noticed after 30 ms, replaced after 230 ms, training again after 310 ms, ",
@@ -67,6 +68,24 @@ def test_m9_the_demos_story() -> None:
         assert words in text, (words, text)
     # One region is all there is: no second line of the same traffic; and no bytes by the digit.
     assert "79,196,706" not in text and "9,088" not in text and text.count("79.2 MB") == 1
+
+
+def test_m19_a_learner_without_a_merge_is_named() -> None:
+    """On commit 8f0ca90 nothing told of a learner that had another model and never took part in a complete job."""
+
+    def learners(*merged: int, retired: bool = False) -> dict[str, Any]:
+        zero = dict.fromkeys(("incarnations", "steps", "tokens", "bytes_up", "bytes_down"), 0)
+        zero |= {"compute_seconds": 0, "stalled_seconds": 0, "retired": retired}
+        return {"learners": [zero | {"slot": n, "learner": f"local-{n}", "merged_pushes": pushes}
+                             for n, pushes in enumerate(merged)]}  # fmt: skip
+
+    never = "never contributed to a merge"
+    assert f"local-1, local-3 {never}" in told(job_report(**DEMO, **learners(9, 0, 7, 0)))
+    many = told(job_report(**DEMO, **learners(9, *[0] * 8)))
+    assert f"local-1, local-2, local-3, local-4, local-5 and 3 more {never}" in many
+    assert never not in told(job_report(**DEMO, **learners(9, 7)))
+    assert never not in told(job_report(**DEMO, **learners(0, retired=True)))
+    assert never not in told(job_report(**{**DEMO, "outcome": "interrupted"}, **learners(9, 0))), "it may yet"
 
 
 def test_m9_of_a_job_without_a_last_score_the_newest_one_is_shown() -> None:

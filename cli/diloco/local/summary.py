@@ -28,6 +28,8 @@ _PENDING = {
     "running": "on their way",
 }
 
+NAMED = 5  # learners in one row
+
 
 def number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
@@ -50,6 +52,8 @@ def summary(report: Report, outcome: str = "") -> Table:
     if report.tokens.trained or report.merges or has_loss:
         row("tokens", tokens_text(report))
         row("merges", _merges(report))
+        if idle := _without_a_merge(report):
+            row("learners", idle)
         if report.goodput is not None:
             row("goodput", _goodput(report))
         row("traffic", f"{size_text(report.bytes_up)} up, {size_text(report.bytes_down)} down")
@@ -126,11 +130,23 @@ def _merges(report: Report) -> str:
     )
 
 
+def _without_a_merge(report: Report) -> str:
+    """Which learners of a complete job have nothing in its model; empty: none, or it is not known."""
+    if report.outcome != "complete" or not report.merges:
+        return ""
+    rows = report.learners or []
+    idle = [row.learner for row in rows if row.learner and not row.retired and not row.merged_pushes]
+    if not idle:
+        return ""
+    more = f" and {len(idle) - NAMED} more" if len(idle) > NAMED else ""
+    return f"{', '.join(idle[:NAMED])}{more} never contributed to a merge"
+
+
 def _goodput(report: Report) -> str:
-    text = f"{share_text(report.goodput or 0.0)} of the learners' time is in the merged model"
+    text = f"{share_text(report.goodput or 0.0)} of the learners' time was computing that was merged"
     if report.uptime is None:
         return text
-    return f"{text}; training went on {share_text(report.uptime)} of the time"
+    return f"{text}; at least one learner made progress {share_text(report.uptime)} of the time"
 
 
 def share_text(share: float) -> str:

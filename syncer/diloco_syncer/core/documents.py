@@ -187,6 +187,8 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
     versions = state.versions or [0]
     end = state.clock.elapsed(now)
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
+    names = {slot.index: f"{region}-{ordinal}" for (region, ordinal), slot in state.members.nominal.items()}
+    names |= {slot.index: slot.learner for slot in state.members.slots if slot.region}
     return Report(
         outcome=_OUTCOMES.get(state.phase, "interrupted" if state.phase in ENDED_PHASES else "running"),
         message=state.phase_message if state.phase is JobPhase.FAILED else "",
@@ -208,7 +210,7 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
         bytes_up=shell.bytes_up,
         bytes_down=shell.bytes_down,
         regions=shell.regions,
-        learners=[ReportLearner.model_validate(dict(slot)) for slot in slots],
+        learners=[ReportLearner.model_validate({**dict(slot), "learner": names.get(slot.slot, "")}) for slot in slots],
         holds=[
             Span(from_seconds=since, to_seconds=end if until is None else until) for since, until in state.clock.holds
         ],

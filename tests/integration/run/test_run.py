@@ -41,6 +41,8 @@ NAMES = {
     "uptime",
     "initial_loss",
     "final_loss",
+    "training_loss",
+    "message",
     "eval_loss",
     "bytes_up",
     "bytes_down",
@@ -56,6 +58,7 @@ INNER = {
     "ledger": {"fragment", "merged", "pending", "dropped", "reasons"},
     "learners": {
         "slot",
+        "learner",
         "retired",
         "incarnations",
         "steps",

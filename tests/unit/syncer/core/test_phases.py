@@ -139,6 +139,13 @@ def test_the_report_has_the_learners_training_loss_until_the_model_is_scored() -
     assert training_loss() is None
 
 
+def test_the_report_names_each_slots_learner_also_where_it_never_came() -> None:
+    desk = Desk(config(slots=3, quorum=2))
+    desk.begin(2)
+    rows = desk.core.report(0.0, SHELL, "", 0).learners or []
+    assert [row.learner for row in rows] == ["r-0", "r-1", "r-2"] and rows[2].incarnations == 0
+
+
 def test_after_a_restart_learners_come_back_before_the_job_goes_on() -> None:
     desk = Desk(config())
     desk.begin(2)
