@@ -312,8 +312,8 @@ class ReportLearner(Document):
     slot: Count = Field(description="index of the slot")
     learner: str = Field(
         "",
-        description="name of the learner that has the slot or had it last, and of a slot that nobody had, of the one "
-        "that it is for; empty: not known",
+        description="name of the learner that has the slot or had it last; of an unused slot, the learner that it is "
+        "for; empty: not known",
     )
     retired: bool = Field(description="the job has no place for the slot any more")
     incarnations: Count = Field(description="how many incarnations the slot has had")
