@@ -22,13 +22,23 @@ def doctor(
     ] = None,
     overrides: Annotated[list[str], typer.Option("--set", metavar="PATH=VALUE", help="As for `diloco run`.")] = [],  # noqa: B006 - typer reads it, nobody writes it
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
+    credentials: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A learner's folder: check the endpoint's certificate and your own with it."),
+    ] = None,
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="How long one inner step takes: links need the less, the longer it is."),
+    ] = None,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Check this machine, the cluster of your kubeconfig and a job: what would fail, and the fix.
+    """Check this machine, the cluster of your kubeconfig, a job and its links: what would fail, and the fix.
 
-    Nothing is started or changed. Exit codes: 0 nothing would fail, 1 something would.
+    If learners reach the job's syncer at an address (spec.syncer.endpoint.address), its name, a TCP connection and the
+    TLS handshake are tried from this machine. For a job with an address or several regions, the bandwidth that each
+    link needs is computed as `diloco plan` does. Nothing is started or changed. Exit codes: 0 nothing would fail, 1 something would.
 
     Examples:
 
@@ -37,14 +47,18 @@ def doctor(
         diloco doctor job.yaml --set regions.0.learners=4
 
         diloco doctor --context my-cluster --json
+
+        diloco doctor job.yaml --credentials pki/default/job/eu-1 --step-seconds 0.8
     """
     from diloco.console import CommandError
     from diloco.doctor.findings import Finding, findings_text
     from diloco.doctor.machine import absent_packages, check_machine, check_packages, check_torch
 
     job = job_file(job, file, "diloco doctor") if job or file else None
-    if overrides and job is None:
-        raise CommandError("--set changes a job file: give JOB.yaml too")
+    if job is None:
+        for option, given in (("--set", overrides), ("--credentials", credentials), ("--step-seconds", step_seconds)):
+            if given:
+                raise CommandError(f"{option} is for the checks of a job: give JOB.yaml too")
     absent = absent_packages()
     found: list[Finding] = [*check_machine(Path.cwd()), *check_packages(absent)]
     torch, said = check_torch("torch" not in absent["worker"])
@@ -56,8 +70,10 @@ def doctor(
         found += check_cluster(there)
     if job is not None:
         from diloco.doctor.job import check_job
+        from diloco.doctor.links import LinkOptions, check_links
 
         found += check_job(job, overrides, torch, absent)
+        found += check_links(job, overrides, LinkOptions(credentials, step_seconds))
     failed = any(one.level == "error" for one in found)
     if as_json:
         print_text(json.dumps({"ok": not failed, "findings": [one.document() for one in found]}, indent=1))

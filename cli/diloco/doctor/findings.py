@@ -15,7 +15,7 @@ _WIDTH = 100
 class Finding:
     """``about``: what was looked at. ``error``: something would fail; ``fix`` is what to do, empty: nothing."""
 
-    section: Literal["machine", "packages", "gpu", "cluster", "job"]
+    section: Literal["machine", "packages", "gpu", "cluster", "job", "links"]
     about: str
     level: Level
     said: str
@@ -40,7 +40,7 @@ def findings_text(findings: Iterable[Finding]) -> str:
     counted = [
         f"{count} {word}{'s' * (count > 1)}" for count, word in ((errors, "error"), (warnings, "warning")) if count
     ]
-    return "\n".join([*lines, "", ", ".join(counted) if counted else "nothing is in the way"])
+    return "\n".join([*lines, "", ", ".join(counted) if counted else "no problem found"])
 
 
 def _wrapped(text: str, head: str) -> list[str]:

@@ -20,7 +20,6 @@ import random
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import FileError, write_whole
+from diloco_protocol.common.reach import unreachable
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json, job_to_json
@@ -48,7 +48,6 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
 FETCH_SECONDS = 20.0
 MAX_JOB_BYTES = 16 << 20
-CONNECT_SECONDS = 3.0
 IN_VAIN = 5  # ends in a row before LIVED_SECONDS, after which it is given up
 LIVED_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
@@ -141,22 +140,6 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
         raise CommandError(
             f"the job of the syncer at {address} is not understood here ({error}): run the same release", FAILED
         ) from error
-
-
-def unreachable(address: str) -> str:
-    """Why no connection to ``address`` (host:port) comes about, with the fix; empty: it does."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS):
-            return ""
-    except ConnectionRefusedError:
-        return f"nothing listens on {address}; is the syncer up (`diloco syncer serve`), and is that its port?"
-    except socket.gaierror:
-        return f"the host name {host} does not resolve here; check the name, or write its address"
-    except TimeoutError:
-        return f"{address} does not answer; is that the right host, and does a firewall let its port through?"
-    except OSError as error:
-        return f"{address} cannot be reached ({error.strerror or error}); is this machine's network up?"
 
 
 def _without_code(job: DiLoCoJob) -> DiLoCoJob:

@@ -91,12 +91,7 @@ def sync_address(job: Job, here: Placement) -> str:
     if here.syncer:
         # Without the cluster's domain, which is not everywhere cluster.local: the pods' resolver knows it.
         return f"{names.syncer_service(job.name).name}.{job.namespace}.svc:{SYNC_PORT}"
-    endpoint = job.spec.syncer.endpoint
-    address = endpoint.address or ""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and not host.endswith(":"):
-        return address
-    return f"{address}:{endpoint.node_port or SYNC_PORT}"
+    return job.spec.syncer.endpoint.learner_address
 
 
 def _settings(job: Job, here: Placement) -> Object:

@@ -19,6 +19,7 @@ from diloco_protocol.spec.base import (
     Text,
 )
 from diloco_protocol.spec.training import BatchSpec
+from diloco_protocol.vocabulary import SYNC_PORT
 
 
 def _positive_quantity(text: str) -> str:
@@ -69,6 +70,14 @@ class EndpointSpec(Spec):
         None, description="For NodePort: shard i listens on nodePort + i; null: Kubernetes chooses."
     )
     service: ServiceSpec = Field(default_factory=ServiceSpec, description="Settings of its Service.")
+
+    @property
+    def learner_address(self) -> str:
+        """host:port that learners of other clusters connect to; empty where no address is given."""
+        host, colon, port = (self.address or "").rpartition(":")
+        if not self.address or (colon and port.isdigit() and not host.endswith(":")):
+            return self.address or ""
+        return f"{self.address}:{self.node_port or SYNC_PORT}"
 
 
 class TlsSpec(Spec):

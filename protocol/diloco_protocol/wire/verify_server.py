@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import ssl
 
+from diloco_protocol.common.reach import unreachable_text
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.security.identity import IdentityError, Names, check_syncer, names_in
 from diloco_protocol.vocabulary import TrustFailure
@@ -61,8 +62,10 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
             TrustFailure.UNTRUSTED_SYNCER,
         ) from error
     except ssl.SSLError as error:
-        raise ServerNotTrusted(f"no TLS with {address}: {_words(error)}") from error
-    except (OSError, ValueError) as error:
+        raise ServerNotTrusted(f"no TLS with {address}: {tls_words(error)}") from error
+    except OSError as error:
+        raise ServerNotTrusted(f"cannot connect to {address}: {unreachable_text(address, error)}") from error
+    except ValueError as error:
         raise ServerNotTrusted(f"cannot connect to {address}: {error}") from error
     try:
         server = _judged(writer, mine)
@@ -73,7 +76,7 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
             raise ServerNotTrusted(f"{address} accepted the handshake, but sends nothing") from error
         except ssl.SSLError as error:
             raise ServerNotTrusted(
-                f"{address} refuses our certificate: {_words(error)}", TrustFailure.CERTIFICATE_REFUSED
+                f"{address} refuses our certificate: {tls_words(error)}", TrustFailure.CERTIFICATE_REFUSED
             ) from error
         except OSError as error:
             raise ServerNotTrusted(f"the connection to {address} broke: {error}") from error
@@ -117,7 +120,7 @@ def _judged(writer: asyncio.StreamWriter, mine: Names) -> bytes:
     return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
 
 
-def _words(error: ssl.SSLError) -> str:
+def tls_words(error: ssl.SSLError) -> str:
     """OpenSSL's reason in lower case, without its marks: ``certificate expired``."""
     reason = (error.reason or str(error)).lower().replace("_", " ")
     for mark in ("tlsv13 alert ", "tlsv1 alert ", "sslv3 alert "):

@@ -4,7 +4,6 @@ runs. tests/integration/run/test_bare_machines.py runs them."""
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -69,14 +68,6 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 1 and "from the syncer at 127.0.0.1:1: nothing listens on 127.0.0.1:1" in output
     assert "UNKNOWN" not in output and "`diloco syncer serve`" in output
 
-
-def test_why_an_address_is_not_reached() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert joining.unreachable(address) == ""
-    assert f"nothing listens on {address}" in joining.unreachable(address)
-    assert "the host name nowhere.invalid does not resolve" in joining.unreachable("nowhere.invalid:7700")
-    assert joining.unreachable("[::1]:1")
 
 
 @pytest.mark.parametrize("command", [["syncer"], ["syncer", "serve"], ["learner"], ["learner", "join"]])

@@ -68,7 +68,7 @@ def test_a_line_for_each_with_its_fix() -> None:
     )
     assert text.startswith("machine\n  warning  disk        3 GB free\n                       fix: make room\n\njob\n")
     assert text.endswith("1 error, 1 warning") and all(len(line) <= 100 for line in text.splitlines())
-    assert findings_text([Finding("machine", "cores", "ok", "2")]).endswith("nothing is in the way")
+    assert findings_text([Finding("machine", "cores", "ok", "2")]).endswith("no problem found")
 
 
 # ------------------------------------------------------------------ machine

@@ -1,0 +1,147 @@
+"""The links of a job whose learners come from elsewhere: whether its endpoint answers, and what bandwidth each needs.
+
+The endpoint is looked at from this machine, as a learner here would: the name, a TCP connection, the TLS handshake.
+With a party's credentials the handshake is a learner's own, and both sides are judged. Without them no certificate is
+trusted or refused here; the finding names the one that was shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.bandwidth_plan import Conditions, document, fragment_sizes
+from diloco.console import CommandError
+from diloco.doctor.findings import Finding
+from diloco_protocol.common.format_units import bits_text, seconds_text
+from diloco_protocol.common.reach import connect, resolve_name, split_address, unreachable_text
+from diloco_protocol.security.credentials import Credentials, CredentialsError
+from diloco_protocol.security.identity import SERVER_NAME
+from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.load import JobError, load_job
+from diloco_protocol.wire.verify_server import ServerNotTrusted, tls_words, verify_syncer
+
+HANDSHAKE_SECONDS = 5.0
+_NOT_YET = "expected before the job runs at its hub; else check syncer.endpoint.address, its Service and the firewall"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """``credentials``: a learner's folder. ``step_seconds``: of an inner step; None: needs are for one second."""
+
+    credentials: Path | None = None
+    step_seconds: float | None = None
+
+
+def check_links(file: Path, overrides: Sequence[str], options: LinkOptions = LinkOptions()) -> Iterator[Finding]:
+    """Nothing for a job file that is wrong (``check_job`` reports that), or whose links are all inside one machine or
+    cluster. Raises CommandError for an impossible ``step_seconds``."""
+    try:
+        job = load_job(file, overrides)
+    except JobError:
+        return
+    address = job.spec.syncer.endpoint.learner_address
+    if address:
+        yield from _endpoint(job, address, options.credentials)
+    if address or len(job.spec.regions) > 1:
+        yield from _bandwidth(job, file, options.step_seconds)
+
+
+def _endpoint(job: DiLoCoJob, address: str, folder: Path | None) -> Iterator[Finding]:
+    host, port = split_address(address)
+    try:
+        numbers = resolve_name(host, port)
+    except OSError as error:
+        said = f"syncer.endpoint.address: {unreachable_text(address, error)}"
+        yield Finding("links", "name", "error", said, "learners resolve it where they run: compare with a machine there")
+        return
+    yield Finding("links", "name", "ok", f"{host} is {', '.join(numbers)}")
+    try:
+        connection = connect(address)
+    except OSError as error:
+        yield Finding("links", "connection", "warning", unreachable_text(address, error), _NOT_YET)
+        return
+    with connection:
+        yield Finding("links", "connection", "ok", f"{address} accepts TCP connections")
+        if job.spec.syncer.tls.mode == "off":
+            return
+        if folder is None:
+            yield _handshake(job, address, connection)
+            return
+    yield _identity(address, folder)
+
+
+def _handshake(job: DiLoCoJob, address: str, connection: socket.socket) -> Finding:
+    """TLS without credentials: who answers, whether or not it is to be trusted."""
+    from cryptography import x509
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    # A gateway chooses its backend by the name that is asked for (SNI).
+    name = split_address(address)[0] if job.spec.syncer.endpoint.type == "External" else SERVER_NAME
+    connection.settimeout(HANDSHAKE_SECONDS)
+    try:
+        with context.wrap_socket(connection, server_hostname=name) as secure:
+            shown = secure.getpeercert(binary_form=True) or b""
+    except ssl.SSLError as error:
+        fix = "a gateway must pass TLS through unopened; another program may have this port"
+        return Finding("links", "TLS", "error", f"{address} does not answer with TLS: {tls_words(error)}", fix)
+    except OSError as error:
+        said = f"no TLS handshake with {address}: {error.strerror or error}"
+        return Finding("links", "TLS", "error", said, "a gateway must pass TLS through unopened")
+    try:
+        certificate = x509.load_der_x509_certificate(shown)
+        named = certificate.subject.rfc4514_string() or "an empty subject"
+        until = certificate.not_valid_after_utc
+    except ValueError as error:
+        return Finding("links", "TLS", "warning", f"{address} shows a certificate that cannot be read: {error}")
+    said = f"the certificate of {named} answers, valid until {until:%Y-%m-%d}; not verified"
+    return Finding("links", "TLS", "ok", said, "with --credentials DIR (a learner's folder) it is verified")
+
+
+def _identity(address: str, folder: Path) -> Finding:
+    """TLS with a learner's credentials, as a learner does it."""
+    try:
+        credentials = Credentials.from_directory(folder)
+        mine = credentials.names()
+        asyncio.run(verify_syncer(credentials, address, mine))
+    except (ServerNotTrusted, CredentialsError) as error:
+        return Finding("links", "TLS", "error", str(error), "docs/regions.md, Certificates; diloco certs show DIR")
+    if not mine:
+        said = f"the certificate in {folder} names no job: whom it would be shown to is not checked"
+        return Finding("links", "TLS", "warning", said, "diloco certs issue makes certificates that name their job")
+    return Finding("links", "TLS", "ok", f"{address} is the job's syncer, and accepts the certificate in {folder}")
+
+
+def _bandwidth(job: DiLoCoJob, file: Path, step_seconds: float | None) -> Iterator[Finding]:
+    """What `diloco plan` computes for each region's link and for the hub."""
+    conditions = Conditions(1.0 if step_seconds is None else step_seconds)
+    conditions.check()
+    more = f"diloco plan {file} --step-seconds S"
+    try:
+        sizes, note = fragment_sizes(job, None, file.resolve().parent)
+    except CommandError as error:
+        yield Finding("links", "bandwidth", "warning", f"not known: {error}", f"{more} --params N")
+        return
+    found = document(job, sizes, note, conditions)
+    seconds = seconds_text(conditions.step_seconds)
+    for region in found["regions"]:
+        count = region["learners"] + region["spares"]
+        learners = f"{count} learner{'s' * (count != 1)}"
+        said = f"needs {_both(region['up'], region['down'], 'up', 'down')} for {learners} at {seconds} a step"
+        yield Finding("links", f"region {region['name']}", "ok", said)
+    hub = found["queued"]["hub"]
+    said = f"needs {_both(hub['in'], hub['out'], 'in', 'out')} at {seconds} a step"
+    asked = "" if step_seconds is not None else f"give --step-seconds S: steps of S seconds need 1/S of it ({more})"
+    yield Finding("links", "hub", "ok", said, asked)
+
+
+def _both(one: float | None, other: float | None, first: str, second: str) -> str:
+    if one is None or other is None:
+        return "more than any bandwidth"
+    return f"{bits_text(one)} {first} and {bits_text(other)} {second}"
