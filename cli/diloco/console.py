@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, get_type_hints
+from typing import IO, Any
 
 import typer
-from typer.models import OptionInfo
 
 from diloco.packages import import_text
+from diloco_protocol.common.files import FileError, absent_text
 from diloco_protocol.common.logs import printable
 
 COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
@@ -34,7 +33,7 @@ class CommandError(Exception):
 
 def command(run: Callable[..., int | None]) -> Callable[..., None]:
     """Make a function a command: what it returns is the exit code (None: 0), a CommandError is said on stderr,
-    and Ctrl-C, where the function does not handle it, ends it. Its flags have no column for a type in the help."""
+    and Ctrl-C, where the function does not handle it, ends it."""
 
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -53,22 +52,28 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             code = INTERRUPTED
         raise typer.Exit(code or COMPLETE)
 
-    _hide_types_of_flags(inspect.unwrap(run))
     return wrapped
-
-
-def _hide_types_of_flags(run: Callable[..., Any]) -> None:
-    """Let the help say no type for the flags of a command. Annotations become objects: of texts typer makes others."""
-    run.__annotations__ = get_type_hints(run, include_extras=True)
-    for hint in run.__annotations__.values():
-        for note in getattr(hint, "__metadata__", ()):  # of Annotated
-            if hint.__origin__ is bool and isinstance(note, OptionInfo) and note.metavar is None:
-                note.metavar = ""
 
 
 def print_text(text: str, file: IO[str] | None = None, flush: bool = False) -> None:
     """Print a text that may be others' in part, without what a terminal would obey."""
     print(printable(text), file=file, flush=flush)
+
+
+def unwritable_text(path: Path, error: OSError) -> str:
+    """That ``path`` could not be written, and why. What the project's own writers raise says both already."""
+    if isinstance(error, FileError):
+        return str(error.strerror or error)
+    return f"{path} cannot be written: {refusal_text(path, error)}"
+
+
+def refusal_text(path: Path, error: OSError) -> str:
+    """Why the system refused to write ``path``."""
+    if isinstance(error, FileNotFoundError):
+        return absent_text(path)
+    if isinstance(error, NotADirectoryError):
+        return f"{error.filename or path} is not a directory"
+    return str(error.strerror or error)
 
 
 def duration(text: str) -> float:

@@ -15,17 +15,16 @@ from diloco.authoring import commands as authoring_commands
 from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
+from diloco.command_line import CommandLine
 from diloco.console import CommandError, command, job_file, means_job, named_job, print_text
 from diloco.doctor import commands as doctor_commands
 from diloco.machines import commands as machine_commands
 from diloco.simulate import commands as simulate_commands
 
-app = typer.Typer(
+app = CommandLine(
     name="diloco",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="markdown",
     help="""Train one model on machines that come and go (Decoupled DiLoCo, arXiv 2604.21428).
 
 A job is one YAML file. Try it on this machine, with the examples or a file of your own (`diloco init`):
@@ -43,7 +42,8 @@ Or in a Kubernetes cluster with the operator:
     diloco apply examples/tiny-gpt.yaml --context my-cluster --wait
 
 Exit codes: 0 job complete, 1 job failed, 2 the job file or the arguments are wrong, 130 interrupted. Of the
-other commands: 0 done, 1 it could not be done, 2 the file, the arguments or the thing that they name are wrong.
+other commands: 0 done, 1 the syncer or cluster does not answer or failed, 2 the arguments or a file or path that they
+name are wrong.
 """,
 )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.processes.workdir import WorkdirError, read_address
+from diloco_protocol.common.reach import unreachable_text
 from diloco_protocol.documents import D, DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import ControlMethod
 
@@ -29,7 +30,11 @@ async def fetch_document(address: str, path: str, model: type[D], seconds: float
         return read_document(model, await asyncio.wait_for(_fetch(address, path), seconds))
     except TimeoutError as error:
         raise SyncerError(f"no answer from http://{address}{path} within {seconds:g} s") from error
-    except (OSError, ValueError, EOFError) as error:
+    except OSError as error:
+        raise SyncerError(unreachable_text(address, error)) from error
+    except (EOFError, asyncio.LimitOverrunError) as error:
+        raise SyncerError(f"http://{address}{path}: what answers there broke off, or does not speak HTTP") from error
+    except ValueError as error:
         raise SyncerError(f"http://{address}{path}: {error}") from error
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from diloco.main import app
@@ -37,10 +40,40 @@ def test_m15_the_version_by_the_usual_option() -> None:
     assert diloco("--version") == (0, f"{VERSION}\n")
 
 
+def all_commands() -> Iterator[list[str]]:
+    """The words of the program itself, of each group and of each command."""
+
+    def below(command: Any, words: list[str]) -> Iterator[list[str]]:
+        yield words
+        for name, each in getattr(command, "commands", {}).items():
+            yield from below(each, [*words, name])
+
+    yield from below(get_command(app), [])
+
+
 def test_m15_flags_say_no_type() -> None:
-    for words in (["run"], ["validate"], ["apply"], ["logs"], ["certs", "show"], ["syncer", "serve"], ["doctor"]):
-        said = diloco(*words, "--help")[1]
-        assert [line for line in said.splitlines() if "<bool>" in line and "--help" not in line] == []
+    found = list(all_commands())
+    assert len(found) > 30 and ["certs", "show"] in found
+    for words in found:
+        code, said = diloco(*words, "--help")
+        assert code == 0 and "--help" in said
+        assert [line for line in said.splitlines() if "<bool>" in line] == [], words
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["init", "--learners", "0"], "'--learners': must be a whole number of at least 1 and at most 4,096, not '0'"),
+        (["init", "--steps", "two"], "'--steps': must be a whole number of at least 1, not 'two'"),
+        (["run", "job.yaml", "--seed", "x"], "'--seed': must be a whole number, not 'x'"),
+        (["plan", "job.yaml", "--step-seconds", "fast"], "'--step-seconds': must be a number, not 'fast'"),
+        (["logs", "--tail", "1.5"], "'--tail': must be a whole number of at least 0, not '1.5'"),
+    ],
+)
+def test_m15_a_wrong_number_is_told_in_words(words: list[str], expected: str, here: Path) -> None:
+    code, said = diloco(*words)
+    assert code == 2 and expected in " ".join(re.sub("[│╭╮╰╯─]", " ", said).split()), said
+    assert not list(here.iterdir())
 
 
 def test_m15_shells_are_completed() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from diloco.authoring.job_template import SIZES, JobChoices, data_below, job_text, name_for
-from diloco.console import CommandError
+from diloco.console import CommandError, unwritable_text
 from diloco.validate import absent_data, problems_text, warnings_text
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job import DiLoCoJob
@@ -65,10 +65,8 @@ def write_job(file: Path, wanted: Wanted, force: bool) -> str:
                 new.write(text)
     except FileExistsError as error:
         raise CommandError(f"{file} is there already: --force overwrites it, or name another file") from error
-    except FileNotFoundError as error:
-        raise CommandError(f"{file} cannot be written: there is no directory {file.parent}") from error
     except OSError as error:
-        raise CommandError(f"{file} cannot be written: {error.strerror or error}") from error
+        raise CommandError(unwritable_text(file, error)) from error
     directory = file.resolve().parent
     return "\n".join(
         [

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco.console import FAILED, CommandError
+from diloco.console import FAILED, CommandError, unwritable_text
 from diloco_protocol.common.files import write_whole
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -57,5 +57,5 @@ def write_examples(directory: Path, names: Sequence[str], force: bool) -> list[P
             if force or not path.exists():
                 write_whole(path, content)
     except OSError as error:
-        raise CommandError(f"{error.filename or directory} cannot be written: {error.strerror}") from error
+        raise CommandError(unwritable_text(Path(error.filename or directory), error)) from error
     return list(targets)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.console import FAILED, CommandError, command, job_name, print_text
+from diloco.command_line import CommandLine
+from diloco.console import CommandError, command, job_name, print_text, refusal_text, unwritable_text
+from diloco_protocol.common.files import FileError
 
 if TYPE_CHECKING:
     from diloco.certs.files import Target
 
-certs = typer.Typer(
+certs = CommandLine(
     name="certs",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
     help="""Make the certificates by which learners and the syncer identify each other.
 
 A job over several clusters uses mutual TLS. Each party has a folder with tls.crt, tls.key, ca.crt and
@@ -40,7 +40,7 @@ Pki = Annotated[Path, typer.Option(metavar="DIR", help="The authority's folder, 
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Around what makes and reads certificates: what the disk refuses is no fault of the arguments."""
+    """Around what makes and reads certificates."""
     from diloco_protocol.security.certificates import CertificateError
     from diloco_protocol.security.identity import IdentityError
 
@@ -49,12 +49,13 @@ def _explained() -> Iterator[None]:
     except (CertificateError, IdentityError) as error:
         raise CommandError(str(error)) from None
     except FileExistsError as error:
-        raise CommandError(f"{error.filename} is there already and is no folder: name another one", FAILED) from None
+        raise CommandError(f"{error.filename} is there already and is no folder: name another one") from None
     except OSError as error:
-        where, why = error.filename or "a file", error.strerror or error
-        raise CommandError(
-            f"{where} cannot be read or written ({why}): check its owner and free space, or name another folder", FAILED
-        ) from None
+        if isinstance(error, FileError):
+            raise CommandError(unwritable_text(Path(), error)) from None
+        where = Path(error.filename or "a file")
+        said = f"{where} cannot be read or written: {refusal_text(where, error)}"
+        raise CommandError(f"{said}; name another folder") from None
 
 
 @certs.command()

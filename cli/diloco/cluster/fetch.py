@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
-from diloco.console import FAILED, WRONG, print_text
+from diloco.console import FAILED, WRONG, print_text, unwritable_text
 from diloco.local.summary import summary
 from diloco.syncer_client import SyncerError, fetch_document
 from diloco.text_console import TextConsole
@@ -138,7 +138,7 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
         try:
             write_whole(out, document.model_dump_json(indent=1).encode() + b"\n", mode=PUBLIC)
         except OSError as error:
-            raise ClusterError(f"{out} cannot be written: {error.strerror or error}", code=WRONG) from error
+            raise ClusterError(unwritable_text(out, error), code=WRONG) from error
         print_text(f"{out}: the report of {name}")
     elif as_json:
         print_text(json.dumps(json.loads(document.model_dump_json()), indent=1))

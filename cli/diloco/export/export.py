@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from diloco.console import CommandError
+from diloco.console import FAILED, CommandError, unwritable_text
 from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
 from diloco.export.tensors import write_tensors
 from diloco.packages import require_packages
@@ -85,12 +85,13 @@ def read_run(workdir: Workdir) -> MergedModel:
 
 
 def read_url(url: str, progress: Callable[[int, int], None]) -> MergedModel:
-    """From a syncer's export listener (remote_model.py). Raises ExportFailed."""
+    """From a syncer's export listener (remote_model.py). Raises ExportFailed, with the exit code of a syncer that is not
+    reached."""
     try:
         job, tensors, versions = fetch_model(url, progress)
         return MergedModel(job, fetch_layout(url), tensors, versions)
     except RemoteModelError as error:
-        raise ExportFailed(str(error)) from error
+        raise ExportFailed(str(error), FAILED) from error
 
 
 def read_place(place: str) -> MergedModel:
@@ -153,8 +154,9 @@ def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Writte
         except FileExistsError as error:
             raise ExportFailed(f"{error.filename} {error.strerror}") from error
         except (OSError, SafetensorError) as error:  # safetensors has errors of its own for a disk that is full
-            said = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise ExportFailed(f"{out} cannot be written: {said}") from error
+            if isinstance(error, OSError):
+                raise ExportFailed(unwritable_text(out, error)) from error
+            raise ExportFailed(f"{out} cannot be written: {error}") from error
         elements = sum(values.size for values in model.tensors.values())
         text = (
             f"{out}: the merged parameters (the job has no training.model), {at}\n"

@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
+from diloco_protocol.common.reach import unreachable_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json
 from diloco_syncer.output.model_file import MAX_HEADER, NotSafetensors, read_header
@@ -103,7 +104,9 @@ def _get(url: str, path: str) -> http.client.HTTPResponse:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise RemoteModelError(f"{url}: expected http://HOST:PORT")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=CONNECT_SECONDS)
+    port = parts.port or 80
+    address = f"[{parts.hostname}]:{port}" if ":" in parts.hostname else f"{parts.hostname}:{port}"
+    connection = http.client.HTTPConnection(parts.hostname, port, timeout=CONNECT_SECONDS)
     try:
         connection.connect()
         sock = connection.sock  # the connection lets go of it when the answer begins
@@ -115,9 +118,12 @@ def _get(url: str, path: str) -> http.client.HTTPResponse:
             said = answer.read(300).decode("utf-8", "replace").strip()
             kind = _Again if answer.status == 503 else RemoteModelError
             raise kind(f"{url}{path}: {said or answer.reason}")
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         connection.close()
-        raise _Again(f"{url}{path} cannot be had: {error}") from error
+        raise _Again(f"cannot read {url}{path}: {unreachable_text(address, error)}") from error
+    except http.client.HTTPException as error:
+        connection.close()
+        raise _Again(f"cannot read {url}{path}: what answers there does not speak HTTP ({error!r})") from error
     except RemoteModelError:
         connection.close()
         raise

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diloco.checks.machine import find_absent
 from diloco.checks.start import StartCheck
-from diloco.console import CommandError, print_text, program_name
+from diloco.console import CommandError, print_text, program_name, unwritable_text
 from diloco.local.chaos import schedule as chaos
 from diloco.local.outcome import REFUSED, RunResult, complete_report
 from diloco.local.runner import Runner
@@ -86,7 +86,7 @@ def run(options: RunOptions) -> int:
                 path.absolute().parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, data, mode=mode)
             except (FileError, OSError) as error:
-                print_text(f"error: the report cannot be written: {error.strerror or error}", file=sys.stderr)
+                print_text(f"error: {unwritable_text(path, error)}", file=sys.stderr)
                 return result.ended.exit_code or 1
         _tell(result, report, workdir, options.as_json)
         return result.ended.exit_code

@@ -12,11 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from diloco.console import CommandError
+from diloco.console import FAILED, CommandError
 from diloco.local.training_loss import read_training_loss
 from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, WorkdirError, find, read_address
 from diloco.syncer_client import SyncerError, fetch_document
 from diloco_protocol.common.files import read_bounded
+from diloco_protocol.common.reach import unreachable
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 
 REPORT_SECONDS = 30.0
@@ -204,25 +205,30 @@ def _from_address(address: str) -> StatusDocument:
     try:
         return asyncio.run(fetch_document(address, "/status", StatusDocument))
     except SyncerError as error:
-        if isinstance(error.__cause__, ConnectionRefusedError):
-            raise CommandError(f"nothing listens on {address}: is the job running?") from error
+        if why := unreachable(address):
+            raise CommandError(why, FAILED) from error
         http_error = error
     import grpc
 
     from diloco_protocol.security.credentials import Credentials
     from diloco_protocol.wire import channels, limits, sync_pb2
 
+    by_grpc = {
+        grpc.StatusCode.UNAVAILABLE: "nor does it speak gRPC without certificates",
+        grpc.StatusCode.UNIMPLEMENTED: "by gRPC another service answers",
+        grpc.StatusCode.DEADLINE_EXCEEDED: "by gRPC there is no answer either",
+    }
     with Credentials.from_directory(None).blocking_channel(address, channels.channel_options()) as channel:
         try:
             write, read = sync_pb2.StatusRequest.SerializeToString, sync_pb2.StatusReply.FromString
             reply = channel.unary_unary(limits.STATUS_PATH, write, read)(sync_pb2.StatusRequest(), timeout=5.0)
             return read_document(StatusDocument, reply.json)
         except grpc.RpcError as error:
-            raise CommandError(
-                f"no syncer answers on {address} ({http_error}; by gRPC: {error.code().name})"  # type: ignore[attr-defined]
-            ) from error
+            kind = error.code()  # type: ignore[attr-defined]
+            said = by_grpc.get(kind, f"by gRPC: {kind.name.lower().replace('_', ' ')}")
+            raise CommandError(f"no syncer answers on {address}: {http_error}; {said}", FAILED) from error
         except DocumentError as error:
-            raise CommandError(f"the status of {address}: {error}") from error
+            raise CommandError(f"the status of {address}: {error}", FAILED) from error
 
 
 def as_json(document: StatusDocument | Report) -> dict[str, Any]:

@@ -7,21 +7,18 @@ from typing import Annotated
 
 import typer
 
+from diloco.command_line import CommandLine
 from diloco.console import CommandError, command, job_file
 
-syncer = typer.Typer(
+syncer = CommandLine(
     name="syncer",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
     help="""Serve a job from this machine; learners join from others.
 
     diloco syncer serve job.yaml --workdir runs/job --listen 0.0.0.0:7700 --credentials pki/default/job/syncer
 """,
 )
-learner = typer.Typer(
+learner = CommandLine(
     name="learner",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
     help="""Train on this machine for a job that is served elsewhere.
 
     diloco learner join hub.example.org:7700 --credentials pki/default/job/learners

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.console import CommandError
+from diloco.console import CommandError, unwritable_text
 from diloco_protocol.common.files import FileError, make_directory, read_bounded, write_whole
 from diloco_protocol.documents import Report, read_document
 
@@ -231,10 +231,7 @@ def _empty_unbegun(workdir: Workdir, name: str, changed: list[str]) -> None:
 def _unusable(path: Path, error: OSError) -> WorkdirError:
     if isinstance(error, FileExistsError | NotADirectoryError):
         return WorkdirError(f"workdir {path} is not a directory: give another --workdir")
-    return WorkdirError(
-        f"workdir {path} cannot be written ({error.strerror or error}): check its owner and free space,"
-        " or give another --workdir"
-    )
+    return WorkdirError(f"{unwritable_text(path, error)}; give another --workdir")
 
 
 def find(argument: str | None) -> Workdir:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco.console import CommandError
+from diloco.console import CommandError, unwritable_text
 from diloco.reports.document import ResultDocument
 from diloco.reports.html import render_html
 from diloco.reports.markdown import render_markdown
@@ -26,5 +26,5 @@ def write_text(path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode(), mode=PUBLIC)
     except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise CommandError(unwritable_text(path, error)) from error
     return path

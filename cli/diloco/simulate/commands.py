@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from diloco.command_line import CommandLine
 from diloco.console import FAILED, command, duration, print_text
 from diloco.simulate.goodput import published
 
-simulate = typer.Typer(
+simulate = CommandLine(
     name="simulate",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
     help="""Simulate fleets and links: what a job would do, without the machines.
 
     diloco simulate goodput

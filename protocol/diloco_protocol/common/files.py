@@ -73,8 +73,19 @@ def _explained(error: OSError, path: Path, size: int) -> OSError:
             error.errno, f"cannot write {path}: {os.strerror(error.errno or 0)}; check its owner and mount options"
         )
     if isinstance(error, FileNotFoundError):
-        return NotWritable(error.errno, f"cannot write {path}: its directory does not exist")
+        return NotWritable(error.errno, f"cannot write {path}: {absent_text(path)}")
     return error
+
+
+def absent_text(path: Path) -> str:
+    """Why making ``path`` ended with ENOENT: which directory does not exist, or that the file system of the one that
+    does, such as /proc, lets no files be made."""
+    above = path.parent
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if above == path.parent:
+        return f"the file system of {above} takes no new files"
+    return f"there is no directory {path.parent}"
 
 
 def flush_to_device(path: Path) -> None:

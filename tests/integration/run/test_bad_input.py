@@ -75,7 +75,7 @@ def test_workdirs_that_cannot_be_written(tmp_path: Path, mount: Callable[[str], 
     fill(full)
     for workdir, words in [
         (tmp_path / "file" / "below", "is not a directory"),
-        (read_only / "run", "cannot be written (Read-only file system)"),
+        (read_only / "run", "cannot be written: Read-only file system"),
         (full / "run", "No space left on device"),
         (full, "No space left on device"),
     ]:

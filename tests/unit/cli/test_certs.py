@@ -145,10 +145,10 @@ def test_what_the_disk_refuses_is_said_without_its_number(tmp_path: Path) -> Non
     file.write_text("")
     for out, said in [
         (file, "is there already and is no folder"),
-        (Path("/proc/x"), "cannot be read or written (No such"),
+        (Path("/proc/x"), "cannot be read or written: the file system of /proc takes no new files"),
     ]:
         result = CliRunner().invoke(app, ["certs", "init", "--out", str(out)])
-        assert result.exit_code == 1 and f"error: {out} {said}" in result.output and "Errno" not in result.output
+        assert result.exit_code == 2 and f"error: {out} {said}" in result.output and "Errno" not in result.output
 
 
 def test_nothing_is_overwritten_but_by_renewal(pki: Path) -> None:

@@ -118,6 +118,7 @@ def test_a_file_that_is_there_stays_unless_forced(here: Path) -> None:
         (["--command", " "], "--command is empty"),
         (["--name", "My Job"], "metadata.name"),
         (["no/job.yaml"], "there is no directory no"),
+        (["/proc/x.yaml"], "/proc/x.yaml cannot be written: the file system of /proc takes no new files"),
     ],
 )
 def test_wrong_wishes_are_2_and_write_nothing(here: Path, arguments: list[str], words: str) -> None:

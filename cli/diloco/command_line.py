@@ -1,0 +1,78 @@
+"""Commands and groups as this program shows them: no type beside a flag, and wrong numbers in words.
+
+typer gives each flag the type ``<bool>`` in the help, among them those that it adds itself (``--help``, completion), and
+passes pydantic's sentence on where a number is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from pydantic import ValidationError
+from typer.core import TyperCommand, TyperGroup
+
+
+def _without_flag_types(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+@contextlib.contextmanager
+def _numbers_in_words() -> Iterator[None]:
+    try:
+        yield
+    except typer.BadParameter as error:
+        if isinstance(error.__cause__, ValidationError) and (said := _number_text(error.__cause__, error.param)):
+            error.message = said
+        raise
+
+
+def _number_text(error: ValidationError, param: Any) -> str:
+    """What is wrong with a number; empty: something else is wrong."""
+    found = error.errors()[0]
+    kind, value = found["type"], found["input"]
+    if kind.startswith("int_") or (kind.startswith(("greater_", "less_")) and _is_whole(value)):
+        noun = "a whole number"
+    elif kind.startswith(("float_", "finite_", "greater_", "less_")):
+        noun = "a number"
+    else:
+        return ""
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    bounds = [f"{words} {bound:,}" for words, bound in (("at least", low), ("at most", high)) if bound is not None]
+    return f"must be {noun}{' of ' * bool(bounds)}{' and '.join(bounds)}, not {value!r}"
+
+
+def _is_whole(value: Any) -> bool:
+    with contextlib.suppress(ValueError, TypeError):
+        int(value)
+        return True
+    return False
+
+
+class Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_flag_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _numbers_in_words():
+            return super().parse_args(ctx, args)
+
+
+class Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_flag_types(super().get_params(ctx))
+
+
+class CommandLine(typer.Typer):
+    """A typer program whose commands and groups are the above."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=Group, rich_markup_mode="markdown", no_args_is_help=True, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Any:
+        return super().command(name, cls=Command, **settings)
