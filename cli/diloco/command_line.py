@@ -1,6 +1,6 @@
 """Commands and groups as this program shows them: no type beside a flag, and wrong numbers in words.
 
-typer gives each flag the type ``<bool>`` in the help, among them those that it adds itself (``--help``, completion), and
+typer gives each flag the type ``<bool>`` in the help, also the flags that it adds itself (``--help``, completion), and
 passes pydantic's sentence on where a number is wrong.
 """
 

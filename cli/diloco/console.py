@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
 import shutil
 import sys
@@ -33,7 +35,7 @@ class CommandError(Exception):
 
 def command(run: Callable[..., int | None]) -> Callable[..., None]:
     """Make a function a command: what it returns is the exit code (None: 0), a CommandError is said on stderr,
-    and Ctrl-C, where the function does not handle it, ends it."""
+    and Ctrl-C, where the function does not handle it, ends it. A reader of its output that leaves changes no code."""
 
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -50,6 +52,13 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             code = WRONG
         except KeyboardInterrupt:
             code = INTERRUPTED
+        except BrokenPipeError:  # a command that only prints has nothing left to do
+            code = COMPLETE
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                discard(stream)
         raise typer.Exit(code or COMPLETE)
 
     return wrapped
@@ -58,6 +67,22 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
 def print_text(text: str, file: IO[str] | None = None, flush: bool = False) -> None:
     """Print a text that may be others' in part, without what a terminal would obey."""
     print(printable(text), file=file, flush=flush)
+
+
+def discard(stream: IO[str]) -> None:
+    """Let what is written to a stream from now on go nowhere: its reader has left (`| head`)."""
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file, or is closed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def print_lasting(text: str, file: IO[str] | None = None) -> None:
+    """``print_text`` for a program that does not end when the reader of its output leaves."""
+    try:
+        print_text(text, file=file, flush=True)
+    except BrokenPipeError:
+        discard(file or sys.stdout)
 
 
 def unwritable_text(path: Path, error: OSError) -> str:

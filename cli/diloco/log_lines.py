@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 LEVEL_STYLES = {"warning": "yellow", "error": "red", "critical": "red", "debug": "dim"}
 _KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot", "message", "traceback"})
+
+
+def log_document(line: str, process: str) -> str:
+    """A line of a process's log as one JSON object in one line: the entry's own fields where it is JSON, else the
+    line as its message; ``process`` is whose it is."""
+    entry: object = None
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+    content = entry if isinstance(entry, dict) and "message" in entry else {"message": line}
+    return json.dumps({"process": process, **content})
 
 
 def rendered(line: str) -> tuple[str, str]:

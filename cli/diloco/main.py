@@ -433,7 +433,8 @@ def export(
         str,
         typer.Argument(
             metavar="WORKDIR|JOB|OUTPUT|ADDRESS",
-            help="A run's directory, a job in a cluster, where output.uri has led, or host:port of a syncer's export.",
+            help="A run's directory, a job in a cluster, the place that output.uri names, or host:port of a syncer's "
+            "export listener.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.")],

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
+from diloco.console import discard
 from diloco_protocol.common.logs import printable
 
 
@@ -17,6 +18,11 @@ class TextConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def on_broken_pipe(self) -> None:
+        """The reader has left: the program's exit code is about its work, and rich's would be 1."""
+        self.quiet = True
+        discard(self.file)
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """The segments of anything that can be shown; those of the console itself (cursor moves) stay as they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -21,9 +22,9 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-def version() -> None:
+def version(as_json: Annotated[bool, typer.Option("--json", help="Print one object, for programs.")] = False) -> None:
     """Print the version."""
-    print_text(installed_version())
+    print_text(json.dumps({"version": installed_version()}) if as_json else installed_version())
 
 
 def add_to(app: typer.Typer) -> None:

@@ -163,3 +163,58 @@ def test_m15_runs_are_listed_the_newest_first(here: Path) -> None:
     assert said[2].split()[:5] == ["runs/second", "job-second", "complete", "1,001", "12,000"]
     code, said = diloco("list", "runs", "-A")
     assert code == 2 and "leave it out" in said
+
+
+def test_m15_what_a_program_asks_for_is_one_object(here: Path) -> None:
+    def answer(*words: str) -> dict[str, Any]:
+        code, said = diloco(*words, "--json")
+        assert code == 0, said
+        found = json.loads(said)
+        assert isinstance(found, dict)
+        return found
+
+    assert answer("version") == {"version": VERSION}
+    made = answer("init", "job.yaml", "--learners", "3", "--data", "absent.txt")
+    assert (made["file"], made["job"], made["learners"]) == ("job.yaml", "job", 3)
+    assert "absent.txt" in made["warnings"][0]
+    assert "examples/minimal.yaml" in answer("examples")["written"]
+    assert "minimal.yaml" in answer("examples", "--list")["examples"]
+    assert answer("certs", "init") == {"authority": "pki/ca.crt", "key": "pki/ca.key"}
+    issued = answer("certs", "issue", "-f", "job.yaml")["items"]
+    assert [row["path"] for row in issued] == ["pki/default/job/syncer", "pki/default/job/learners"]
+    assert issued[0]["names"] == ["diloco://job/default/job/syncer"] and issued[0]["days_left"] == 90
+    renewed = answer("certs", "renew", "pki/default/job/syncer")["items"]
+    assert [row["path"] for row in renewed] == ["pki/default/job/syncer"]
+    assert answer("certs", "show", "pki/default/job/syncer")["items"] == renewed
+    assert diloco("init", "-", "--json")[0] == 2
+
+
+def test_m15_a_job_file_after_f_wherever_one_is_read() -> None:
+    """Only ``logs -f`` and ``explain`` mean something else: the first follows, as with kubectl."""
+    for words in all_commands():
+        said = diloco(*words, "--help")[1]
+        if words and "JOB.yaml" in said.split("Options")[0].split("Arguments")[-1]:
+            assert "--filename" in said, words
+    code, said = diloco("learner", "join", "127.0.0.1:1", "job.yaml", "-f", "job.yaml")
+    assert code == 2 and "name one job file" in said
+    code, said = diloco("learner", "join", "127.0.0.1:1", "-f", "job.yaml")
+    assert code == 2 and "there is no such file" in said
+    code, said = diloco("certs", "issue", "-f", "job.yaml")
+    assert code == 2 and "there is no such file" in said
+
+
+def test_m15_logs_for_programs_are_json_lines(here: Path) -> None:
+    logs = here / "run" / "logs"
+    logs.mkdir(parents=True)
+    (here / "run" / "job.json").write_text("{}")
+    (logs / "syncer.log").write_text(
+        json.dumps({"time": "2026-01-02T03:04:05.678Z", "level": "info", "message": "serving"}) + "\n"
+    )
+    (logs / "local-0.log").write_text("2026-01-03 03:04:06,789 INFO mine: loss 1.25\nplain\n")
+    code, said = diloco("logs", "run", "--json")
+    assert code == 0
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert rows[0] == {"process": "syncer", "time": "2026-01-02T03:04:05.678Z", "level": "info", "message": "serving"}
+    assert rows[2] == {"process": "local-0", "message": "plain"}
+    code, said = diloco("logs", "run", "--json", "--raw")
+    assert code == 2 and "leave one of them out" in said

@@ -53,6 +53,7 @@ def init(
     ] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The job's name.  [default: from FILE]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written, for programs.")] = False,
 ) -> None:
     """Write a job file to start from, with comments at the fields that are usually changed.
 
@@ -69,9 +70,12 @@ def init(
     from diloco.authoring.new_job import Wanted, ask, write_job
 
     wanted = Wanted(model, own, tuple(data), tokenizer, learners, steps, name)
-    if wanted == Wanted() and str(file) != "-" and sys.stdin.isatty() and sys.stdout.isatty():
+    if as_json and str(file) == "-":
+        raise CommandError("- prints the job file, and --json prints what was written: leave one of them out")
+    if wanted == Wanted() and str(file) != "-" and not as_json and sys.stdin.isatty() and sys.stdout.isatty():
         wanted = ask()
-    print_text(write_job(file, wanted, force))
+    made = write_job(file, wanted, force)
+    print_text(json.dumps(made.document, indent=1) if as_json else made.text)
 
 
 @command
@@ -111,6 +115,7 @@ def examples(
     ),
     listed: Annotated[bool, typer.Option("--list", "-l", help="List the examples and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files with other content.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written or listed, for programs.")] = False,
 ) -> None:
     """Write the example jobs, which the help of the other commands uses, into a directory.
 
@@ -127,9 +132,14 @@ def examples(
         wrong = [name for name in names if name not in known]
         if wrong:
             raise CommandError(f"there is no example {', '.join(wrong)}; there are {', '.join(known)}")
-        print_text("\n".join(f"{name:<24} {title_of(known[name])}" for name in names or known))
+        titles = {name: title_of(known[name]) for name in names or known}
+        as_text = "\n".join(f"{name:<24} {title}" for name, title in titles.items())
+        print_text(json.dumps({"examples": titles}, indent=1) if as_json else as_text)
         return
     written = write_examples(directory, names, force)
+    if as_json:
+        print_text(json.dumps({"written": [str(path) for path in written]}, indent=1))
+        return
     print_text("\n".join(map(str, written)))
     jobs = sorted((path for path in written if path.suffix == ".yaml"), key=lambda path: path.name != "minimal.yaml")
     if jobs:

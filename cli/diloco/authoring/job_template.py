@@ -81,14 +81,14 @@ def job_text(choices: JobChoices, file: str) -> str:
 
 def _head(choices: JobChoices, file: str) -> list[str]:
     commands = [
-        (f"diloco validate {file}", "lists what is wrong with it"),
-        (f"diloco run {file}", "trains on this machine, every learner a process"),
+        (f"diloco validate {file}", "lists its problems"),
+        (f"diloco run {file}", "trains on this machine; each learner is a process"),
         ("diloco explain training.stop", "describes a field, here this one"),
     ]
     width = max(len(command) for command, _ in commands)
     return [
         "# A job for Decoupled DiLoCo: one model, trained by learners that only meet at the syncer.",
-        "# What is not said here has a default.",
+        "# Every other field has a default.",
         "#",
         *(f"#   {command:<{width}}   {does}" for command, does in commands),
         "apiVersion: diloco.io/v1alpha1",
@@ -159,8 +159,8 @@ def _sync(long: bool) -> list[str]:
             [
                 (f"    every: {every}", "H: a learner's steps between two merges of one part; more: less traffic"),
                 (f"    fragments: {every}", "P: parts of the model, merged in turn; at most every"),
-                ("    overlap: 2", "tau: steps that go on while a part is exchanged"),
-                ("    quorum: 1", "K: learners without which nothing is merged"),
+                ("    overlap: 2", "tau: steps that a learner makes while a part is exchanged"),
+                ("    quorum: 1", "K: the number of learners that a merge needs"),
                 ("    # outer: {lr: 1.4, momentum: 0.5}", "default: by the model's size, docs/choosing.md"),
                 ("    compression: {up: int4, down: bfloat16}", "encodings on the wire"),
             ]

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -44,8 +45,16 @@ def ask() -> Wanted:
     return Wanted(model, own or None, (data,) if data else (), None, learners, steps)
 
 
-def write_job(file: Path, wanted: Wanted, force: bool) -> str:
-    """Write the job file, and return what to say of it; ``-`` returns the file itself. Raises CommandError."""
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job file that was written. ``text``: for people."""
+
+    text: str
+    document: dict[str, Any]
+
+
+def write_job(file: Path, wanted: Wanted, force: bool) -> NewJob:
+    """Write the job file, and return what to say of it; for ``-`` the text is the file itself. Raises CommandError."""
     printed = str(file) == "-"
     choices = _choices(file, wanted)
     try:
@@ -56,7 +65,7 @@ def write_job(file: Path, wanted: Wanted, force: bool) -> str:
     except ValueError as error:  # of shlex
         raise CommandError(f"--command {choices.command!r}: {error}") from error
     if printed:
-        return text.rstrip("\n")
+        return NewJob(text.rstrip("\n"), {})
     try:
         if force:
             write_whole(file, text.encode("utf-8"))
@@ -68,14 +77,15 @@ def write_job(file: Path, wanted: Wanted, force: bool) -> str:
     except OSError as error:
         raise CommandError(unwritable_text(file, error)) from error
     directory = file.resolve().parent
-    return "\n".join(
-        [
-            f"{file}: a job for {choices.learners} learner{'s' * (choices.learners > 1)}, {choices.steps:,} steps each",
-            *warnings_text(absent_data(job, directory)),
-            *_absent_program(job, directory),
-            f"Next: diloco run {file}   (on this machine; `diloco validate {file}` after a change)",
-        ]
-    )
+    warnings = [*warnings_text(absent_data(job, directory)), *_absent_program(job, directory)]
+    learners = f"{choices.learners} learner{'s' * (choices.learners > 1)}"
+    said = [
+        f"{file}: a job for {learners}, {choices.steps:,} steps each",
+        *warnings,
+        f"Next: diloco run {file}   (on this machine; `diloco validate {file}` after a change)",
+    ]
+    facts = {"file": str(file), "job": job.metadata.name, "learners": choices.learners, "steps": choices.steps}
+    return NewJob("\n".join(said), {**facts, "warnings": warnings})
 
 
 def _choices(file: Path, wanted: Wanted) -> JobChoices:

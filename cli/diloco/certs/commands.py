@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,10 @@ from diloco.console import CommandError, command, job_name, print_text, refusal_
 from diloco_protocol.common.files import FileError
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from diloco.certs.files import Target
+    from diloco_protocol.security.certificates import Described
 
 certs = CommandLine(
     name="certs",
@@ -36,6 +39,8 @@ Certificates from cert-manager work as well: docs/regions.md has the URIs.
 )
 
 Pki = Annotated[Path, typer.Option(metavar="DIR", help="The authority's folder, as `init` made it.")]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one object, for programs.")]
 
 
 @contextlib.contextmanager
@@ -65,6 +70,7 @@ def init(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new authority's folder.")] = Path("pki"),
     title: Annotated[str, typer.Option("--name", help="The authority's name, for people.")] = "diloco",
     days: Annotated[int, typer.Option(help="Days of validity.")] = 3650,
+    as_json: AsJson = False,
 ) -> None:
     """Make an authority: a key that signs, and the certificate that all parties trust.
 
@@ -76,7 +82,11 @@ def init(
     """
     from diloco.certs.files import init as make
 
-    print_text(f"{make(out, title, days)}: the authority. Keep {out / 'ca.key'} to yourself.")
+    made, key = make(out, title, days), out / "ca.key"
+    if as_json:
+        print_text(json.dumps({"authority": str(made), "key": str(key)}, indent=1))
+    else:
+        print_text(f"{made}: the authority. Keep {key} to yourself.")
 
 
 @certs.command()
@@ -84,12 +94,15 @@ def init(
 @_explained()
 def issue(
     job: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="JOB|JOB.yaml",
             help="The job's name, with --syncer or --region; or its file: then the syncer and every cluster.",
         ),
-    ],
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
+    ] = None,
     pki: Pki = Path("pki"),
     syncer: Annotated[bool, typer.Option("--syncer", help="Issue for the syncer.")] = False,
     region: Annotated[
@@ -126,6 +139,7 @@ def issue(
             help="Write secret.yaml too, a Kubernetes Secret of this name.  [default: the job file's names]",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make keys and certificates for the syncer and for learners, in folders ready to be used.
 
@@ -141,8 +155,18 @@ def issue(
     """
     from diloco.certs.files import describe_folder, issue_all, utc_now
 
-    targets = _targets(job, syncer, region, namespace, secret)
-    for folder in issue_all(pki, targets, out, dns, days, server_name):
+    if (job is None) == (file is None):
+        raise CommandError("name one job: diloco certs issue JOB.yaml, -f JOB.yaml, or JOB with --syncer or --region")
+    if file is not None and not file.is_file():
+        raise CommandError(f"{file}: there is no such file")
+    targets = _targets(job or str(file), syncer, region, namespace, secret)
+    made = issue_all(pki, targets, out, dns, days, server_name)
+    if as_json:
+        print_text(
+            json.dumps({"items": [_row(folder, describe_folder(folder), utc_now()) for folder in made]}, indent=1)
+        )
+        return
+    for folder in made:
         found = describe_folder(folder)
         who = ", ".join(map(str, sorted(found.names)))
         print_text(f"{folder}: {who}, good for {found.days_left(utc_now())} days")
@@ -157,6 +181,7 @@ def renew(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     pki: Pki = Path("pki"),
     days: Annotated[int, typer.Option(help="Days of validity of the new ones.")] = 90,
+    as_json: AsJson = False,
 ) -> None:
     """Give folders a new key and certificate with the same names.
 
@@ -170,20 +195,23 @@ def renew(
     from diloco.certs.files import renew as make
     from diloco.certs.files import utc_now
 
+    rows = []
     for folder in folders:
         if folder.is_dir():  # the shell's * brings join-token too
-            print_text(f"{folder}: good for {make(pki, folder, days).days_left(utc_now())} days")
+            described = make(pki, folder, days)
+            rows.append(_row(folder, described, utc_now()))
+            if not as_json:
+                print_text(f"{folder}: good for {described.days_left(utc_now())} days")
         elif folder.name != "join-token":
             raise CommandError(f"{folder} is no folder of credentials")
+    if as_json:
+        print_text(json.dumps({"items": rows}, indent=1))
 
 
 @certs.command()
 @command
 @_explained()
-def show(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")],
-    as_json: Annotated[bool, typer.Option("--json", help="One array, for programs.")] = False,
-) -> None:
+def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")], as_json: AsJson = False) -> None:
     """Say whose certificates these are, and how long they are good for.
 
     Examples:
@@ -198,18 +226,7 @@ def show(
     described = [(each, describe_folder(each)) for each in folders if each.name != "join-token" or len(folders) == 1]
     now = utc_now()
     if as_json:
-        rows = [
-            {
-                "path": str(folder),
-                "names": sorted(each.uri for each in found.names),
-                "hosts": list(found.hosts),
-                "not_after": found.not_after.isoformat(),
-                "days_left": found.days_left(now),
-                "expired": found.not_after <= now,
-            }
-            for folder, found in described
-        ]
-        print_text(json.dumps(rows, indent=1))
+        print_text(json.dumps({"items": [_row(folder, found, now) for folder, found in described]}, indent=1))
         return
     for folder, found in described:
         print_text(f"{folder}")
@@ -222,6 +239,20 @@ def show(
         until = f"{found.not_after:%Y-%m-%d %H:%M} UTC"
         left = f"good until {until}, {found.days_left(now)} days"
         print_text(f"    {f'expired {until}' if found.not_after <= now else left}")
+
+
+def _row(folder: Path, found: Described, now: datetime) -> dict[str, Any]:
+    """A certificate, for programs; with the Secret's manifest where the folder has one."""
+    manifest = folder / "secret.yaml"
+    return {
+        "path": str(folder),
+        "names": sorted(each.uri for each in found.names),
+        "hosts": list(found.hosts),
+        "not_after": found.not_after.isoformat(),
+        "days_left": found.days_left(now),
+        "expired": found.not_after <= now,
+        "secret": str(manifest) if manifest.exists() else None,
+    }
 
 
 def _targets(job: str, syncer: bool, regions: list[str], namespace: str | None, secret: str | None) -> list[Target]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diloco.checks.memory import estimate_memory, free_memory, memory_shortage, size_line
 from diloco.checks.model import CHECK_SECONDS, check_environment, read_findings
+from diloco.checks.verdict import steps_to_come
 from diloco.console import CommandError
 from diloco.processes.launch import ForkServerClient
 from diloco.processes.workdir import Workdir
@@ -41,6 +42,9 @@ class StartCheck:
             return ""
         need = estimate_memory(self.job, found.model, found.device)
         self.tell(size_line(found.model, need))
+        if found.step_tokens is not None:
+            when = "in all" if self.workdir.has_begun() else "to come"
+            self.tell(f"{when}: {steps_to_come(self.job, found.steps, found.step_tokens)}")
         shortage = "" if self.force else memory_shortage(need, free_memory())
         if shortage:
             raise CommandError(f"{shortage}; --force starts it anyway")

@@ -66,11 +66,12 @@ def figures_text(job: DiLoCoJob, found: JobFindings) -> list[str]:
         need = estimate_memory(job, found.model, found.device)
         lines.append(f"  {size_line(found.model, need)}")
     if found.step_tokens is not None:
-        lines.append(f"  to come   {_to_come(job, found.steps, found.step_tokens)}")
+        lines.append(f"  to come   {steps_to_come(job, found.steps, found.step_tokens)}")
     return [*lines, *(f"  unchecked {what}" for what in found.unchecked)]
 
 
-def _to_come(job: DiLoCoJob, steps: int | None, step_tokens: int) -> str:
+def steps_to_come(job: DiLoCoJob, steps: int | None, step_tokens: int) -> str:
+    """How many steps and tokens the whole job has, in words. ``steps``: of each learner; None: not known."""
     learners = job.spec.slots
     each = f"{step_tokens:,} tokens in a step of {'every learner' if learners > 1 else 'the learner'}"
     if steps is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.cluster.answers import Answers
 from diloco.cluster.change import on_every_copy, parse_object
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where
 from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen, wait_for
@@ -36,6 +37,7 @@ class ApplyOptions:
     force: bool = False
     wait: bool = False
     timeout: float | None = None
+    as_json: bool = False
 
 
 def apply(options: ApplyOptions) -> int:
@@ -49,13 +51,18 @@ def apply(options: ApplyOptions) -> int:
     clusters = where.open()
     for text in warnings_text([*job_warnings(job), *foreign_paths(job, options.file.parent), *copies(job, clusters)]):
         print_text(text, file=sys.stderr)
-    dry = " (dry run)" if options.dry_run else ""
-    code, applied = on_every_copy(
-        clusters, lambda cluster: f"dilocojob {job.metadata.name} {apply_to(cluster, job, document, options)}{dry}"
-    )
-    if options.dry_run or not applied:
-        return code
-    return max(code, _after(applied, job.metadata.name, options))
+    name, answers = job.metadata.name, Answers(job.metadata.name)
+
+    def act(cluster: Cluster) -> str:
+        result = apply_to(cluster, job, document, options)
+        answers.add(cluster, result=result, dry_run=options.dry_run)
+        return f"dilocojob {name} {result}{' (dry run)' * options.dry_run}"
+
+    with answers.printed(options.as_json):
+        code, applied = on_every_copy(clusters, act, answers)
+        if options.dry_run or not applied:
+            return code
+        return max(code, _after(applied, name, options, answers))
 
 
 def _with_namespace(where: Where, job: DiLoCoJob) -> Where:
@@ -68,7 +75,7 @@ def _with_namespace(where: Where, job: DiLoCoJob) -> Where:
     return Where(where.contexts, where.namespace or named, where.kubeconfig)
 
 
-def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int:
+def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions, answers: Answers) -> int:
     """What became of it: whether an operator took note, and with --wait how it ended."""
     code, began = 0, time.monotonic()
     timeout = options.timeout if options.wait else None
@@ -85,17 +92,20 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions) -> int
         for cluster, outcome, job in follow(clusters, name, seen, heard_by, _tell, quiet=True):
             if outcome is None:
                 print_text(f"warning: {no_operator(cluster, name)}", file=sys.stderr)
+                answers.add(cluster, warning=no_operator(cluster, name))
             elif job is not None and (refused := invalid(job)) is not None and not options.wait:
                 print_text(f"error: {name} {refused[1]}", file=sys.stderr)
+                answers.add(cluster, error=refused[1])
                 code = FAILED
             elif job is not None and (why := hindered(job)) and not options.wait:
                 print_text(f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr)
+                answers.add(cluster, warning=why)
             elif job is not None and job["spec"].get("suspend") and not options.wait:
                 _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
         if not options.wait:
             return code
         left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
-        return max(code, wait_for(clusters, name, ended, left, unfinished))
+        return max(code, wait_for(clusters, name, ended, left, unfinished, answers))
     except KeyboardInterrupt:
         flags = clusters[0].flags
         print_text(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")

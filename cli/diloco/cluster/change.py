@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diloco.cluster.answers import Answers
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.follow import (
     context_suffix,
@@ -39,21 +40,21 @@ Patch = list[dict[str, Any]]
 
 
 def on_every_copy(
-    clusters: Sequence[Cluster], act: Callable[[Cluster], str], quiet: bool = False
+    clusters: Sequence[Cluster], act: Callable[[Cluster], str], answers: Answers
 ) -> tuple[int, list[Cluster]]:
-    """Do one thing in every cluster and print what it says (``quiet``: only errors); the exit code, and where it
-    worked."""
+    """Do one thing in every cluster and print what it says; the exit code, and where it worked. Errors are among the
+    ``answers``."""
     code, done = 0, []
     for cluster in clusters:
         try:
             said = act(cluster)
         except ClusterError as error:
             print_text(f"error: {error}", file=sys.stderr)
+            answers.add(cluster, error=str(error))
             code = max(code, error.code)
             continue
         done.append(cluster)
-        if not quiet:
-            print_text(said + context_suffix(cluster, clusters), flush=True)
+        print_text(said + context_suffix(cluster, clusters), flush=True)
     return code, done
 
 
@@ -176,9 +177,9 @@ def _problems(job: Object) -> set[tuple[str, str]]:
 
 def scale(where: Where, name: str, words: Sequence[str], as_json: bool = False) -> int:
     """``diloco scale NAME REGION=N …`` in every context; the exit code. ``as_json``: print what changed where as one
-    array. Raises ClusterError."""
+    object. Raises ClusterError."""
     targets = parse_targets(words)
-    documents: list[dict[str, Any]] = []
+    answers = Answers(name)
 
     def act(cluster: Cluster) -> str:
         changed: dict[str, tuple[int, int]] = {}
@@ -191,8 +192,7 @@ def scale(where: Where, name: str, words: Sequence[str], as_json: bool = False) 
 
         found = patched(cluster, name, make)
         regions = {region: {"before": before, "after": after} for region, (before, after) in changed.items()}
-        place = {"context": cluster.context, "namespace": cluster.namespace}
-        documents.append({**place, "job": name, "changed": {} if found is None else regions})
+        answers.add(cluster, changed={} if found is None else regions)
         if found is None:
             return f"{name} has {', '.join(f'{n} in {r}' for r, n in targets.items())} already"
         words = [f"{region} {before} → {after}" for region, (before, after) in changed.items()]
@@ -201,17 +201,21 @@ def scale(where: Where, name: str, words: Sequence[str], as_json: bool = False) 
             "; learners that leave offer their work first" if leaving else ""
         )
 
-    code, _ = on_every_copy(where.open(), act, quiet=as_json)
-    if as_json:
-        print_text(json.dumps(documents, indent=1))
-    return code
+    with answers.printed(as_json):
+        return on_every_copy(where.open(), act, answers)[0]
 
 
 # ------------------------------------------------------------------ suspend, resume
 
 
-def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | None) -> int:
+def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | None, as_json: bool = False) -> int:
     """``diloco suspend`` and ``resume`` in every context; the exit code. Raises ClusterError."""
+    answers = Answers(name)
+    with answers.printed(as_json):
+        return _suspend(where, name, value, wait, timeout, answers)
+
+
+def _suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | None, answers: Answers) -> int:
 
     def make(job: Object) -> Patch | None:
         if bool(job["spec"].get("suspend")) == value:
@@ -219,7 +223,9 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
         return [{"op": "add", "path": "/spec/suspend", "value": value}]
 
     def act(cluster: Cluster) -> str:
-        if patched(cluster, name, make) is None:
+        changed = patched(cluster, name, make) is not None
+        answers.add(cluster, suspend=value, changed=changed)
+        if not changed:
             return f"{name} is suspended already" if value else f"{name} is not suspended"
         if value:
             return f"{name} is being suspended: learners offer their work, the syncer makes a checkpoint"
@@ -235,11 +241,11 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
     opened = where.open()
     if not value:
         _suspend_failed(opened, name)
-    code, clusters = on_every_copy(opened, act)
+    code, clusters = on_every_copy(opened, act, answers)
     if not wait or not clusters:
         return code
     try:
-        return max(code, wait_for(clusters, name, suspended if value else resumed, timeout, unfinished))
+        return max(code, wait_for(clusters, name, suspended if value else resumed, timeout, unfinished, answers))
     except KeyboardInterrupt:
         print_text(f"\nno longer waiting; the change continues: diloco status {name} {clusters[0].flags}")
         return INTERRUPTED
@@ -268,19 +274,23 @@ def _suspend_failed(clusters: Sequence[Cluster], name: str) -> None:
 # ------------------------------------------------------------------ upgrade
 
 
-def upgrade(where: Where, name: str, word: str) -> int:
+def upgrade(where: Where, name: str, word: str, as_json: bool = False) -> int:
     """``diloco upgrade`` in every context; the exit code. ``word``: what ``spec.release`` becomes, in each copy the
     same. Raises ClusterError."""
+    answers = Answers(name)
 
     def act(cluster: Cluster) -> str:
         release = ((cluster.job(name).get("status") or {}).get("release")) or {}
-        if release and not release.get("newer"):
+        newer = not release or bool(release.get("newer"))
+        answers.add(cluster, changed=newer, release=release.get("newer") or release.get("operator"))
+        if not newer:
             return f"{name} has its operator's release already: {release['operator']}"
         patched(cluster, name, lambda job: [{"op": "add", "path": "/spec/release", "value": word}])
         target = release.get("newer") or "its operator's release"
         return f"{name} is taken to {target}; its pods are replaced, learners one after another, the syncer last"
 
-    return on_every_copy(where.open(), act)[0]
+    with answers.printed(as_json):
+        return on_every_copy(where.open(), act, answers)[0]
 
 
 # ------------------------------------------------------------------ delete
@@ -315,8 +325,14 @@ def _is_gone(cluster: Cluster, claim: str) -> bool:
     return False
 
 
-def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
+def delete(where: Where, name: str, wait: bool, timeout: float, as_json: bool = False) -> int:
     """``diloco delete`` in every context; the exit code. Raises ClusterError."""
+    answers = Answers(name)
+    with answers.printed(as_json):
+        return _delete(where, name, wait, timeout, answers)
+
+
+def _delete(where: Where, name: str, wait: bool, timeout: float, answers: Answers) -> int:
     left: dict[str, str | None] = {}
     uids: set[str] = set()
 
@@ -329,15 +345,16 @@ def delete(where: Where, name: str, wait: bool, timeout: float) -> int:
         uid = str(job["metadata"]["uid"])
         cluster.request("DELETE", cluster.job_path(name), body={"preconditions": {"uid": uid}})
         uids.add(uid)
+        answers.add(cluster, deleted=True, remains=left[cluster.context])
         return f"{name} is being deleted: its learners are informed first"
 
     def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
         return [f"is not gone after {timeout:g} s; the deletion continues", *_held_by(cluster, name, job)]
 
-    code, clusters = on_every_copy(where.open(), act)
+    code, clusters = on_every_copy(where.open(), act, answers)
     if wait and clusters:
         try:
-            code = max(code, wait_for(clusters, name, gone_within(uids), timeout, unfinished))
+            code = max(code, wait_for(clusters, name, gone_within(uids), timeout, unfinished, answers))
         except KeyboardInterrupt:
             print_text("\nno longer waiting; the deletion continues")
             code = INTERRUPTED

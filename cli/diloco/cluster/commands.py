@@ -4,8 +4,6 @@ beside this one, imported when they run."""
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,6 +53,14 @@ Timeout = Annotated[
 ]
 
 
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one object with an item for each context, for programs; the rest goes to stderr."
+    ),
+]
+
+
 def where(contexts: list[str], namespace: str | None, kubeconfig: Path | None) -> Where:
     """The three options that say which clusters are meant."""
     from diloco.cluster.client import Where
@@ -64,8 +70,8 @@ def where(contexts: list[str], namespace: str | None, kubeconfig: Path | None) -
 
 @contextlib.contextmanager
 def in_cluster(taken_for_job: str | None = None) -> Iterator[None]:
-    """Around what talks to clusters: a reader that leaves (`| head`) ends it well. ``taken_for_job``: the argument
-    that was taken for a job's name since nothing on this machine is called so; an error of the kubeconfig says so."""
+    """Around what talks to clusters. ``taken_for_job``: the argument that was taken for a job's name since nothing on
+    this machine is called so; an error of the kubeconfig says so."""
     from diloco.cluster.client import ClusterError
 
     try:
@@ -74,8 +80,6 @@ def in_cluster(taken_for_job: str | None = None) -> Iterator[None]:
         if taken_for_job is None or error.reason != "Settings":
             raise
         raise CommandError(f"nothing on this machine is called {taken_for_job}; {error}", error.code) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def apply(
@@ -94,6 +98,7 @@ def apply(
         bool, typer.Option("--wait", help="Follow the job until it is complete (0) or has failed (1).")
     ] = False,
     timeout: Timeout = None,
+    as_json: AsJson = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -115,7 +120,9 @@ def apply(
     from diloco.cluster.apply import apply as apply_job
 
     there = where(context, namespace, kubeconfig)
-    return apply_job(ApplyOptions(there, job_file(job, file, "diloco apply"), overrides, dry_run, force, wait, timeout))
+    return apply_job(
+        ApplyOptions(there, job_file(job, file, "diloco apply"), overrides, dry_run, force, wait, timeout, as_json)
+    )
 
 
 def events(
@@ -128,7 +135,7 @@ def events(
 ) -> None:
     """List what happened to a job and its pods, in sentences, as long as the cluster keeps events (an hour).
 
-    For a run on this machine: every event that its syncer has logged.
+    For a run on this machine: what its syncer has logged, each thing once; with --json every event.
 
     Examples:
 
@@ -156,7 +163,7 @@ def logs(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="WHOSE",
+            metavar="PROCESS",
             help="syncer, evaluator, learner-N (counted over all regions), REGION, REGION-N or a pod.  [default: all]",
         ),
     ] = None,
@@ -169,6 +176,9 @@ def logs(
         bool, typer.Option("--previous", "-p", help="Of the container before the last restart.")
     ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Lines as they are, without the process's name.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One object per line: process, message and what else the log has of it.")
+    ] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -185,6 +195,8 @@ def logs(
 
         diloco logs tiny-gpt syncer --since 10m --raw
     """
+    if raw and as_json:
+        raise CommandError("--raw and --json are two forms of the same lines: leave one of them out")
     there = where(context, namespace, kubeconfig)
     if not there.given and not means_job(job):
         from diloco.local.log_files import LogFileOptions
@@ -193,17 +205,18 @@ def logs(
 
         if previous:
             raise CommandError("--previous is for pods: on this machine a process and those before it have one log")
-        return show_run_logs(find(job), LogFileOptions(target, follow, since, tail, raw))
+        return show_run_logs(find(job), LogFileOptions(target, follow, since, tail, raw, as_json))
     from diloco.cluster.logs import LogOptions, show_logs
 
     with in_cluster(None if there.given else job):
-        return show_logs(LogOptions(there, named_job(job, "diloco logs"), target, follow, since, tail, previous, raw))
+        name = named_job(job, "diloco logs")
+        return show_logs(LogOptions(there, name, target, follow, since, tail, previous, raw, as_json))
 
 
 def scale(
     job: Job,
     regions: Annotated[list[str], typer.Argument(metavar="REGION=N...", help="New number of learners of a region.")],
-    as_json: Annotated[bool, typer.Option("--json", help="What changed in each context, for programs.")] = False,
+    as_json: AsJson = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -225,6 +238,7 @@ def suspend(
     job: Job,
     wait: Wait = False,
     timeout: Timeout = None,
+    as_json: AsJson = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -239,13 +253,14 @@ def suspend(
     """
     from diloco.cluster import change
 
-    return change.suspend(where(context, namespace, kubeconfig), job, True, wait, timeout)
+    return change.suspend(where(context, namespace, kubeconfig), job, True, wait, timeout, as_json)
 
 
 def resume(
     job: Job,
     wait: Wait = False,
     timeout: Timeout = None,
+    as_json: AsJson = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -258,11 +273,12 @@ def resume(
     """
     from diloco.cluster import change
 
-    return change.suspend(where(context, namespace, kubeconfig), job, False, wait, timeout)
+    return change.suspend(where(context, namespace, kubeconfig), job, False, wait, timeout, as_json)
 
 
 def upgrade(
     job: Job,
+    as_json: AsJson = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -284,7 +300,7 @@ def upgrade(
     from diloco.cluster import change
 
     word = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return change.upgrade(where(context, namespace, kubeconfig), job, word)
+    return change.upgrade(where(context, namespace, kubeconfig), job, word, as_json)
 
 
 def delete(
@@ -295,6 +311,7 @@ def delete(
     timeout: Annotated[
         float | None, typer.Option(metavar="DURATION", parser=duration, help="Give up waiting after it.  [default: 2m]")
     ] = None,
+    as_json: AsJson = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -311,7 +328,7 @@ def delete(
     """
     from diloco.cluster import change
 
-    return change.delete(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS)
+    return change.delete(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS, as_json)
 
 
 def add_to(app: typer.Typer) -> None:

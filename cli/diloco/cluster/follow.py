@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.cluster.answers import Answers
 from diloco.cluster.client import Cluster, ClusterError, Object
 from diloco.cluster.fetch import Pages
 from diloco.cluster.render import condition, condition_style, event_count, event_time, heard, holds, job_line
@@ -200,6 +201,7 @@ def wait_for(
     judge: Judge,
     timeout: float | None,
     unfinished: Callable[[Cluster, Object | None], Sequence[str]],
+    answers: Answers,
 ) -> int:
     """``follow``, with what became of each copy printed; the exit code. ``unfinished``: what to say of one whose
     time is over (its object as it was last): how it is, and what else may help. Raises ClusterError."""
@@ -211,7 +213,9 @@ def wait_for(
             for text in (f"{whose} {how}", *more):
                 print_text(f"error: {text}", file=sys.stderr)
             code = max(code, FAILED)
+            answers.add(cluster, outcome=how, in_time=False)
         else:
+            answers.add(cluster, outcome=outcome[1], in_time=True)
             print_text(f"{whose} {outcome[1]}", file=sys.stderr if outcome[0] else sys.stdout)
             code = max(code, outcome[0])
     return code

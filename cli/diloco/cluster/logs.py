@@ -20,7 +20,7 @@ from typing import Any
 from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
 from diloco.console import FAILED, WRONG, print_text
-from diloco.log_lines import rendered
+from diloco.log_lines import log_document, rendered
 from diloco.text_console import TextConsole
 from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
@@ -44,6 +44,7 @@ class LogOptions:
     tail: int | None = None
     previous: bool = False
     raw: bool = False
+    as_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +304,7 @@ class _Printer:
 
     def __init__(self, options: LogOptions, sources: Sequence[Source]) -> None:
         self._raw = options.raw
+        self._as_json = options.as_json
         self._prefixed = options.target is None or len(sources) > 1
         self._width = 0
         self._console = TextConsole(soft_wrap=True, highlight=False)
@@ -314,6 +316,9 @@ class _Printer:
     def show(self, one: Source, text: str) -> None:
         if self._raw:
             self._write(text, "")
+            return
+        if self._as_json:
+            print_text(log_document(text, one.label), flush=True)
             return
         said, style = rendered(text)
         prefix = f"{one.label:<{self._width}}  " if self._prefixed else ""

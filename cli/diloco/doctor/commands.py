@@ -38,7 +38,9 @@ def doctor(
 
     If learners reach the job's syncer at an address (spec.syncer.endpoint.address), its name, a TCP connection and the
     TLS handshake are tried from this machine. For a job with an address or several regions, the bandwidth that each
-    link needs is computed as `diloco plan` does. Nothing is started or changed. Exit codes: 0 nothing would fail, 1 something would.
+    link needs is computed as `diloco plan` does. Nothing is started or changed.
+
+    Exit codes: 0 nothing would fail, 1 something would.
 
     Examples:
 

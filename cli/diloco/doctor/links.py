@@ -37,7 +37,7 @@ class LinkOptions:
     step_seconds: float | None = None
 
 
-def check_links(file: Path, overrides: Sequence[str], options: LinkOptions = LinkOptions()) -> Iterator[Finding]:
+def check_links(file: Path, overrides: Sequence[str], options: LinkOptions) -> Iterator[Finding]:
     """Nothing for a job file that is wrong (``check_job`` reports that), or whose links are all inside one machine or
     cluster. Raises CommandError for an impossible ``step_seconds``."""
     try:
@@ -57,7 +57,9 @@ def _endpoint(job: DiLoCoJob, address: str, folder: Path | None) -> Iterator[Fin
         numbers = resolve_name(host, port)
     except OSError as error:
         said = f"syncer.endpoint.address: {unreachable_text(address, error)}"
-        yield Finding("links", "name", "error", said, "learners resolve it where they run: compare with a machine there")
+        yield Finding(
+            "links", "name", "error", said, "learners resolve it where they run: compare with a machine there"
+        )
         return
     yield Finding("links", "name", "ok", f"{host} is {', '.join(numbers)}")
     try:

@@ -85,8 +85,8 @@ def read_run(workdir: Workdir) -> MergedModel:
 
 
 def read_url(url: str, progress: Callable[[int, int], None]) -> MergedModel:
-    """From a syncer's export listener (remote_model.py). Raises ExportFailed, with the exit code of a syncer that is not
-    reached."""
+    """From a syncer's export listener (remote_model.py). Raises ExportFailed, with exit code 1: the syncer does
+    not answer as it should."""
     try:
         job, tensors, versions = fetch_model(url, progress)
         return MergedModel(job, fetch_layout(url), tensors, versions)

@@ -13,13 +13,14 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from diloco.console import FAILED, CommandError, print_text
-from diloco.log_lines import rendered
+from diloco.local.watch import QUIET_EVENTS
+from diloco.log_lines import log_document, rendered
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import worker_specs
 from diloco.text_console import TextConsole
@@ -41,6 +42,7 @@ class LogFileOptions:
     since: float | None = None
     tail: int | None = None
     raw: bool = False
+    as_json: bool = False
 
 
 def line_time(line: str) -> float | None:
@@ -118,8 +120,21 @@ def chosen_files(workdir: Workdir, target: str | None) -> Callable[[str], bool]:
     if target not in means and target in also:
         target = also[target]
     if target not in means:
-        raise CommandError(f"the run in {workdir.path} has no {target}; it has {', '.join(means)}")
+        raise CommandError(f"the run in {workdir.path} has no {target}; it has {', '.join(_in_order(means))}")
     return means[target].__contains__
+
+
+def _in_order(means: Mapping[str, set[str]]) -> list[str]:
+    """The names that ``logs`` takes: programs first, then each region with its learners."""
+    programs = [name for name in ("syncer", "evaluator", "forkserver") if name in means]
+    regions = sorted(name for name, processes in means.items() if processes != {name})
+    learners = sorted((name for name in means if name not in (*programs, *regions)), key=_by_number)
+    return [*programs, *regions, *learners]
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    region, _, ordinal = name.rpartition("-")
+    return (region, int(ordinal)) if ordinal.isdecimal() else (name, -1)
 
 
 def show_logs(workdir: Workdir, options: LogFileOptions) -> int:
@@ -138,6 +153,9 @@ def show_logs(workdir: Workdir, options: LogFileOptions) -> int:
 
     def show(lines: Iterable[tuple[float, str, str]]) -> None:
         for _, label, line in lines:
+            if options.as_json:
+                print_text(log_document(line, label), flush=True)
+                continue
             _print_line(line, f"{label:<{width}}  " if options.target is None or len(files) > 1 else "", options.raw)
 
     since = 0.0 if options.since is None else time.time() - options.since
@@ -192,14 +210,15 @@ def event_in(line: str) -> dict[str, object] | None:
 
 
 def show_events(workdir: Workdir, watch: bool, as_json: bool) -> None:
-    """Print what happened to a run, oldest first: all that its syncers have logged. Raises CommandError."""
+    """Print what happened to a run, oldest first: what its syncers have logged. People get each thing once, as on the
+    screen; programs get all. Raises CommandError."""
     log = LogFile(workdir.log("syncer"))
     shown = 0
     while True:
         running = is_running(workdir)
         for _, _, line in log.new_lines():
             event = event_in(line)
-            if event is None:
+            if event is None or (not as_json and event["kind"] in QUIET_EVENTS):
                 continue
             shown += 1
             stamp = str(event["time"]).replace("T", " ").partition(".")[0]

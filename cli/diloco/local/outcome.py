@@ -32,6 +32,7 @@ class RunOutcome:
     exit_code: int
     message: str = ""
     log_of: str = ""  # the process whose log has more
+    log_begin: int = 0  # where in that file the last process's part begins, bytes
     note: str = ""
 
 

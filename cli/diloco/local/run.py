@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diloco.checks.machine import find_absent
 from diloco.checks.start import StartCheck
-from diloco.console import CommandError, print_text, program_name, unwritable_text
+from diloco.console import CommandError, print_lasting, program_name, unwritable_text
 from diloco.local.chaos import schedule as chaos
 from diloco.local.outcome import REFUSED, RunResult, complete_report
 from diloco.local.runner import Runner
@@ -65,10 +65,10 @@ def run(options: RunOptions) -> int:
             raise CommandError(problems_text(JobError(absent, str(options.job))))
         again = claim(workdir, job, options.job.absolute().parent)
         for warning in job_warnings(job):
-            print_text(f"warning: {warning}", file=sys.stderr)
+            print_lasting(f"warning: {warning}", sys.stderr)
         if ignored := without_meaning(job):
             out = sys.stderr if options.as_json else None
-            print_text(f"ignored, because they are for clusters only: {', '.join(ignored)}", file=out, flush=True)
+            print_lasting(f"ignored, because they are for clusters only: {', '.join(ignored)}", out)
         result = _run_job(job, workdir, options, schedule, again)
         if result.ended.outcome == REFUSED:
             raise CommandError(result.ended.message, result.ended.exit_code)
@@ -86,7 +86,7 @@ def run(options: RunOptions) -> int:
                 path.absolute().parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, data, mode=mode)
             except (FileError, OSError) as error:
-                print_text(f"error: {unwritable_text(path, error)}", file=sys.stderr)
+                print_lasting(f"error: {unwritable_text(path, error)}", sys.stderr)
                 return result.ended.exit_code or 1
         _tell(result, report, workdir, options.as_json)
         return result.ended.exit_code
@@ -185,7 +185,7 @@ def _run_job(
 def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) -> None:
     ended = result.ended
     if as_json:
-        print_text(report.model_dump_json(indent=1))
+        print_lasting(report.model_dump_json(indent=1))
     console = TextConsole(soft_wrap=True, stderr=as_json)
     if not console.is_terminal:
         console.width = 200  # nobody's window: lines stay whole
@@ -193,21 +193,21 @@ def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) ->
     console.print(summary(report, ended.outcome))  # why is said below
     console.print(f"report: {workdir.report}", highlight=False)
     if ended.outcome == "complete" and ended.exit_code:
-        print_text(f"error: {ended.message}", file=sys.stderr)
+        print_lasting(f"error: {ended.message}", sys.stderr)
     if ended.outcome == "interrupted":
         begun = f"continues from {workdir.store}" if workdir.has_begun() else "starts anew: nothing was trained yet"
         if ended.note:
-            print_text(f"note: {ended.note}", file=sys.stderr)
+            print_lasting(f"note: {ended.note}", sys.stderr)
         console.print(f"the same command {begun}", highlight=False)
     if report.merges and ended.outcome != "failed":
         console.print(f"next: {' · '.join(next_commands(workdir))}", highlight=False)
     if ended.outcome == "failed":
-        print_text(f"error: {ended.message or 'the job failed'}", file=sys.stderr)
+        print_lasting(f"error: {ended.message or 'the job failed'}", sys.stderr)
         if ended.log_of:
             log = workdir.log(ended.log_of)
-            print_text(f"the end of {log}:", file=sys.stderr)
-            for line in tail(log, LOG_LINES):
-                print_text(f"  {line}", file=sys.stderr)
+            print_lasting(f"the end of {log}:", sys.stderr)
+            for line in tail(log, LOG_LINES, ended.log_begin):
+                print_lasting(f"  {line}", sys.stderr)
 
 
 def next_commands(workdir: Workdir) -> list[str]:
@@ -225,11 +225,11 @@ def next_commands(workdir: Workdir) -> list[str]:
     )
 
 
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a file that may be large; none if it cannot be read."""
+def tail(path: Path, lines: int, begin: int = 0) -> list[str]:
+    """The last lines of a file that may be large, from its byte ``begin`` on; none if it cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65536))
+            file.seek(max(begin, path.stat().st_size - 65536))
             return file.read().decode("utf-8", "replace").splitlines()[-lines:]
     except OSError:
         return []

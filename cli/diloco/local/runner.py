@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -128,6 +129,7 @@ class Runner:
         self._watchdog = Watchdog()
         self._need = ""  # of memory, in words, where it is known before the start
         self._errors = ExitErrors(workdir.log, self._memory_need)
+        self._log_begins: dict[str, int] = {}  # where in its log the process that was started last begins
         self._unjoined = UnjoinedLearners()
         self._killed_syncer = False  # this one, because it did not answer
         self._complete_already = False
@@ -228,7 +230,7 @@ class Runner:
                     self.screen.event(f"no more metrics are written: {error}", "red")
             await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
             if not await self._poll() and (why := self._reason_to_kill_syncer()):
-                self.screen.event(f"{why}: it is killed", "red")
+                self.screen.event(f"{why}; it is killed", "red")
                 self.running["syncer"].signal(signal.SIGKILL)
                 self._killed_syncer = True
                 self._watchdog.on_excused(time.monotonic())  # until it is gone
@@ -300,7 +302,7 @@ class Runner:
             ports = self._ports
             command = syncer_command(self.workdir, ports.sync, ports.control, ports.http, self._serving)
             self._killed_syncer = False
-            self._errors.begin("syncer")
+            self._begin_log("syncer")
             try:
                 env = {k: v for k, v in self._env.items() if k != "NUMBA_NUM_THREADS" or k in os.environ}
                 process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
@@ -322,6 +324,14 @@ class Runner:
             if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how, why):
                 return
 
+    def _begin_log(self, name: str) -> None:
+        """A process is about to be started: what it writes comes after what those before it wrote."""
+        self._errors.begin(name)
+        try:
+            self._log_begins[name] = self.workdir.log(name).stat().st_size
+        except OSError:
+            self._log_begins[name] = 0
+
     def _last_phase(self) -> str | None:
         """The phase in which a syncer with exit code 0 ended the job; None: it was only asked to stop."""
         if self._interrupts:
@@ -335,7 +345,7 @@ class Runner:
         while not self._stopping:
             how: Exit
             error: ExitError | None
-            self._errors.begin(worker.name)
+            self._begin_log(worker.name)
             self.view.notes.pop(worker.name, None)
             try:
                 process = await self._starter.start(worker)
@@ -451,7 +461,8 @@ class Runner:
     def _decide(self, outcome: RunOutcome) -> None:
         assert self._outcome is not None
         if not self._outcome.done():
-            self._outcome.set_result(outcome)
+            begin = self._log_begins.get(outcome.log_of, 0)
+            self._outcome.set_result(dataclasses.replace(outcome, log_begin=begin))
 
     def _on_signal(self, number: int) -> None:
         self._interrupts += 1

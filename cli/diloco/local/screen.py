@@ -7,6 +7,7 @@ table of processes by plain functions; ``Live`` and ``Lines`` only decide when a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.console import print_text
+from diloco.console import print_lasting
 from diloco.local.summary import nats, number
 from diloco_protocol.common.format_units import duration_text, rate_text, seconds_text
 from diloco_protocol.common.logs import printable
@@ -91,7 +92,10 @@ def progress(stop: tuple[str, float] | None, step: int | None, tokens: int | Non
         return f"step {number(step)}, {number(tokens)} tokens"
     unit, limit = stop
     reached = {"steps": step, "tokens": tokens, "seconds": seconds}[unit]
+    passed = reached is not None and reached > limit  # the last step of each learner ends after the goal
     text = f"{number(reached)} of {number(limit)} {unit}"
+    if passed:
+        text = f"{number(reached)} {unit} ({number(limit)} asked for)"
     return text if unit == "tokens" else f"{text}, {number(tokens)} tokens"
 
 
@@ -173,15 +177,18 @@ def progress_line(view: RunView) -> str:
     status = view.status
     if status is None:
         return "starting"
-    versions = status.versions or [0]
-    pace = "; ".join(part for part in (time_left(view), f"{number(status.tokens_per_second)}/s") if part)
-    reasons = "".join(f"  ({reason})" for reason in (blocked_by(status), silence(view)) if reason)
-    return (
-        f"{view.seconds:7.1f} s  {status.phase}  {_progress(view)} ({pace})"
-        f"  loss {_losses(status)}  merged {nats(merged_loss(status))}"
-        f"  versions {min(versions)}..{max(versions)}"
-        f"  quorum {status.quorum.active}/{status.quorum.required}{reasons}"
-    )
+    rate = "" if status.tokens_per_second is None else f"{number(status.tokens_per_second)}/s"
+    pace = "; ".join(part for part in (time_left(view), rate) if part)
+    parts = [f"{view.seconds:7.1f} s", status.phase, _progress(view) + (f" ({pace})" if pace else "")]
+    # What is not known yet, such as a loss before the first step, is left out.
+    if any(slot.loss is not None and slot.state is SlotState.ACTIVE for slot in status.slots):
+        parts.append(f"loss {_losses(status)}")
+    if merged_loss(status) is not None:
+        parts.append(f"merged {nats(merged_loss(status))}")
+    if status.versions:
+        parts.append(f"versions {min(status.versions)}..{max(status.versions)}")
+    parts.append(f"quorum {status.quorum.active}/{status.quorum.required}")
+    return "  ".join([*parts, *(f"({reason})" for reason in (blocked_by(status), silence(view)) if reason)])
 
 
 def _losses(status: StatusDocument) -> str:
@@ -365,10 +372,8 @@ class Lines:
         pass
 
     def _print(self, text: str) -> None:
-        try:
-            print_text(text, file=self._out, flush=True)
-        except (BrokenPipeError, ValueError):
-            self._out = open("/dev/null", "w")  # noqa: SIM115 - the reader left (`| head`); the run goes on
+        with contextlib.suppress(ValueError):  # a stream that somebody has closed
+            print_lasting(text, self._out)
 
 
 class Live:

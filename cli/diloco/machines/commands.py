@@ -114,6 +114,9 @@ def join(
             metavar="JOB.yaml", help="The job file, where the job runs code of its own.  [default: the syncer's job]"
         ),
     ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
+    ] = None,
     credentials: CredentialsFolder = None,
     plaintext: Plaintext = False,
     join_token_file: Annotated[
@@ -147,6 +150,9 @@ def join(
     from diloco.machines.join import JoinOptions
     from diloco.machines.join import join as join_job
 
+    if job is not None and file is not None:
+        raise CommandError("name one job file: diloco learner join ADDRESS JOB.yaml, or ADDRESS -f JOB.yaml")
+    job = job or file
     if overrides and job is None:
         raise CommandError("--set changes a job file: give JOB.yaml too")
     return join_job(JoinOptions(address, job, credentials, plaintext, region, workdir, overrides, join_token_file))

@@ -266,7 +266,7 @@ class SyncerPoller:
                     Report, await self._control(key[0], ip, job.control_key, ControlMethod.REPORT, {})
                 )
             except (ControlError, DocumentError) as failed:
-                log.info("the report cannot be had yet: %s", failed, extra=about(key))
+                log.info("the report cannot be read yet: %s", failed, extra=about(key))
 
     async def _control(
         self,

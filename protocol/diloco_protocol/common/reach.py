@@ -58,7 +58,8 @@ def unreachable_text(address: str, error: OSError) -> str:
     """Why no connection to ``address`` (``host:port``) came about, with what to check."""
     host = split_address(address)[0]
     if isinstance(error, ConnectionRefusedError):
-        return f"nothing listens on {address}; is the syncer up (`diloco run`, `diloco syncer serve`), and is that its port?"
+        programs = "`diloco run`, `diloco syncer serve`"
+        return f"nothing listens on {address}; is the syncer up ({programs}), and is that its port?"
     if isinstance(error, socket.gaierror):
         return f"the host name {host} does not resolve here; check the name, or write its IP address"
     if isinstance(error, TimeoutError):

@@ -28,7 +28,7 @@ from diloco_protocol.spec.base import (
     nested_model,
     unwrap,
 )
-from diloco_protocol.spec.other_names import SAMPLES, meant_by, plain_name
+from diloco_protocol.spec.other_names import OTHER_UNITS, SAMPLES, meant_by, plain_name
 
 _PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, from a letter to a letter or digit",
@@ -182,11 +182,11 @@ def _nearest(model: type[Spec], name: str, above: tuple[str, ...]) -> list[tuple
 
 
 def _elsewhere(model: type[Spec], name: str, path: tuple[str, ...] = ()) -> list[str]:
-    """Paths of the fields of that name, anywhere below the model (not inside lists)."""
+    """Paths of the fields of that name, however it is spelled, anywhere below the model (not inside lists)."""
     found = []
     for alias, field in fields_by_alias(model).items():
         here = (*path, alias)
-        if alias == name:
+        if plain_name(alias) == plain_name(name):
             found.append(".".join(here))
         inner, many = nested_model(field.annotation)
         if inner is not None and not many:
@@ -248,7 +248,7 @@ def _unknown(model: type[Spec], path: Path, meant: Path, value: Any) -> str:
     if meant_by(str(path[-1]), tuple(step for step in path[:-1] if isinstance(step, str))) is None:
         return said
     first = 0 if meant[:-1] == path[:-1] else 1
-    example = _example(model, meant, value)
+    example = _example(model, meant, None if plain_name(str(path[-1])) in OTHER_UNITS else value)
     for step in reversed(meant[first:] if first else meant[-1:]):
         example = {str(step): example}
     return f"{said} Such as {'below spec: ' if first else ''}{_flow(example)[1:-1]}"

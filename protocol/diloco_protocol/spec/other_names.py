@@ -16,17 +16,17 @@ OTHERS: dict[str, str] = {
     "spec.sync.quorum": "K min_learners min_replicas min_replica_size min_workers",
     "spec.sync.grace.factor": "gamma γ",
     "spec.sync.grace.capSeconds": "grace_seconds grace_period timeout_after_quorum",
-    "spec.sync.outer.lr": "outer_lr outer_learning_rate",
+    "spec.sync.outer.lr": "outer_lr outer_learning_rate eta η",
     "spec.sync.outer.momentum": "outer_momentum nesterov_momentum",
     "spec.sync.outer.optimizer": "outer_optimizer outer_opt",
     "spec.sync.compression.up": "quantization quantize should_quantize bits",
-    "spec.sync.adoption.alpha": "fragment_update_alpha",
+    "spec.sync.adoption.alpha": "fragment_update_alpha α",
     "spec.regions.learners": (
         "M replicas workers world_size num_learners n_learners num_replicas num_workers nnodes num_nodes nproc_per_node"
         " count size num"
     ),
     # The inner optimizer.
-    "spec.training.optimizer.lr": "learning_rate max_lr peak_lr inner_lr",
+    "spec.training.optimizer.lr": "learning_rate max_lr peak_lr inner_lr eta η",
     "spec.training.optimizer.betas": "beta adam_betas beta1 beta2 adam_beta1 adam_beta2",
     "spec.training.optimizer.eps": "epsilon adam_epsilon",
     "spec.training.optimizer.weightDecay": "wd",
@@ -56,7 +56,10 @@ OTHERS: dict[str, str] = {
         " n_embd n_layer n_head d_model"
     ),
     # Length, arithmetic, evaluation.
-    "spec.training.stop.steps": "max_steps total_steps num_steps train_steps num_train_steps max_iters iterations",
+    "spec.training.stop.steps": (
+        "max_steps total_steps num_steps train_steps num_train_steps max_iters iterations"
+        " epochs num_epochs max_epochs n_epochs num_train_epochs"
+    ),
     "spec.training.stop.tokens": "max_tokens total_tokens num_tokens",
     "spec.training.stop.seconds": "max_seconds max_time duration time_limit",
     "spec.training.precision": "dtype torch_dtype mixed_precision bf16 fp16 amp",
@@ -70,6 +73,9 @@ OTHERS: dict[str, str] = {
     "spec.failurePolicy.maxReplacements": "max_restarts restarts backoff_limit retries",
     "spec.seed": "random_seed manual_seed rng_seed",
 }
+
+OTHER_UNITS = frozenset({"epochs", "numepochs", "maxepochs", "nepochs", "numtrainepochs"})
+"""Plain names whose values count something else than the field that is meant: no example has such a value."""
 
 SAMPLES: dict[str, dict[str, Any]] = {
     "metadata": {"name": "my-job"},

@@ -32,7 +32,7 @@ from diloco_syncer.core.state import JobState
 
 _EVALUATING = "the merged model is evaluated"
 _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
-_ENOUGH = "the learners that a merge needs are there"
+_ENOUGH = "enough learners are active"
 
 
 @dataclass

@@ -69,7 +69,6 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "UNKNOWN" not in output and "`diloco syncer serve`" in output
 
 
-
 @pytest.mark.parametrize("command", [["syncer"], ["syncer", "serve"], ["learner"], ["learner", "join"]])
 def test_help_teaches(command: list[str]) -> None:
     code, output = diloco(*command, "--help")

@@ -50,7 +50,8 @@ def export(
     except FileExistsError as e:
         raise ExportError(f"{e.filename} {e.strerror}") from e
     except OSError as e:
-        raise ExportError(f"{out} cannot be written: {absent_text(out) if isinstance(e, FileNotFoundError) else e.strerror or e}") from e
+        said = files.absent_text(out) if isinstance(e, FileNotFoundError) else e.strerror or e
+        raise ExportError(f"{out} cannot be written: {said}") from e
 
 
 def assemble(job: DiLoCoJob, tensors: Mapping[str, NDArray[np.generic]], *, directory: Path | None = None) -> nn.Module:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from diloco.cluster import change
 from diloco.cluster.apply import ApplyOptions, apply, apply_to
@@ -21,6 +22,7 @@ from diloco.cluster.client import Cluster, ClusterError, Where, open_cluster
 from diloco.cluster.follow import ended, follow, gone_within, seen
 from diloco.cluster.port_forward import forwarded
 from diloco.cluster.status import EventCursor
+from diloco.main import app
 from diloco_protocol.spec.load import load_manifest
 
 Reply = tuple[int, Any]
@@ -343,6 +345,51 @@ def test_a_job_that_failed_is_resumed_by_a_suspension_that_its_operator_has_seen
     serve(answer)
     assert change.suspend(Where(kubeconfig=tmp_path / "config"), "tiny", False, False, None) == 0
     assert patches == [True, False] and looks >= 3 and job["spec"]["suspend"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["apply", "JOB"], {"result": "configured", "dry_run": False}),
+        (["apply", "JOB", "--dry-run"], {"result": "configured", "dry_run": True}),
+        (["scale", "tiny", "a=2"], {"changed": {"a": {"before": 1, "after": 2}}}),
+        (["suspend", "tiny"], {"suspend": True, "changed": True}),
+        (["resume", "tiny"], {"suspend": False, "changed": False}),
+        (["resume", "tiny", "--wait"], {"suspend": False, "changed": False, "outcome": "is running", "in_time": True}),
+        (["upgrade", "tiny"], {"changed": True, "release": None}),
+        (["delete", "tiny", "--no-wait"], {"deleted": True}),
+    ],
+)
+def test_for_programs_stdout_has_one_object_and_nothing_else(
+    serve: Callable[[Answer], Cluster], tmp_path: Path, words: list[str], expected: dict[str, Any]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB)
+    spec = load_manifest(file, ())[1]["spec"]
+    job = {**a_job("Complete"), "spec": spec}
+    job["metadata"] = {**job["metadata"], "name": "tiny", "uid": "u", "resourceVersion": "1"}
+    after = {**job, "spec": {**spec, "seed": 77}}
+
+    def answer(method: str, path: str) -> Reply:
+        if "events" in path:
+            return 200, {"metadata": {"resourceVersion": "1"}, "items": []}
+        return 200, after if method == "PATCH" else job
+
+    serve(answer)
+    words = [str(file) if word == "JOB" else word for word in words]
+    done = CliRunner().invoke(app, [*words, "--json", "--kubeconfig", str(tmp_path / "config")])
+    assert done.exit_code == 0, done.output
+    (item,) = json.loads(done.stdout)["items"]
+    assert item.items() >= {"context": "here", "namespace": "lab", "job": "tiny", **expected}.items(), item
+    assert "tiny" in done.stderr, "people read it there"
+
+
+def test_for_programs_an_error_is_an_item_too(serve: Callable[[Answer], Cluster], tmp_path: Path) -> None:
+    serve(in_turn((404, a_status("NotFound", "not found", name="tiny"))))
+    done = CliRunner().invoke(app, ["suspend", "tiny", "--json", "--kubeconfig", str(tmp_path / "config")])
+    assert done.exit_code == 2, done.output
+    (item,) = json.loads(done.stdout)["items"]
+    assert "there is no job tiny" in item["error"] and "there is no job tiny" in done.stderr
 
 
 def test_events_are_listed_once_and_then_watched(serve: Callable[[Answer], Cluster]) -> None:

@@ -37,8 +37,8 @@ def across(address: str, kind: str = "External") -> list[str]:
     ]
 
 
-def links(overrides: list[str], options: LinkOptions = LinkOptions()) -> dict[str, Finding]:
-    return {one.about: one for one in check_links(EXAMPLE, overrides, options)}
+def links(overrides: list[str], options: LinkOptions | None = None) -> dict[str, Finding]:
+    return {one.about: one for one in check_links(EXAMPLE, overrides, options or LinkOptions())}
 
 
 @contextlib.contextmanager
@@ -82,7 +82,9 @@ def test_a_syncer_that_answers_is_named_by_its_certificate(tmp_path: Path) -> No
         found = links(across(address))
         assert found["name"].level == found["connection"].level == "ok"
         said = found["TLS"]
-        assert said.level == "ok" and f"CN=syncer {NAMESPACE}/{JOB} answers" in said.said and "not verified" in said.said
+        assert (
+            said.level == "ok" and f"CN=syncer {NAMESPACE}/{JOB} answers" in said.said and "not verified" in said.said
+        )
         assert "--credentials" in said.fix
 
 

@@ -110,6 +110,8 @@ def test_of_one_process_by_any_of_its_names(run: Workdir) -> None:
     assert code == 0 and "step 2" in text and "it broke" not in text and not text.startswith("west-0")
     code, text = diloco("logs", run.path, "learner-7")
     assert code == 2 and "has no learner-7; it has" in text and "west-0" in text
+    names = [name.strip() for name in text.rpartition("it has ")[2].split(",")]
+    assert [name for name in names if name != "evaluator"] == ["syncer", "east", "west", "east-0", "west-0", "west-1"]
 
 
 def test_only_the_end_and_only_what_is_new(run: Workdir) -> None:
@@ -142,6 +144,18 @@ def test_events_are_what_the_syncer_has_logged(run: Workdir) -> None:
     events = [json.loads(one) for one in diloco("events", run.path, "--json")[1].splitlines()]
     assert [event["kind"] for event in events] == ["serving", "joined", "process-ended"]
     assert events[1]["message"] == "east-0 took slot 0 at step 0" and line_time(json.dumps(events[1])) == AT + 1.5
+
+
+def test_a_hold_and_its_end_are_listed_once(run: Workdir) -> None:
+    """As on the screen: the phase says both. Programs get each event."""
+    with run.log("syncer").open("a") as log:
+        for said in ("phase: holding: 1 of 2", "hold: 1 of 2", "phase: training: enough", "resume: enough"):
+            entry = {"time": "2027-01-02T03:04:05.678Z", "level": "info", "slot": -1, "message": said}
+            log.write(json.dumps(entry) + "\n")
+    lines = diloco("events", run.path)[1].splitlines()
+    assert [one.split()[2:4] for one in lines[3:]] == [["phase", "holding:"], ["phase", "training:"]]
+    kinds = [json.loads(one)["kind"] for one in diloco("events", run.path, "--json")[1].splitlines()]
+    assert kinds[3:] == ["phase", "hold", "phase", "resume"]
 
 
 @pytest.mark.parametrize(

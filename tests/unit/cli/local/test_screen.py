@@ -75,7 +75,9 @@ def test_the_run_on_one_line() -> None:
     )
     silent = view(eval_loss=[], slots=[], versions=[], tokens_per_second=None)
     silent.serving = False
-    assert "merged -" in progress_line(silent) and "does not answer" in progress_line(silent)
+    assert progress_line(silent) == (
+        "   12.5 s  training  245,760 of 2,000,000 tokens (12 %)  quorum 1/1  (the syncer does not answer)"
+    ), "what is not known is left out"
 
 
 def test_progress_is_told_in_the_unit_of_the_stop() -> None:
@@ -83,6 +85,9 @@ def test_progress_is_told_in_the_unit_of_the_stop() -> None:
     assert progress(("seconds", 60.0), 120, 245760, 12.5) == "12 of 60 seconds, 245,760 tokens"
     assert progress(None, 120, 245760, 12.5) == "step 120, 245,760 tokens"
     assert progress(("steps", 300), 120, None, 12.5) == "step 120"
+    assert progress(("steps", 150), 151, 245760, 12.5) == "151 steps (150 asked for), 245,760 tokens"
+    assert progress(("tokens", 240000), 151, 245760, 12.5) == "245,760 tokens (240,000 asked for)"
+    assert progress(("steps", 150), 150, 245760, 12.5) == "150 of 150 steps, 245,760 tokens"
 
 
 def test_an_ended_job_needs_no_syncer() -> None:

@@ -69,7 +69,9 @@ def test_a_large_buffer_is_written_whole(tmp_path: Path) -> None:
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     for write in (files.write_whole, files.create_whole):
-        with pytest.raises(files.NotWritable, match=f"cannot write {tmp_path}/no/a: there is no directory {tmp_path}/no"):
+        with pytest.raises(
+            files.NotWritable, match=f"cannot write {tmp_path}/no/a: there is no directory {tmp_path}/no"
+        ):
             write(tmp_path / "no" / "a", b"x")
 
 
