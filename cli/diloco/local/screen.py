@@ -180,12 +180,12 @@ def progress_line(view: RunView) -> str:
     rate = "" if status.tokens_per_second is None else f"{number(status.tokens_per_second)}/s"
     pace = "; ".join(part for part in (time_left(view), rate) if part)
     parts = [f"{view.seconds:7.1f} s", status.phase, _progress(view) + (f" ({pace})" if pace else "")]
-    # What is not known yet, such as a loss before the first step, is left out.
+    # What there is not yet, such as a loss before the first step or a merge, is left out.
     if any(slot.loss is not None and slot.state is SlotState.ACTIVE for slot in status.slots):
         parts.append(f"loss {_losses(status)}")
     if merged_loss(status) is not None:
         parts.append(f"merged {nats(merged_loss(status))}")
-    if status.versions:
+    if any(status.versions):
         parts.append(f"versions {min(status.versions)}..{max(status.versions)}")
     parts.append(f"quorum {status.quorum.active}/{status.quorum.required}")
     return "  ".join([*parts, *(f"({reason})" for reason in (blocked_by(status), silence(view)) if reason)])
