@@ -96,8 +96,9 @@ def refusal_text(path: Path, error: OSError) -> str:
     """Why the system refused to write ``path``."""
     if isinstance(error, FileNotFoundError):
         return absent_text(path)
-    if isinstance(error, NotADirectoryError):
-        return f"{error.filename or path} is not a directory"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        inside = next((one for one in (path, *path.parents) if one.exists() and not one.is_dir()), path)
+        return f"{inside} is not a directory"
     return str(error.strerror or error)
 
 

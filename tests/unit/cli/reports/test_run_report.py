@@ -148,6 +148,7 @@ def test_what_cannot_be_done_is_said_with_the_cure(workdir: Path, tmp_path: Path
         ((workdir, "--html", "--json"), "without -o and --json"),
         ((workdir, workdir, "--html"), "is what the report is made of"),
         ((workdir, tmp_path, "--markdown"), "cannot be written"),
+        ((workdir, wrong / "x.html", "--html"), f"cannot be written: {wrong} is not a directory"),
         (
             (workdir, "/proc/x.html", "--html"),
             "error: cannot write /proc/x.html: the file system of /proc takes no new",
