@@ -22,7 +22,7 @@ import quality
 from trials.cells import RESULTS, Cache
 from trials.tables import TrialRow, difference
 
-PAPERS_SETTINGS = {"merge": {"method": "rda"}}  # the outer optimizer then follows
+LINEAGES_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
 HEAD = ("data-parallel, nats, at its best inner rate", "this project, nats", "difference", "seeds")
 
 
@@ -58,7 +58,7 @@ def tables() -> dict[str, str]:
     cache = Cache(RESULTS)
     return {
         "quality with the defaults": quality_table(cache, {}),
-        "quality with the paper's settings": quality_table(cache, PAPERS_SETTINGS),
+        "quality with the lineage's settings": quality_table(cache, LINEAGES_SETTINGS),
         "ablations": ablation_table(cache),
     }
 

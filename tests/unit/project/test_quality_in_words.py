@@ -1,0 +1,64 @@
+"""What pages say of quality in words is what the generated table of docs/results.md says in figures."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from repository import ROOT
+
+DOCS = ROOT / "docs"
+RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
+FAQ = (DOCS / "faq.md").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: ``above`` is the difference to data-parallel training in per cent."""
+
+    kind: str
+    size: str
+    merges: int
+    learners: int
+    above: float
+
+
+def rows() -> list[Row]:
+    table = RESULTS.split("<!-- quality with the defaults: generated -->")[1].split("<!-- quality")[0]
+    found = re.findall(r"^\| (\w+), (\w+) \| (\d+) \| (\d+) \|.*\| ([+-][\d.]+) %", table, re.M)
+    assert len(found) > 30
+    return [
+        Row(kind, size, int(merges), int(learners), float(above)) for kind, size, merges, learners, above in found
+    ]
+
+
+def test_sixteen_learners_are_as_far_above_as_the_table_has_them() -> None:
+    greatest = max(row.above for row in rows() if row.learners == 16 and row.kind != "vision")
+    for page in (RESULTS.partition("\n## ")[0], (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert re.findall(r"16 learners (?:it is )?up to (\d+) % above", page) == [f"{greatest:.0f}"]
+
+
+@pytest.mark.parametrize(("kind", "words"), [("dense", "Small language models, dense"), ("moe", "mixtures of experts")])
+def test_the_index_calls_a_kind_good_that_is_good(kind: str, words: str) -> None:
+    (answer,) = re.findall(r"^\| Is it as good as DDP\? \| ([^|]*) \|", (DOCS / "README.md").read_text(), re.M)
+    assert all(row.above < 1 for row in rows() if row.kind == kind and row.learners <= 4)
+    assert words in answer.partition(": yes")[0]
+
+
+def test_vision_is_called_worse_where_the_table_has_it_worse() -> None:
+    (line,) = re.findall(r"^- \*\*Vision:\*\* (.*)$", FAQ, re.M)
+    short = {row.learners: row.above for row in rows() if (row.kind, row.size, row.merges) == ("vision", "small", 6)}
+    assert all(above > 0 for learners, above in short.items() if learners > 1)
+    assert line.startswith("worse with two learners or more")
+    for learners, word in ((4, "four"), (8, "eight")):
+        assert re.search(rf"\b{short[learners]:.0f} % above [^,.]*with {word} learners|"
+                         rf"\b{short[learners]:.0f} % above with {word}\b", line), word  # fmt: skip
+
+
+def test_no_page_says_that_the_paper_prints_the_settings_of_its_lineage() -> None:
+    assert "0.7 and 0.9 are the lineage's values; the paper prints none." in (DOCS / "algorithm.md").read_text()
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        said = re.findall(r"(?i)the paper's (?:own )?settings", page.read_text(encoding="utf-8"))
+        assert not said, f"{page.name}: {said}"
