@@ -13,7 +13,15 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco_protocol.common.data_files import HEAD_BYTES, TABLES, appearance, head_problem, is_gzipped, record_format
+from diloco_protocol.common.data_files import (
+    HEAD_BYTES,
+    TABLES,
+    RecordFormat,
+    appearance,
+    head_problem,
+    is_gzipped,
+    record_format,
+)
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import Problem
 
@@ -70,7 +78,7 @@ def _files_of(path: Path) -> Iterator[Path]:
 
 
 def _problem(file: Path, field: str) -> str:
-    format = record_format(file.name)
+    format, packed = record_format(file.name), is_gzipped(file.name)
     if format in TABLES:
         return ""  # their columns are for pyarrow to read
     try:
@@ -78,11 +86,15 @@ def _problem(file: Path, field: str) -> str:
             if format is None:
                 looks = appearance(raw.read(HEAD_BYTES))
                 return f"would be read as plain bytes, and looks like something else: {looks}" if looks else ""
-            unpacked = gzip.GzipFile(fileobj=raw) if is_gzipped(file.name) else raw
+            unpacked = gzip.GzipFile(fileobj=raw) if packed else raw
             said = head_problem(format, unpacked.read(HEAD_BYTES), field)
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         said = f"it cannot be read: {error}"
-    return f"would not be read as {format.value} with textField {field}: {said}" if said and format else said
+    if not said or format is None:
+        return said
+    # Learners take a .json file without the field for plain text; a compressed one they refuse.
+    kept = "be read as plain bytes, and not" if format is RecordFormat.JSON and not packed else "not be read"
+    return f"would {kept} as {format.value} with textField {field}: {said}"
 
 
 def _shown(file: Path, directory: Path) -> str:

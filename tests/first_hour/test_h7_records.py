@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import logging
 import os
@@ -97,6 +100,69 @@ def test_records_under_another_name_are_told_with_the_fix(
     assert line.startswith(f"data: 1 file, {len(RECORDS) + 1:,} tokens")
     assert name in warning and "looks like something else and is read as plain bytes: JSON lines" in warning
     assert news.news() == [] and "JSON lines: name it .jsonl" in caplog.text
+
+
+def learner_warnings(job: Path, name: str) -> list[str]:
+    """What a learner would leave for the run's screen, after it has read the file."""
+    spec = parse_job(JOB, [f"training.data.paths=[{name}]"]).spec
+    news = DataFound(job.parent)
+    data.load(spec, directory=job.parent, cache_directory=job.parent / "cache")
+    return [text for text, _ in news.news() if not text.startswith("data: 1 file")]
+
+
+ROWS = [["id", "text"], *([str(i), f"story {i}, of many"] for i in range(30))]
+
+
+def delimited(delimiter: str) -> str:
+    out = io.StringIO()
+    csv.writer(out, delimiter=delimiter).writerows(ROWS)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("array.txt", json.dumps([{"text": text} for _, text in ROWS]), "a JSON array: name it .json"),
+        ("pretty.txt", json.dumps([{"text": text} for _, text in ROWS], indent=2), "a JSON array: name it .json"),
+        ("rows.txt", delimited(","), "CSV: name it .csv"),
+        ("rows", delimited("\t"), "TSV: name it .tsv"),
+        ("rows.dat", delimited(";"), "CSV with semicolons: write it with commas"),
+    ],
+)
+def test_arrays_and_rows_under_another_name_are_told_too(job: Path, name: str, content: str, words: str) -> None:
+    (job.parent / name).write_text(content)
+    assert f"looks like something else: {words}" in validate(job, f"training.data.paths=[{name}]")
+    (warning,) = learner_warnings(job, name)
+    assert f"is read as plain bytes: {words}" in warning
+
+
+def test_tsv_is_read_as_records(job: Path) -> None:
+    (job.parent / "rows.tsv").write_text(delimited("\t"))
+    assert "warning" not in validate(job, "training.data.paths=[rows.tsv]")
+    assert learner_warnings(job, "rows.tsv") == []
+    (job.parent / "other.tsv").write_text("id\tbody\n1\tx\n")
+    said = validate(job, "training.data.paths=[other.tsv]")
+    assert "would not be read as TSV with textField text: it has no column text; its columns are id, body" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [json.dumps([{"body": text} for _, text in ROWS]), '{"body": "one"}\n{"body": "two of them"}\n', "[{}, 1]" * 9],
+)
+def test_validate_and_a_learner_see_a_json_file_without_the_field(job: Path, content: str) -> None:
+    (job.parent / "a.json").write_text(content)
+    said = validate(job, "training.data.paths=[a.json]")
+    assert "would be read as plain bytes, and not as JSON with textField text: record 1 has no field text" in said
+    (warning,) = learner_warnings(job, "a.json")
+    assert "is read as plain bytes: JSON records without text in the field text" in warning
+    (job.parent / "a.json.gz").write_bytes(gzip.compress(content.encode()))
+    assert "would not be read as JSON with textField text" in validate(job, "training.data.paths=[a.json.gz]")
+
+
+def test_validate_is_silent_where_a_json_file_is_what_it_seems(job: Path) -> None:
+    for content in (json.dumps([{"text": text} for _, text in ROWS]), '{\n "settings": 1\n}', "[1, 2]", "[]", RECORDS):
+        (job.parent / "a.json").write_text(content)
+        assert "warning" not in validate(job, "training.data.paths=[a.json]"), content
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ import csv
 import io
 import json
 from enum import StrEnum
+from typing import Any
+
+from diloco_protocol.common.delimited import has_header_and_rows
 
 HEAD_BYTES = 65536
 """How much of a file's beginning ``appearance`` wants to see."""
@@ -22,6 +25,7 @@ class RecordFormat(StrEnum):
     JSON_LINES = "JSON lines"
     JSON = "JSON"
     CSV = "CSV"
+    TSV = "TSV"
     PARQUET = "Parquet"
     ARROW = "Arrow"
 
@@ -31,12 +35,17 @@ _ENDINGS = {
     ".ndjson": RecordFormat.JSON_LINES,
     ".json": RecordFormat.JSON,
     ".csv": RecordFormat.CSV,
+    ".tsv": RecordFormat.TSV,
     ".parquet": RecordFormat.PARQUET,
     ".arrow": RecordFormat.ARROW,
 }
 TABLES = frozenset({RecordFormat.PARQUET, RecordFormat.ARROW})
 """Formats that the package pyarrow reads."""
+DELIMITERS = {RecordFormat.CSV: ",", RecordFormat.TSV: "\t"}
+"""Formats of rows under a header, and what separates their cells."""
+_FIELD = "training.data.textField"
 GZIP = ".gz"
+_PACKED = tuple(f"{ending}{GZIP}" for ending, format in _ENDINGS.items() if format not in TABLES)
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\3\4": "zip"}
 
 
@@ -57,31 +66,48 @@ def appearance(head: bytes) -> str:
     ``head``: its first HEAD_BYTES bytes, or all of them."""
     for magic, packed in _MAGIC.items():
         if head.startswith(magic):
-            return f"compressed with {packed}: unpack it first (only .jsonl.gz, .json.gz and .csv.gz are unpacked here)"
+            return f"compressed with {packed}: unpack it first (only {', '.join(_PACKED)} are unpacked here)"
     if head.startswith(b"PAR1"):
         return "Parquet: name it .parquet, and its records are read"
     if head.startswith(b"ARROW1"):
         return "Arrow: name it .arrow, and its records are read"
-    lines = [line for line in head.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
-    if len(head) >= HEAD_BYTES and len(lines) > 1:
-        lines.pop()  # it may go on
-    if lines and all(_is_object(line) for line in lines[:3]):
-        return "JSON lines: name it .jsonl, and the field training.data.textField of each line is read"
+    text, cut = head.decode("utf-8-sig", "replace"), len(head) >= HEAD_BYTES
+    lines = [line for line in text.split("\n") if line.strip()]
+    if cut and len(lines) > 1:
+        lines.pop()  # its end may be missing
+    if lines and all(_object_at(line) is not None for line in lines[:3]):
+        return f"JSON lines: name it .jsonl, and the field {_FIELD} of each line is read"
+    if _first_of_array(text) is not None:
+        return f"a JSON array: name it .json, and the field {_FIELD} of each record is read"
+    for format, delimiter in DELIMITERS.items():
+        if has_header_and_rows(text, delimiter, cut):
+            return f"{format.value}: name it .{format.value.lower()}, and the column {_FIELD} of each row is read"
+    if has_header_and_rows(text, ";", cut):
+        return (
+            f"CSV with semicolons: write it with commas and name it .csv, and the column {_FIELD} of each row is read"
+        )
     return ""
 
 
 def head_problem(format: RecordFormat, head: bytes, field: str) -> str:
     """Why a record at the beginning of a file cannot be read, as far as ``head`` shows it (its first HEAD_BYTES bytes,
-    unpacked); empty: nothing is wrong, or what is there does not say. Of CSV the names of the columns are looked at."""
+    unpacked); empty: nothing is wrong, or ``head`` does not show it. Of CSV and TSV this checks the names of the
+    columns. Of ``.json`` it checks the first record; a file whose first value is no object is plain text."""
     text = head.decode("utf-8-sig", "replace")
-    if format is RecordFormat.CSV:
-        header = next(csv.reader(io.StringIO(text)), [field])
+    if format in DELIMITERS:
+        header = next(csv.reader(io.StringIO(text), delimiter=DELIMITERS[format]), [field])
         return "" if field in header else f"it has no column {field}; its columns are {', '.join(header[:8])}"
+    if format is RecordFormat.JSON:
+        first = _first_of_array(text)
+        if first is None:
+            first = _object_at(next((line for line in text.split("\n") if line.strip()), ""))
+        said = "" if first is None else _field_problem(first, field)
+        return f"record 1 {said}" if said else ""
     if format is not RecordFormat.JSON_LINES:
         return ""
     lines = text.split("\n")
     if len(head) >= HEAD_BYTES:
-        lines.pop()  # it may go on
+        lines.pop()  # its end may be missing
     for number, line in enumerate(lines, 1):
         if line.strip() and (said := _line_problem(line, field)):
             return f"line {number} {said}"
@@ -94,17 +120,30 @@ def _line_problem(line: str, field: str) -> str:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return "is not JSON"
-    if not isinstance(record, dict):
-        return "holds no JSON object"
+    return _field_problem(record, field) if isinstance(record, dict) else "holds no JSON object"
+
+
+def _field_problem(record: dict[str, Any], field: str) -> str:
+    """Why a record gives no text; empty: it does."""
     if field not in record:
         return f"has no field {field}; its fields are {', '.join(map(str, list(record)[:8]))}"
     return "" if isinstance(record[field], str) else f"has no text in its field {field}"
 
 
-def _is_object(line: bytes) -> bool:
-    if not line.lstrip().startswith(b"{"):
-        return False
+def _object_at(text: str, *, alone: bool = True) -> dict[str, Any] | None:
+    """The JSON object with which ``text`` begins, after spaces; ``alone``: nothing may follow it. None: there is none,
+    or its end is not in ``text``."""
+    text = text.strip()
+    if not text.startswith("{"):
+        return None
     try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and (end == len(text) or not alone) else None
+
+
+def _first_of_array(text: str) -> dict[str, Any] | None:
+    """The first element of a JSON array of objects; None: ``text`` does not begin with one."""
+    text = text.lstrip()
+    return _object_at(text[1:], alone=False) if text.startswith("[") else None

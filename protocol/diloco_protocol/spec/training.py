@@ -86,8 +86,8 @@ class DataSpec(Spec):
         [],
         max_length=256,
         description="Of source text: files, directories, globs or fsspec URIs. Files of records (.jsonl, .ndjson, "
-        ".json, .csv, each also .gz; .parquet, .arrow, folders written by save_to_disk) give their textField, all "
-        "others their bytes. `python-stdlib` is the built-in corpus: the Python standard library's own source.",
+        ".json, .csv, .tsv, each also .gz; .parquet, .arrow, folders written by save_to_disk) give their textField, "
+        "all others their bytes. `python-stdlib` is the built-in corpus: the Python standard library's own source.",
     )
     name: Text | None = Field(
         None,

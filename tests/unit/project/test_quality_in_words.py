@@ -29,9 +29,7 @@ def rows() -> list[Row]:
     table = RESULTS.split("<!-- quality with the defaults: generated -->")[1].split("<!-- quality")[0]
     found = re.findall(r"^\| (\w+), (\w+) \| (\d+) \| (\d+) \|.*\| ([+-][\d.]+) %", table, re.M)
     assert len(found) > 30
-    return [
-        Row(kind, size, int(merges), int(learners), float(above)) for kind, size, merges, learners, above in found
-    ]
+    return [Row(kind, size, int(merges), int(learners), float(above)) for kind, size, merges, learners, above in found]
 
 
 def test_sixteen_learners_are_as_far_above_as_the_table_has_them() -> None:

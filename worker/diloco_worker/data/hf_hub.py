@@ -1,5 +1,5 @@
 """Data of a Hugging Face data set: by name from the hub, from a directory that ``save_to_disk`` wrote, or from a file
-of records (JSON lines, CSV, Parquet), whose text needs no library of theirs.
+of records (JSON lines, CSV, TSV, Parquet), whose text needs no library of theirs.
 
 What the rows hold decides what they become:
 
@@ -123,7 +123,7 @@ def _table(data: DataSpec, directory: Path) -> Any:
             NAME,
             data.name,
             f"could not be loaded ({one_line(e)}); name a data set of the hub, a file of records "
-            "(.jsonl, .json, .csv, .parquet), or a directory that save_to_disk wrote",
+            "(.jsonl, .json, .csv, .tsv, .parquet), or a directory that save_to_disk wrote",
         ) from e
     if isinstance(table, datasets.DatasetDict):
         if data.split not in table:

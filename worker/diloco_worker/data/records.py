@@ -1,4 +1,4 @@
-"""The texts in files of records: one field of each JSON object, CSV row or row of a table.
+"""The texts in files of records: one field of each JSON object, row of CSV or TSV, or row of a table.
 
 ``texts(document, format, field)`` yields them in the file's order, one at a time, so that memory holds a record and
 not the file. What is wrong is told with the file, the line (of JSON arrays and tables: the record, from 1) and the
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-from diloco_protocol.common.data_files import TABLES, RecordFormat, is_gzipped
+from diloco_protocol.common.data_files import DELIMITERS, TABLES, RecordFormat, is_gzipped
 from diloco_protocol.spec.load import JobError
 from diloco_worker.data import tables
 from diloco_worker.data.corpus import Document, words_of
@@ -39,8 +39,8 @@ def texts(document: Document, format: RecordFormat, field: str) -> Iterator[str]
                 yield _checked(document.uri, f"record {number}", value, field)
             return
         file = io.BufferedReader(gzip.GzipFile(fileobj=raw) if is_gzipped(document.uri) else raw)  # type: ignore[type-var, arg-type]
-        if format is RecordFormat.CSV:
-            yield from _rows(document.uri, file, field)
+        if format in DELIMITERS:
+            yield from _rows(document.uri, file, format, field)
         elif format is RecordFormat.JSON and _is_array(document.uri, file):
             yield from _array(document.uri, file, field)
         else:
@@ -155,18 +155,18 @@ class _Ahead:
         return bool(data)
 
 
-# ------------------------------------------------------------------ CSV
+# ------------------------------------------------------------------ CSV and TSV
 
 
-def _rows(uri: str, file: IO[bytes], field: str) -> Iterator[str]:
+def _rows(uri: str, file: IO[bytes], format: RecordFormat, field: str) -> Iterator[str]:
     csv.field_size_limit(MAX_CELL_CHARACTERS)
-    reader = csv.reader((line for _, line in _lines(uri, file)), strict=True)
+    reader = csv.reader((line for _, line in _lines(uri, file)), strict=True, delimiter=DELIMITERS[format])
     header: list[str] = []
     while True:
         try:
             row = next(reader, None)
         except csv.Error as e:
-            raise _damaged(uri, f"line {reader.line_num}", f"is not CSV ({e})") from e
+            raise _damaged(uri, f"line {reader.line_num}", f"is not {format.value} ({e})") from e
         if row is None:
             return
         if not row:

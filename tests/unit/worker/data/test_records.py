@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import sys
+import sysconfig
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_protocol.common.data_files import RecordFormat, appearance, record_format
+from diloco_protocol.common.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError
@@ -24,6 +25,7 @@ from diloco_protocol.spec.training import BatchSpec, DataSpec, TrainingSpec
 from diloco_worker import data
 from diloco_worker.data import cache, corpus, records, tables
 from diloco_worker.data.found import TOLD
+from repository import ROOT
 
 TEXTS = ["one", "two\nlines", "", 'a "quote", a comma', "naïve – 日本 \U0001f600"]
 
@@ -68,7 +70,13 @@ def csv_rows(texts: list[str]) -> bytes:
     return out.getvalue().encode()
 
 
-FORMS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_array, ".csv": csv_rows}
+def tsv_rows(texts: list[str]) -> bytes:
+    out = io.StringIO()
+    csv.writer(out, delimiter="\t").writerows([["id", "text"], *enumerate(texts)])
+    return out.getvalue().encode()
+
+
+FORMS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_array, ".csv": csv_rows, ".tsv": tsv_rows}
 
 
 @pytest.mark.parametrize("ending", FORMS)
@@ -154,6 +162,8 @@ class InMemory(corpus.Document):
         ("a.csv", b'text,id\n"a\nb",1\n\nc\n', ["line 5 has 1 values, and the header has 2"]),
         ("a.csv", b'text\n"a\nb', ["line 3 is not CSV (unexpected end of data)"]),
         ("a.csv", b"text\n\xff\n", ["line 2 is not UTF-8"]),
+        ("a.tsv", b"id\tbody\n1\tx\n", ["textField", "a.tsv, line 1, the header", "id, body"]),
+        ("a.tsv", b'text\tid\n"a\tb', ["line 2 is not TSV (unexpected end of data)"]),
     ],
 )
 def test_what_is_wrong_is_told_with_file_line_and_field(
@@ -239,6 +249,25 @@ def test_a_json_file_that_holds_no_such_records_stays_text(tmp_path: Path) -> No
         (b'{"a": 1}\nprose\n', ""),
         (b"", ""),
         (b"prose\n", ""),
+        (json_array(["a", "b"]), "a JSON array: name it .json"),
+        (b'\xef\xbb\xbf [ {"text": "a"}]', "a JSON array"),
+        (json_array(["x" * 1000] * 100)[:HEAD_BYTES], "a JSON array"),
+        (b"[1, 2]", ""),
+        (b"[see {the} note]\n", ""),
+        (csv_rows(["a", "b"]), "CSV: name it .csv"),
+        (csv_rows(TEXTS), "CSV: name it .csv"),
+        (csv_rows(["x, y" * 300] * 100)[:HEAD_BYTES], "CSV: name it .csv"),
+        (tsv_rows(["a, b", "c; d"]), "TSV: name it .tsv"),
+        (csv_rows(["a", "b"]).replace(b",", b";"), "CSV with semicolons: write it with commas"),
+        (b"id,text\n1,a\n", ""),  # two lines are too few to tell
+        (b"id,text\n1,a\n2\n3,c\n", ""),
+        (b"Hello, world\nhow, then\nand, so\n", ""),
+        (b"Row, row, row your boat,\nGently, gently, down the stream,\nMerrily, merrily, then, well,\n", ""),
+        (b"One,Two sentences stand here. And more,\nis,not\na,header\n", ""),
+        (b"1,2\n3,4\n5,6\n", ""),
+        (b"\tindented\n\tcode\n\there\n", ""),
+        (b"int a;\nint b;\nint c;\n", ""),
+        (b"a,a\nb,b\nc,c\n", ""),
     ],
 )
 def test_what_a_plain_file_looks_like(head: bytes, words: str) -> None:
@@ -246,9 +275,20 @@ def test_what_a_plain_file_looks_like(head: bytes, words: str) -> None:
     assert words in appearance(head)
 
 
+@pytest.mark.parametrize("ending", [".py", ".md", ".toml", ".sh"])
+def test_text_and_code_are_not_taken_for_records(ending: str) -> None:
+    """Of the standard library, which is the built-in corpus, and of this repository."""
+    folders = [Path(sysconfig.get_path("stdlib")), ROOT]
+    skipped = {".git", ".venv", "site-packages", "node_modules", "build", "runs"}
+    files = [f for folder in folders for f in folder.rglob(f"*{ending}") if not skipped & set(f.parts)]
+    looks = {str(file): said for file in files[:800] if (said := appearance(file.read_bytes()[:HEAD_BYTES]))}
+    assert files and looks == {}
+
+
 def test_endings() -> None:
     assert record_format("dir/A.JSONL.GZ") is RecordFormat.JSON_LINES
     assert record_format("a.csv.gz") is RecordFormat.CSV
+    assert record_format("a.tsv.gz") is RecordFormat.TSV
     assert record_format("a.parquet") is RecordFormat.PARQUET
     for plain in ("a.parquet.gz", "a.txt", "a.gz", "jsonl", "a.jsonl.zst"):
         assert record_format(plain) is None
