@@ -252,7 +252,7 @@ dist: $(STAMP) ## Build sdist and wheel in dist/ (REPOSITORY=https://HOST/OWNER/
 # Words for the next one: WHEEL_ARGS="--extra base --extra local".
 WHEEL_ARGS ?=
 .PHONY: wheel-check
-wheel-check: $(STAMP) ## Install the wheel in empty environments, one for each extra, and use it there (ten minutes)
+wheel-check: $(STAMP) ## Install the wheel in empty environments, one for each extra, and use it there (a quarter of an hour)
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python tools/wheel_check.py $(WHEEL_ARGS)
 
 # The version to set: VERSION=1.2.3; empty: print it.

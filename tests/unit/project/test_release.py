@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from diloco_protocol.spec.load import parse_job
 from repository import ROOT, VERSION
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -22,6 +23,7 @@ import chart
 import dist
 import version
 import wheel_check
+import wheel_tries
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,6 +75,19 @@ def test_one_machine_needs_what_syncer_and_worker_need() -> None:
 
 def test_the_wheel_check_tries_every_extra_that_a_user_names() -> None:
     assert {*wheel_check.TRIED} - {"base"} == {*PROJECT["optional-dependencies"]} - wheel_check.NOT_FOR_USERS
+
+
+def test_the_wheel_check_uses_the_packages_of_datasets_and_peft() -> None:
+    """Its jobs are valid and its programs compile; the packages themselves are only there when it runs."""
+    assert wheel_check.TRIED["datasets"] is wheel_tries.try_datasets and "local" in wheel_check.ALSO["datasets"]
+    for name, text in vars(wheel_tries).items():
+        if name.endswith("_JOB"):
+            parse_job(text)
+    for program in (wheel_tries.LOAD_ADAPTER, wheel_tries.WRITE_RECORDS):
+        compile(program, "program", "exec")
+    names: dict[str, Any] = {}
+    exec(next(line for line in wheel_tries.WRITE_RECORDS.splitlines() if line.startswith("stories = ")), names)
+    assert sum(len(story.encode()) + 1 for story in names["stories"]) == wheel_tries.TOKENS
 
 
 def test_an_index_is_told_who_what_and_for_whom() -> None:
