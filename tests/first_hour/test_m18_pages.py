@@ -48,8 +48,12 @@ def test_m18_a_page_is_there_and_in_the_index(name: str) -> None:
 
 
 def test_m18_concepts_have_a_picture_each() -> None:
-    pictures = re.findall(r"^!\[.+\]\((pictures/[\w-]+\.svg)\)$", read("concepts.md"), re.M)
-    assert len(pictures) == len(set(pictures)) >= 6 and all((DOCS / picture).is_file() for picture in pictures)
+    ideas = re.split(r"^## ", read("concepts.md"), flags=re.M)[1:]
+    pictures = [re.findall(r"^!\[.+\]\((pictures/[\w-]+\.svg)\)$", idea, re.M) for idea in ideas]
+    assert read("concepts.md").partition("\n\n")[2].startswith("Seven ideas") and len(ideas) == 7
+    for idea, found in zip(ideas, pictures, strict=True):
+        assert len(found) == 1 and (DOCS / found[0]).is_file(), idea.partition("\n")[0]
+    assert len({found[0] for found in pictures}) == 7
 
 
 def test_m18_results_begin_with_five_lines() -> None:

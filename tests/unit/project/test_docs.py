@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import re
 import subprocess
 import sys
@@ -12,14 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from diloco_operator.plan.conditions import condition_set
 from diloco_protocol import vocabulary
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.identity import name as certificate_name
-from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, control_auth, limits, sync_pb2
 from diloco_worker.core.leases import block_order
@@ -161,30 +158,6 @@ def test_the_data_order_example_by_another_generator() -> None:
         order[last], order[other] = order[other], order[last]
     assert order == [int(n) for n in found.group(4).split(",") if n.strip()]
     assert order == block_order(seed, data_epoch, block, 10)
-
-
-def test_the_job_in_the_readme_is_one() -> None:
-    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    (job,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
-    assert parse_job(job).spec.slots == 3
-
-
-def test_the_job_in_the_tutorial_is_one() -> None:
-    (job,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "tutorial.md").read_text(encoding="utf-8"), re.S)
-    assert parse_job(job).spec.slots == 3
-
-
-def test_settings_that_pages_show_are_those_of_a_job() -> None:
-    """Blocks that show a part of a job, each put into one that is whole."""
-    shown = 0
-    for page in (DOCS / "gpu-machines.md", DOCS / "clouds.md"):
-        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
-            job = yaml.safe_load((ROOT / "examples" / "minimal.yaml").read_text(encoding="utf-8"))
-            for section, fields in yaml.safe_load(block)["spec"].items():
-                job["spec"][section] = {**job["spec"].get(section, {}), **fields}
-            parse_job(json.dumps(job))
-            shown += 1
-    assert shown >= 4
 
 
 def test_metrics_that_pages_name_exist() -> None:

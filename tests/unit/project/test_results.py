@@ -47,7 +47,11 @@ def commands_in(text: str) -> list[str]:
 
 def problem_of(command: str) -> str | None:
     """What of a command of this repository is not there; None where nothing is missing, and for other commands."""
-    words = [word for raw in command.split() if (word := raw.strip("[]()…,'\"").removeprefix(".venv/bin/"))]
+    words = [
+        word
+        for raw in command.removeprefix("$ ").split()
+        if (word := raw.strip("[]()…,'\"").removeprefix(".venv/bin/"))
+    ]
     words = words[next((n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), 0) :]
     words = words[words[:1] == ["python"] :]
     for word in words:
@@ -87,7 +91,7 @@ def problem_of_subcommand(words: list[str]) -> str | None:
     command, path = program(), "diloco"
     while hasattr(command, "commands"):
         if not words or not re.fullmatch(r"[a-z]+", words[0]):
-            return None  # a group's name alone
+            break  # a group's name alone, or its own options
         if words[0] not in command.commands:
             return f"{path} has no command {words[0]}"
         path, command, words = f"{path} {words[0]}", command.commands[words[0]], words[1:]
@@ -120,6 +124,9 @@ def test_commands_in_pages_can_be_given() -> None:
         ("diloco simulate goodputs", "diloco simulate has no command goodputs"),
         ("diloco simulate goodput --chip 5", "diloco simulate goodput has no option --chip"),
         ("diloco apply JOB.yaml [--wait [--timeout 30m]]", None),
+        ("$ diloco run job.yaml --workdirs runs", "diloco run has no option --workdirs"),
+        ("diloco --version", None),
+        ("diloco --versions", "diloco has no option --versions"),
         ("CI=1 .venv/bin/python -m pytest tests/e2e/test_nothing.py", "tests/e2e/test_nothing.py is not there"),
     ],
 )
