@@ -16,7 +16,7 @@ EXTRAS := syncer,worker,operator,dev,tensorboard,report
 TORCH_INDEX ?=
 # An S3 for tests, in an environment of its own: tests/s3/server.py says why.
 S3_SERVICE := $(VENV)/s3-service
-# Further buckets for tests, of packages that are large: only where somebody wants them.
+# Further buckets for tests. Their packages are large, so they are installed only on request.
 BUCKET_SERVICES := $(VENV)/bucket-services
 AZURITE := azurite@3.35.0
 # What builds the site of docs/, in an environment of its own: nothing else needs it.
@@ -105,7 +105,7 @@ test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (a quarter of
 # Words for tools/mutants.py: MUTANTS_ARGS="--only 'rounds-*'", --list, --jobs 2.
 MUTANTS_ARGS ?=
 .PHONY: mutants
-mutants: $(STAMP) $(S3_SERVICE)/.installed ## Break the code on purpose, a line at a time: a test must notice (half an hour; goes on where it was)
+mutants: $(STAMP) $(S3_SERVICE)/.installed ## Break the code on purpose, a line at a time: a test must notice (half an hour; continues where it stopped)
 	$(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
 
 .PHONY: gpu-check
@@ -187,11 +187,11 @@ bench: $(STAMP) ## Measure merge, codec, wire, overlap, encodings, memory and ba
 # Words for the two below: TRIAL_ARGS="--jobs 2 --sizes small". Results are kept in bench/results/trials.jsonl: commit it.
 TRIAL_ARGS ?=
 .PHONY: quality
-quality: $(STAMP) ## Compare the quality with data-parallel training's (hours; goes on where it was; TRIAL_ARGS=--quick)
+quality: $(STAMP) ## Compare the quality with data-parallel training's (hours; continues where it stopped; TRIAL_ARGS=--quick)
 	$(BIN)/python bench/quality.py $(TRIAL_ARGS)
 
 .PHONY: ablations
-ablations: $(STAMP) ## Vary outer optimizer, adoption, merge, cadence, encoding, … each at its best rate (hours; goes on where it was)
+ablations: $(STAMP) ## Vary outer optimizer, adoption, merge, cadence, encoding, … each at its best rate (hours; continues where it stopped)
 	$(BIN)/python bench/ablations.py $(TRIAL_ARGS)
 
 .PHONY: heterogeneous

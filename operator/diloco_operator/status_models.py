@@ -93,7 +93,7 @@ class OutputStatus(Spec):
     uri: str = Field(..., max_length=1024, description="Where it lies, or shall.")
     state: Literal["Writing", "Written", "Failed"] = Field(..., description="With Written the syncer is stopped.")
     size: int | None = Field(None, description="Bytes of what was written.")
-    message: str | None = Field(None, max_length=2048, description="What is in the way, with the cure.")
+    message: str | None = Field(None, max_length=2048, description="What is wrong, and what fixes it.")
 
 
 class Replacements(Spec):

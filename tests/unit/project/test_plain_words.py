@@ -1,0 +1,48 @@
+"""Pages and comments that users read first are in plain words: short sentences with a named subject."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from repository import ROOT
+
+MOST_WORDS = 30  # in a sentence
+SHORT = ("docs/regions.md", "docs/results.md", "docs/concepts.md", "docs/data.md", "docs/faq.md")
+HABITS = re.compile(r"(?i)\b(?:goes on|go on|going on|is told|says so|whoever|somebody|nobody|the cure)\b")
+READ_FIRST = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "manifests/crd.yaml")),
+    *sorted((ROOT / "examples").iterdir()),
+    *(ROOT / "docs" / f"{name}.md" for name in ("README", "tutorial", "concepts", "faq", "data", "choosing", "lora")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("regions", "results", "running-locally", "your-own-loop")),
+]
+
+
+def sentences(page: Path) -> list[str]:
+    """Of a page's prose; a span of code and a link's target count as one word, a table's cells end sentences."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    text = re.sub(r"<!-- .* generated -->.*?<!-- .* end -->", "", text, flags=re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "code", text))
+    return [part for line in text.splitlines() for part in re.split(r"(?<=[.:;?!])\)?\s|\|", line)]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_sentences_are_short(name: str) -> None:
+    long = [part for part in sentences(ROOT / name) if len(part.split()) > MOST_WORDS]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", READ_FIRST, ids=lambda page: str(page.relative_to(ROOT)))
+def test_habits_that_hide_who_acts_are_gone(page: Path) -> None:
+    if page.is_file():
+        lines = page.read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if HABITS.search(line)] == []
+
+
+def test_a_long_sentence_and_a_habit_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Short. " + "word " * 31 + "end.\n\n| a cell | " + "word " * 29 + "|\n")
+    assert [len(part.split()) for part in sentences(page) if len(part.split()) > MOST_WORDS] == [32]
+    assert HABITS.search("the job goes on where it was") and not HABITS.search("the job continues")
