@@ -49,11 +49,17 @@ app.kubernetes.io/part-of: diloco
 {{- end -}}
 
 {{- define "diloco.pullPolicy" -}}
-{{- $named := .Values.images.registry -}}
+{{- $bare := list -}}
 {{- range $role := list "operator" "syncer" "worker" -}}
-{{- if contains "/" (index $.Values.images $role).repository -}}{{- $named = "in the repository" -}}{{- end -}}
+{{- if not (or $.Values.images.registry (contains "/" (index $.Values.images $role).repository)) -}}
+{{- $bare = append $bare $role -}}
 {{- end -}}
-{{- .Values.images.pullPolicy | default (ternary "IfNotPresent" "Never" (not (empty $named))) -}}
+{{- end -}}
+{{- $policy := .Values.images.pullPolicy | default (ternary "Never" "IfNotPresent" (eq (len $bare) 3)) -}}
+{{- if and $bare (ne $policy "Never") -}}
+{{- fail (printf "with the pull policy %s nodes would pull the image of %s from docker.io, where anyone could own its name: set images.registry to your registry, or set images.pullPolicy=Never if every node has the images already" $policy (join ", " $bare)) -}}
+{{- end -}}
+{{- $policy -}}
 {{- end -}}
 
 {{- define "diloco.podSecurity" -}}

@@ -27,6 +27,7 @@ HELM = chart.program("helm")
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is neither on PATH nor where $LOCALKUBE env says")
 
 CI = sorted((CHART / "ci").glob("*.yaml"))
+ROLES = ("operator", "syncer", "worker")
 Object = dict[str, Any]
 
 
@@ -205,18 +206,36 @@ def test_the_defaults_are_the_operators_own() -> None:
 
 
 def test_a_name_without_a_registry_is_never_pulled() -> None:
-    """It would be somebody else's of the registry that nodes have by default."""
+    """Anyone could own that name in the registry that nodes use by default."""
     for words, policy in (
         ((), "Never"),
         (("images.registry=registry.example.com/team",), "IfNotPresent"),
-        (("images.worker.repository=registry.example.com/worker",), "IfNotPresent"),
-        (("images.pullPolicy=IfNotPresent",), "IfNotPresent"),
+        (tuple(f"images.{role}.repository=registry.example.com/{role}" for role in ROLES), "IfNotPresent"),
+        (("images.pullPolicy=Never",), "Never"),
         (("images.registry=registry.example.com", "images.pullPolicy=Always"), "Always"),
     ):
         objects = render(*(part for word in words for part in ("--set", word)))
         assert settings.load([], environment(objects)).image_pull_policy == policy
         found = re.findall(r'"imagePullPolicy": "(\w+)"', json.dumps(objects))
         assert len(found) >= 2 and set(found) == {policy}, words
+
+
+@pytest.mark.parametrize(
+    ("words", "policy", "roles"),
+    [
+        (("images.pullPolicy=IfNotPresent",), "IfNotPresent", "operator, syncer, worker"),
+        (("images.pullPolicy=Always",), "Always", "operator, syncer, worker"),
+        (("images.worker.repository=registry.example.com/worker",), "IfNotPresent", "operator, syncer"),
+    ],
+)
+def test_a_policy_that_would_pull_a_name_without_a_registry_is_refused(
+    words: tuple[str, ...], policy: str, roles: str
+) -> None:
+    with pytest.raises(chart.Problem) as refused:
+        render(*(part for word in words for part in ("--set", word)))
+    said = str(refused.value)
+    assert f"with the pull policy {policy} nodes would pull the image of {roles} from docker.io" in said
+    assert "set images.registry to your registry, or set images.pullPolicy=Never" in said
 
 
 def test_every_value_reaches_the_operator() -> None:
