@@ -281,7 +281,7 @@ def run_alone(programs: Programs, job: Path, arm: Arm) -> None:
     programs.start("run", "run", job, "--workdir", programs.folder / "run")
     programs.open_gate("start", arm.learners)
     programs.wait("run", arm.seconds + START_SECONDS)
-    for log in (programs.folder / "run" / "logs").glob("learner-*"):
+    for log in (programs.folder / "run" / "logs").glob("*-[0-9]*.log"):
         shutil.copy(log, programs.folder / f"{log.stem}.log")
 
 

@@ -254,6 +254,7 @@ JOB_PLURAL = "dilocojobs"
 FINALIZER = f"{DOMAIN}/job"
 LABEL_JOB = f"{DOMAIN}/job"
 LABEL_ROLE = f"{DOMAIN}/role"
+EVALUATOR = "evaluator"  # the process of that role, and what its files are called; no region has this name
 LABEL_REGION = f"{DOMAIN}/region"
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 

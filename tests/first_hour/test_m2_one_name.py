@@ -14,11 +14,12 @@ from diloco.local.log_files import chosen_files
 from diloco.main import app
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import claim, locked
-from diloco.processes.worker_specs import learner_names, worker_specs
+from diloco.processes.worker_specs import learner_names, worker_environment, worker_specs
 from diloco_operator.names import stateful_set
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import EventKind, JobPhase
 from diloco_syncer.core import events as ev
+from diloco_worker.settings import WorkerSettings
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -38,6 +39,17 @@ def test_m2_processes_are_called_as_their_pods() -> None:
     for worker in learners:
         # A StatefulSet's pod is called by it and its number.
         assert f"{stateful_set('tiny', worker.region).name}-{worker.ordinal}" == f"tiny-{worker.name}"
+
+
+def test_m2_metrics_and_logs_are_called_as_the_process_is(tmp_path: Path) -> None:
+    job = parse_job(JOB)
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, job, tmp_path)
+        for worker in worker_specs(job):
+            environ = worker_environment(worker, "", workdir, tmp_path, "127.0.0.1:1", None)
+            metrics = WorkerSettings.from_environment(environ).metrics_path()
+            assert metrics is not None and metrics.parent == workdir.metrics
+            assert metrics.stem == workdir.log(worker.name).stem == worker.name
 
 
 def test_m2_chaos_takes_that_name_and_the_number_over_all_regions() -> None:

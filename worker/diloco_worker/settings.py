@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.vocabulary import WorkerExit
+from diloco_protocol.vocabulary import EVALUATOR, WorkerExit
 
 _POD = r"[0-9a-f]{8}(-?)[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}"
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
@@ -152,10 +152,11 @@ class WorkerSettings:
         return address
 
     def metrics_path(self) -> Path | None:
-        """The process's metrics file, one JSON object a line; None without a workdir."""
+        """The process's metrics file, named as the process is, one JSON object a line; None without a workdir."""
         if self.workdir is None:
             return None
-        return self.workdir / "metrics" / f"{self.role}-{self.region}-{self.ordinal}.jsonl"
+        name = EVALUATOR if self.role == EVALUATOR else f"{self.region}-{self.ordinal}"
+        return self.workdir / "metrics" / f"{name}.jsonl"
 
     def state_path(self) -> Path | None:
         """The slot's own checkpoint (slot_checkpoint.py); None without a workdir."""

@@ -21,6 +21,7 @@ from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import learner_names, worker_specs
 from diloco_protocol.common.files import read_bounded
 from diloco_protocol.documents import Report, read_document
+from diloco_protocol.vocabulary import EVALUATOR
 
 SAMPLE_SECONDS = 1.0
 MOST_REPORT_BYTES = 64 << 20
@@ -70,7 +71,7 @@ async def _follow(process: Child, plan: Comparison, workdir: Workdir, meter: Cpu
         if loop.time() > deadline:
             raise ArmError(f"diloco run did not end {LATE_SECONDS:g} s after its training's time; see {workdir.logs}")
         meter.sample()
-        if first is None and any(workdir.metrics.glob("learner-*.jsonl")):
+        if first is None and any(path.stem != EVALUATOR for path in workdir.metrics.glob("*.jsonl")):
             first = loop.time()
         tell(0.0 if first is None else loop.time() - first)
         await asyncio.wait([waiting], timeout=SAMPLE_SECONDS)
@@ -88,7 +89,7 @@ def _read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
         StepEnd(worker.learner, row["time"])
         for worker in worker_specs(plan.job)
         if worker.kind is Kind.LEARNER and worker.learner is not None
-        for row in read_rows(workdir.metrics / f"learner-{worker.region}-{worker.ordinal}.jsonl")
+        for row in read_rows(workdir.metrics / f"{worker.name}.jsonl")
     ]
     if not steps:
         raise ArmError(f"no learner made a step; see {workdir.logs}")

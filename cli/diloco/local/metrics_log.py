@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` gathers two sources, one JSON object a line: samples of the syncer's
 status (``"source": "status"``) and the lines that every process writes to its own file
-(``"source": "learner-local-0"``), in the order in which the runner saw them.
+(``"source": "local-0"``), in the order in which the runner saw them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diloco_protocol.documents import TrainingLoss
+from diloco_protocol.vocabulary import EVALUATOR
 
 _ENDS = 1 << 16  # bytes read from each end of a file, which is one line for each step of a whole job
 
@@ -16,7 +17,7 @@ def read_training_loss(metrics: Path) -> TrainingLoss | None:
     """Of the learners' files in ``metrics``: the means of the first and of the last loss in each. None: no file tells
     of a loss, or none can be read."""
     firsts, lasts = [], []
-    for path in sorted(metrics.glob("learner-*.jsonl")):
+    for path in sorted(path for path in metrics.glob("*.jsonl") if path.stem != EVALUATOR):
         try:
             with path.open("rb") as file:
                 head = file.read(_ENDS)

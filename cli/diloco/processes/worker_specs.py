@@ -11,6 +11,7 @@ from pathlib import Path
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.vocabulary import EVALUATOR
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 PASSED_ON = ("DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS")
@@ -74,7 +75,7 @@ def worker_specs(job: DiLoCoJob) -> list[WorkerSpec]:
             learners.append(WorkerSpec(name, Kind.LEARNER, region.name, ordinal, len(learners)))
         for ordinal in range(region.learners, region.learners + region.spares):
             spares.append(WorkerSpec(f"{region.name}-{ordinal}", Kind.LEARNER, region.name, ordinal))
-    evaluator = [WorkerSpec("evaluator", Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
+    evaluator = [WorkerSpec(EVALUATOR, Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
     return [*learners, *spares, *evaluator]
 
 

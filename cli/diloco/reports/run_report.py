@@ -19,6 +19,7 @@ from typing import Any
 
 from diloco.reports.document import Axis, Mark, Plot, ResultDocument, ResultTable, Scalar, Series, thinned
 from diloco_protocol.documents import FaultRow, Report, StatusDocument
+from diloco_protocol.vocabulary import EVALUATOR
 
 MAX_LINES = 5_000_000  # of metrics.jsonl; what comes later is left out, and said
 LEARNER_POINTS = 120  # of a learner's loss, each the mean of the steps around it
@@ -75,7 +76,7 @@ def read_curves(path: Path) -> RunCurves:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for row in _rows_of(lines, curves):
                 if row["source"] != "status":
-                    if _is_number(row.get("loss")) and row["source"].startswith("learner-"):
+                    if _is_number(row.get("loss")) and row["source"] != EVALUATOR:
                         waiting.append((row["source"], row["time"], row["loss"]))
                 elif _is_number(row.get("elapsed_seconds")):
                     curves.samples.append(row)
@@ -142,10 +143,7 @@ def _loss_plots(curves: RunCurves, marks: list[Mark], merged: list[tuple[float, 
     points = thinned(merged)
     yield Plot(title="Loss against tokens", x=TOKENS, y=LOSS, series=[_series("merged model", points)])
     last = max((x for points in curves.losses.values() for x, _ in points), default=0.0)
-    learners = [
-        (source.removeprefix("learner-"), averaged(points, LEARNER_POINTS, last))
-        for source, points in sorted(curves.losses.items())
-    ]
+    learners = [(source, averaged(points, LEARNER_POINTS, last)) for source, points in sorted(curves.losses.items())]
     yield _plot("Loss against time", LOSS, [("merged model", _scores(curves)), *learners], marks)
 
 

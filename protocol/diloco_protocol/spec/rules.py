@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from diloco_protocol.spec.base import Path, Spec
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.vocabulary import EVALUATOR
 
-RESERVED_REGIONS = ("syncer", "evaluator")
+RESERVED_REGIONS = ("syncer", EVALUATOR)
 
 
 class Violation(NamedTuple):

@@ -115,7 +115,7 @@ def wall_clock(run: Run, row: dict[str, Any]) -> float:
 
 
 def step_times(run: Run) -> dict[str, list[float]]:
-    return {f"local-{i}": [r["time"] for r in run.metrics(f"learner-local-{i}")] for i in range(3)}
+    return {f"local-{i}": [r["time"] for r in run.metrics(f"local-{i}")] for i in range(3)}
 
 
 def within(times: list[float], start: float, end: float) -> int:
@@ -210,7 +210,7 @@ def test_syncers_killed_lose_no_acknowledged_merge(
     for fault in faults:
         moment, alone = wall_clock(run, fault), fault["joined_seconds"]
         for number in range(3):
-            rows = run.metrics(f"learner-local-{number}")
+            rows = run.metrics(f"local-{number}")
             rows = [row for row in rows if moment <= row["time"] <= moment + alone]
             assert len(rows) >= 3, (fault, number, rows)
             stalled = rows[-1]["stalled_seconds"] - rows[0]["stalled_seconds"]

@@ -154,7 +154,7 @@ def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
     assert all(row["wire_bytes_up"] is None for row in report["regions"]), "without certificates nobody knows"
     check_ledger(report)
     rows = [json.loads(line) for line in (run.workdir / "metrics.jsonl").read_text().splitlines()]
-    assert {"status", "learner-local-0", "learner-local-1"} <= {row["source"] for row in rows}
+    assert {"status", "local-0", "local-1"} <= {row["source"] for row in rows}
     assert list((run.workdir / "tensorboard").glob("events*"))
     assert run.workdir.stat().st_mode & 0o077 == 0
     for key in ("control.key", "join-token"):

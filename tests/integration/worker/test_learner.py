@@ -110,7 +110,7 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
         before = (fresh(data.rows).squeeze(1) - data.rows.sum(1)).square().mean()
         after = (watched(data.rows).squeeze(1) - data.rows.sum(1)).square().mean()
     assert after < 0.5 * before, "the merged model learnt"
-    lines = (service.folder / "metrics" / "learner-local-1.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (service.folder / "metrics" / "local-1.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == said[1]["step"]
     assert json.loads(lines[-1])["tokens"] == said[1]["tokens"]
 

@@ -28,7 +28,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 def test_both_sources_in_one_file(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics"
     metrics.mkdir()
-    old = metrics / "learner-local-0.jsonl"
+    old = metrics / "local-0.jsonl"
     old.write_text('{"step": 1, "loss": 9.0}\n')  # an earlier run's
     metrics_log = MetricsLog(tmp_path / "metrics.jsonl", metrics, None)
     with old.open("a") as file:
@@ -37,14 +37,14 @@ def test_both_sources_in_one_file(tmp_path: Path) -> None:
     metrics_log.sample(STATUS)
     with old.open("a") as file:
         file.write('ss": 4.0}\n{"torn\n[]\n')
-    (metrics / "evaluator-local-0.jsonl").write_text('{"loss": 4.5}\n')
+    (metrics / "evaluator.jsonl").write_text('{"loss": 4.5}\n')
     metrics_log.close()
     found = rows(tmp_path / "metrics.jsonl")
     assert [(row["source"], row.get("step"), row.get("loss")) for row in found] == [
-        ("learner-local-0", 2, 5.0),
+        ("local-0", 2, 5.0),
         ("status", 0, None),
-        ("evaluator-local-0", None, 4.5),
-        ("learner-local-0", 3, 4.0),
+        ("evaluator", None, 4.5),
+        ("local-0", 3, 4.0),
     ]
     assert found[1]["tokens"]["trained"] == 1000 and found[1]["phase"] == "training" and found[1]["goodput"] == 0.5
     assert found[1]["versions"] == [1, 2] and found[1]["active"] == 2 and found[1]["eval_loss"] == [900, 4.5]
@@ -63,12 +63,12 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics"
     metrics.mkdir()
     metrics_log = MetricsLog(tmp_path / "metrics.jsonl", metrics, tmp_path / "tensorboard")
-    (metrics / "learner-local-0.jsonl").write_text('{"step": 2, "loss": 5.0}\n{"step": 3, "loss": NaN}\n')
+    (metrics / "local-0.jsonl").write_text('{"step": 2, "loss": 5.0}\n{"step": 3, "loss": NaN}\n')
     metrics_log.sample(STATUS)
     metrics_log.sample(STATUS)
     metrics_log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("merged/loss")] == [(0, 5.5), (900, 4.5)]
-    assert [(e.step, e.value) for e in events.Scalars("learner-local-0/loss")] == [(2, 5.0)]
+    assert [(e.step, e.value) for e in events.Scalars("local-0/loss")] == [(2, 5.0)]
     assert [e.step for e in events.Scalars("job/merges")] == [1000, 1000]

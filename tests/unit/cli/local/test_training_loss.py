@@ -31,7 +31,7 @@ JOB = DiLoCoJob.model_validate(
 
 def write(folder: Path, ordinal: int, losses: list[float | None]) -> None:
     rows = ({"step": step, "loss": loss, "lr": 0.1, "pad": "x" * 90} for step, loss in enumerate(losses))
-    (folder / f"learner-local-{ordinal}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"local-{ordinal}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def shown(report: object) -> str:
@@ -44,8 +44,8 @@ def test_it_is_the_mean_of_the_learners_first_and_last_steps(tmp_path: Path) -> 
     write(tmp_path, 0, [None, 6.0, *[5.0] * 2000, 2.0, None])
     write(tmp_path, 1, [4.0, 3.0])
     write(tmp_path, 2, [None])
-    (tmp_path / "evaluator-local-0.jsonl").write_text('{"loss": 99.0}\n')
-    with (tmp_path / "learner-local-1.jsonl").open("a") as file:
+    (tmp_path / "evaluator.jsonl").write_text('{"loss": 99.0}\n')
+    with (tmp_path / "local-1.jsonl").open("a") as file:
         file.write('[1]\nnot json\n{"loss": "high"}\n{"loss": NaN}\n{"lo')  # as a kill leaves it
     assert read_training_loss(tmp_path) == TrainingLoss(first=5.0, last=2.5)
     assert read_training_loss(tmp_path / "absent") is None

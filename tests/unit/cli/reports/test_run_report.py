@@ -26,7 +26,7 @@ def sample(elapsed: float, **fields: Any) -> str:
     return json.dumps({**row, **fields})
 
 
-def step(elapsed: float, loss: float | None, learner: str = "learner-local-0") -> str:
+def step(elapsed: float, loss: float | None, learner: str = "local-0") -> str:
     return json.dumps({"source": learner, "time": BEGUN + elapsed, "step": 1, "loss": loss})
 
 
@@ -75,13 +75,13 @@ def test_curves_are_by_the_jobs_clock_and_broken_lines_are_counted(tmp_path: Pat
         sample(1.0),
         step(1.5, 4.0),
         step(2.0, None),
-        step(2.5, 3.0, "evaluator-local-0"),
+        step(2.5, 3.0, "evaluator"),
         sample(3.0, goodput=None),
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     curves = read_curves(tmp_path / "metrics.jsonl")
     assert curves.unreadable == 3
-    assert curves.losses == {"learner-local-0": [(0.25, 5.0), (1.5, 4.0)]}
+    assert curves.losses == {"local-0": [(0.25, 5.0), (1.5, 4.0)]}
     assert curves.curve("goodput") == [(1.0, 0.5)]
     assert read_curves(tmp_path / "nothing.jsonl") == RunCurves()
 
