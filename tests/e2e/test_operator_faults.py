@@ -77,7 +77,8 @@ def test_a_fault_in_a_template_leaves_what_runs_and_names_the_field(
             assert until("said", named_field, 15) == "invalid"
             after = get(kube, path)
             # Its resourceVersion also changes when the controller writes the status of what was there before.
-            assert after["spec"] == before["spec"] and after["metadata"]["generation"] == before["metadata"]["generation"]
+            assert after["spec"] == before["spec"]
+            assert after["metadata"]["generation"] == before["metadata"]["generation"]
             assert "changed" not in get(kube, named("configmaps", "faulty-settings"))["data"]
         sent = quiet(operator, 6)
         assert sum(sent.values()) <= 1, f"the fault is tried again and again: {sent}"

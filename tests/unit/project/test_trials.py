@@ -129,6 +129,7 @@ def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
         {"rate": 1e-3},
         {"inner": "muon"},
         {"sparse": True},
+        {"ddp": True},
     ]
     assert {name for change in changes for name in change} == set(Trial.__dataclass_fields__)
     assert all(cache.find(replace(trial, **change)) is None for change in changes)
