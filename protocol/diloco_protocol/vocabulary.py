@@ -244,6 +244,11 @@ class ControlMethod(StrEnum):
     STATUS = "status"
 
 
+# ------------------------------------------------------------------ sizes
+
+MAX_FRAGMENTS = 512
+"""Of a job. A Report has a row of at most 90 bytes for each fragment: 46 KiB of a push's header."""
+
 # ------------------------------------------------------------------ Kubernetes
 
 DOMAIN = "diloco.io"

@@ -13,6 +13,7 @@ import typer
 from diloco.command_line import CommandLine
 from diloco.console import FAILED, command, duration, print_text
 from diloco.simulate.goodput import published
+from diloco_protocol.vocabulary import MAX_FRAGMENTS
 
 simulate = CommandLine(
     name="simulate",
@@ -299,7 +300,7 @@ def bandwidth(
     ] = None,
     learners: Annotated[int, typer.Option(min=2, max=4096, help="M.")] = 8,
     step_seconds: Annotated[float, typer.Option(min=1e-6, max=1e6, metavar="SECONDS", help="Of one inner step.")] = 1.0,
-    fragments: Annotated[int, typer.Option(min=1, max=4096, help="P.")] = 24,
+    fragments: Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="P.")] = 24,
     every: Annotated[int, typer.Option(min=1, max=1_000_000, help="H: steps between two merges of a fragment.")] = 24,
     overlap: Annotated[
         Any,

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from diloco_protocol.spec.base import Pattern, Spec
 from diloco_protocol.spec.training import Betas
+from diloco_protocol.vocabulary import MAX_FRAGMENTS
 
 
 class GraceSpec(Spec):
@@ -126,7 +127,10 @@ class SyncSpec(Spec):
     """Exchange and merge."""
 
     fragments: int = Field(
-        24, ge=1, le=4096, description="P: the number of parts of the model, which are merged in turn; at most every."
+        24,
+        ge=1,
+        le=MAX_FRAGMENTS,
+        description="P: the number of parts of the model, which are merged in turn; at most every.",
     )
     every: int = Field(24, ge=1, le=1_000_000, description="H: inner steps between two merges of one fragment.")
     overlap: int = Field(

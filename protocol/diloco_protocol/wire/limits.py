@@ -19,7 +19,6 @@ CONTROL_PATH = "/diloco.v1.Control/Call"
 MAX_CONTROL_BYTES = 1 << 20  # any protobuf message
 MAX_REPLY_BYTES = 16 << 20  # a reply of the control service, status and report included
 MAX_HEADER_BYTES = 64 << 10  # UploadHeader, DownloadRequest, DownloadHeader
-MAX_FRAGMENTS = 512  # a Report has a row of at most 90 bytes per fragment: 46 KiB of a push's header
 MAX_RECEIPT_BYTES = 48 << 10  # in a DownloadHeader or a Base; about 50 bytes per slot
 MAX_CURSORS = 256  # leases that a slot may hold; 36 bytes each in a Report
 MAX_NAME_CHARS = 64  # characters of a region's name, and of a process id

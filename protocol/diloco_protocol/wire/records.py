@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from diloco_protocol.wire import limits
 
 Count = Annotated[int, limits.check_count]
@@ -78,7 +79,7 @@ class StepReport:
     slot_step: Count = 0
     trained_steps: Count = 0
     trained_tokens: Count = 0
-    fragments: Annotated[tuple[FragmentReport, ...], limits.check_length(limits.MAX_FRAGMENTS)] = ()
+    fragments: Annotated[tuple[FragmentReport, ...], limits.check_length(MAX_FRAGMENTS)] = ()
     compute_seconds: Seconds = 0.0
     stalled_seconds: Seconds = 0.0
     loss: Loss = math.nan
@@ -180,7 +181,7 @@ class Join:
     layout_digest: Hex
     digests: Annotated[dict[str, str], limits.check_digests]
     sequences: Annotated[int, limits.check_sequences]
-    held: Annotated[tuple[Held, ...], limits.check_length(limits.MAX_FRAGMENTS)]
+    held: Annotated[tuple[Held, ...], limits.check_length(MAX_FRAGMENTS)]
     previous_incarnation: Count = 0
     idle: bool = False
     pod: Hex = ""

@@ -22,7 +22,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
 from diloco_protocol.common.files import Buffer
-from diloco_protocol.vocabulary import JobPhase, TransferRefusal
+from diloco_protocol.vocabulary import MAX_FRAGMENTS, JobPhase, TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.bulk import allocate as allocate_memory
 from diloco_syncer.core import events as ev
@@ -192,8 +192,8 @@ class InitialModelUpload:
             layout = await asyncio.to_thread(lambda: Layout.from_json(data.tobytes()))
         except LayoutError as error:
             raise InitialRefused(str(error)) from error
-        if len(layout) > limits.MAX_FRAGMENTS:
-            raise self._fail_job(f"{len(layout)} fragments; at most {limits.MAX_FRAGMENTS} are served")
+        if len(layout) > MAX_FRAGMENTS:
+            raise self._fail_job(f"{len(layout)} fragments; at most {MAX_FRAGMENTS} are served")
         origins = self._core.version_0_origins(self._connection)
         if origins and len(origins) != len(layout):
             raise InitialRefused(f"{len(layout)} fragments, and this learner said that it holds {len(origins)}")

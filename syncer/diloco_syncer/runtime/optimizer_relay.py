@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from diloco_protocol.vocabulary import TransferRefusal
+from diloco_protocol.vocabulary import MAX_FRAGMENTS, TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Held
@@ -77,7 +77,7 @@ class OptimizerRelay:
         largest = self._model.layout.total_elements * 4 * STATES_PER_PARAMETER + SLACK
         if size > largest:
             raise UploadRefused(TransferRefusal.TOO_LARGE, f"{size} bytes of optimizer state; at most {largest}")
-        if len(header.peer_state.versions) > limits.MAX_FRAGMENTS:
+        if len(header.peer_state.versions) > MAX_FRAGMENTS:
             raise WireError("versions: more than there can be fragments")
         held = tuple(convert.from_wire(Held, version) for version in header.peer_state.versions)
         key = ("peer", transfer)

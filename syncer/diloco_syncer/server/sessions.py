@@ -24,7 +24,7 @@ import grpc
 
 from diloco_protocol.security.identity import covers, same_party
 from diloco_protocol.spec.job import DiLoCoJob, SyncerSettings
-from diloco_protocol.vocabulary import ConnectionRefusal, JobPhase, JoinRefusal, TransferRefusal
+from diloco_protocol.vocabulary import MAX_FRAGMENTS, ConnectionRefusal, JobPhase, JoinRefusal, TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Announcement, Evaluation, Pull, StepReport
@@ -40,7 +40,7 @@ from diloco_syncer.server.tls.connection_limits import MessagePace, Peer, TooMan
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED = 4 * limits.MAX_FRAGMENTS
+MAX_QUEUED = 4 * MAX_FRAGMENTS
 MAX_LEASES = limits.MAX_CURSORS  # that one slot may hold
 SPARE_SESSIONS = 64  # beyond four per slot
 PLAIN = Peer()

@@ -36,7 +36,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
-from diloco_protocol.vocabulary import PushRefusal
+from diloco_protocol.vocabulary import MAX_FRAGMENTS, PushRefusal
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
 from diloco_worker.device import return_free_memory
@@ -52,7 +52,7 @@ from diloco_worker.settings import ConfigurationError, DivergedError
 log = logging.getLogger(__name__)
 
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
-_MOST_QUEUED_PUSHES = 2 * limits.MAX_FRAGMENTS
+_MOST_QUEUED_PUSHES = 2 * MAX_FRAGMENTS
 _MOST_DIGEST_BYTES = 1024
 RETURN_MEMORY_SECONDS = 15.0  # between two returns, of some 30 ms beside the training
 _STATE_TRIES = 4

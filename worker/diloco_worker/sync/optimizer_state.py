@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from diloco_protocol.arrays.kernels import Bytes
+from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from diloco_protocol.wire import limits
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.net.tensor_file import NotTensors, read_header, read_tensors, write_tensors
@@ -264,7 +265,7 @@ def origin_of(data: Any) -> Origin | None:
     try:
         match json.loads(text):
             case [str(job), str(layout), int(step), list(rows), int(trained)] if (
-                len(rows) <= limits.MAX_FRAGMENTS and trained >= 0
+                len(rows) <= MAX_FRAGMENTS and trained >= 0
             ):
                 versions = tuple((int(epoch), int(version)) for epoch, version in rows)
                 return Origin(job, layout, step, versions, trained)

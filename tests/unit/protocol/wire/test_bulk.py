@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.security.credentials import Credentials, CredentialsError
-from diloco_protocol.vocabulary import TransferRefusal
+from diloco_protocol.vocabulary import MAX_FRAGMENTS, TransferRefusal
 from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from example_counts import share_of
@@ -320,7 +320,7 @@ def test_the_largest_report_fits_a_header() -> None:
         trained_tokens=most,
         loss=1.0,
         compute_seconds=1.0,
-        fragments=[row] * limits.MAX_FRAGMENTS,
+        fragments=[row] * MAX_FRAGMENTS,
         cursors=[sync_pb2.LeaseCursor(lease=most, position=most)] * limits.MAX_CURSORS,
     )
     push = sync_pb2.Push(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 from diloco_protocol.arrays.kernels import Bytes
-from diloco_protocol.wire import limits
+from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import (
@@ -300,7 +300,7 @@ def test_an_origin_that_makes_no_sense_is_refused(origin: str) -> None:
 def test_an_origin_names_no_more_fragments_than_there_may_be() -> None:
     model = build()
     data = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01)).tobytes()
-    most = limits.MAX_FRAGMENTS
+    most = MAX_FRAGMENTS
     found = origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * most, 5])))
     assert found is not None and len(found.versions) == most
     with pytest.raises(StateRefused, match="its origin cannot be read"):
