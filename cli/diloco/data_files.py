@@ -1,18 +1,19 @@
 """What the files of ``training.data`` on this machine look like, before anything is started.
 
-Only beginnings are read, of at most MOST_FILES files, and without the libraries of a learner.
+Only names, sizes and beginnings are looked at, of at most MOST_FILES files, and without the libraries of a learner.
 """
 
 from __future__ import annotations
 
 import csv
-import glob
 import gzip
+import itertools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from diloco.packages import is_installed
 from diloco_protocol.common.data_files import (
     HEAD_BYTES,
     TABLES,
@@ -22,24 +23,115 @@ from diloco_protocol.common.data_files import (
     is_gzipped,
     record_format,
 )
+from diloco_protocol.common.local_files import NothingThere, local_files
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import Problem
+from diloco_protocol.spec.training import DataSpec
 
 MOST_FILES = 200
 MOST_SAID = 3
+MOST_TOKENS_A_BYTE = 11
+"""Of a tokenizer other than ``bytes``: Unicode's normal forms make at most so many bytes of one, and a token has at
+least one byte."""
+
+
+def refused_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
+    """Why learners on this machine could not train on the job's data: files that are not here, records without the
+    field, too little text, a package that is not installed. ``directory`` is the job file's, where relative paths
+    start.
+
+    Of a program of the user's (learners.command), which may read its data in its own way, only absent files count."""
+    problems = absent_data(job, directory)
+    data = job.spec.training.data
+    if problems or data is None or job.spec.learners.command is not None:
+        return problems
+    problems = _record_problems(data, directory)
+    if not problems and (said := _shortage(data, directory)):
+        problems.append(Problem(data_field(data), ", ".join(local_names(data, directory)), said))
+    return problems
+
+
+def absent_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
+    """What the job names that can only mean local data, and is not on this machine (it may be where the job runs)."""
+    data = job.spec.training.data
+    problems: list[Problem] = []
+    if data is None:
+        return problems
+    for name in local_names(data, directory):
+        try:
+            next(local_files(name, directory))
+        except NothingThere as error:
+            problems.append(Problem(data_field(data), name, str(error)))
+        except (OSError, RuntimeError) as error:  # a name that is too long, a home that no user has
+            problems.append(Problem(data_field(data), name, f"there is no such file: {error}"))
+    return problems
 
 
 def doubtful_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
-    """Warnings for local files whose records lack the field, and for those that are read as plain text and look like
-    something else. ``directory`` is the job file's, where relative paths start."""
+    """Warnings for local files that are read as plain text and look like something else; for a program of the user's
+    also for records that the built-in trainer could not read. ``directory``: see ``refused_data``."""
     data = job.spec.training.data
     if data is None or job.spec.training.model is None:
         return []
-    names = data.paths if data.source == "text" else [data.name] if data.source == "datasets" and data.name else []
-    field = "spec.training.data.paths" if data.source == "text" else "spec.training.data.name"
+    own = [] if job.spec.learners.command is None else _record_problems(data, directory)
+    files = (file for file in _first_files(data, directory) if not _is_saved(file.parent))
+    return [*own, *_each_once(data_field(data), directory, ((file, _look(file, data.text_field)) for file in files))]
+
+
+def is_text_file(data: DataSpec, directory: Path) -> bool:
+    """Whether a data set is a local file of records, whose text is read without the package datasets."""
+    if data.source != "datasets" or data.name is None or record_format(data.name) in (None, *TABLES):
+        return False
+    try:
+        return (directory / Path(data.name).expanduser()).is_file()
+    except (OSError, RuntimeError):  # a name that is too long, a home that no user has
+        return False
+
+
+def data_field(data: DataSpec) -> str:
+    """The field that names the data."""
+    return f"spec.training.data.{'paths' if data.source == 'text' else 'name'}"
+
+
+def local_names(data: DataSpec, directory: Path) -> list[str]:
+    """The names in a data section that can only mean local files."""
+    if data.source == "text":
+        return [name for name in data.paths if name != "python-stdlib" and "://" not in name]
+    if data.source == "datasets" and data.name is not None:
+        return [data.name] if data.name.startswith((".", "/", "~")) or is_text_file(data, directory) else []
+    return []
+
+
+def _first_files(data: DataSpec, directory: Path) -> Iterator[Path]:
+    """At most MOST_FILES of the files that are here and whose text learners would read."""
+    if data.source == "datasets" and not is_text_file(data, directory):
+        return  # a directory is for the package datasets
+    left = MOST_FILES
+    for name in local_names(data, directory):
+        try:
+            for file in itertools.islice(local_files(name, directory), left):
+                left -= 1
+                yield file
+        except (NothingThere, OSError, RuntimeError):
+            continue
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether save_to_disk wrote the folder: learners take its Arrow files."""
+    names = (folder / "state.json", folder / "dataset_info.json")
+    return all(map(os.path.isfile, names)) or os.path.isfile(folder / "dataset_dict.json")
+
+
+def _record_problems(data: DataSpec, directory: Path) -> list[Problem]:
+    files = (f for f in _first_files(data, directory) if record_format(f.name) in TABLES or not _is_saved(f.parent))
+    return _each_once(data_field(data), directory, ((file, _record_problem(file, data.text_field)) for file in files))
+
+
+def _each_once(field: str, directory: Path, looks: Iterable[tuple[Path, str]]) -> list[Problem]:
+    """A problem for each of the things said of files, with the first file."""
     found: dict[str, list[Path]] = {}
-    for file in _local_files(names, directory):
-        if said := _problem(file, data.text_field):
+    for file, said in looks:
+        if said:
             found.setdefault(said, []).append(file)
     problems = []
     for said, those in list(found.items())[:MOST_SAID]:
@@ -48,53 +140,63 @@ def doubtful_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
     return problems
 
 
-def _local_files(names: list[str], directory: Path) -> Iterator[Path]:
-    """At most MOST_FILES of the files that a learner would read here."""
-    left = MOST_FILES
-    for name in names:
-        if "://" in name or name == "python-stdlib":
-            continue
-        try:
-            for path in sorted(glob.glob(str(directory / Path(name).expanduser()), recursive=True))[:left]:
-                for file in _files_of(Path(path)):
-                    yield file
-                    left -= 1
-                    if left == 0:
-                        return
-        except (OSError, RuntimeError):  # a name that is too long, a home that nobody has
-            continue
-
-
-def _files_of(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        if {"state.json", "dataset_info.json"} <= set(names) or "dataset_dict.json" in names:
-            folders.clear()  # written by save_to_disk: learners take its Arrow files
-            continue
-        yield from (file for n in sorted(names) if not n.startswith(".") and (file := Path(folder, n)).is_file())
-
-
-def _problem(file: Path, field: str) -> str:
-    format, packed = record_format(file.name), is_gzipped(file.name)
-    if format in TABLES:
-        return ""  # their columns are for pyarrow to read
+def _look(file: Path, field: str) -> str:
+    """What a file that learners read as plain text looks like instead; empty: nothing else. A ``.json`` file is read as
+    plain text where its first record lacks the field."""
+    format = record_format(file.name)
+    if format is not None and (format is not RecordFormat.JSON or is_gzipped(file.name)):
+        return ""
     try:
         with file.open("rb") as raw:
-            if format is None:
-                looks = appearance(raw.read(HEAD_BYTES))
-                return f"would be read as plain bytes, and looks like something else: {looks}" if looks else ""
+            head = raw.read(HEAD_BYTES)
+    except OSError:
+        return ""
+    if format is None:
+        looks = appearance(head)
+        return f"would be read as plain bytes, and looks like something else: {looks}" if looks else ""
+    said = head_problem(format, head, field)
+    return f"would be read as plain bytes, and not as {format.value} with textField {field}: {said}" if said else ""
+
+
+def _record_problem(file: Path, field: str) -> str:
+    """Why a learner could not read the file, with the fix; empty: nothing shows."""
+    format, packed = record_format(file.name), is_gzipped(file.name)
+    if format in TABLES:
+        missing = "" if is_installed("pyarrow") else "the package pyarrow, which is not installed"
+        return f"would be read by {missing}: pip install 'decoupled-diloco[datasets]'" if missing else ""
+    if format is None or (format is RecordFormat.JSON and not packed):
+        return ""  # plain text at worst
+    try:
+        with file.open("rb") as raw:
             unpacked = gzip.GzipFile(fileobj=raw) if packed else raw
             said = head_problem(format, unpacked.read(HEAD_BYTES), field)
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         said = f"it cannot be read: {error}"
-    if not said or format is None:
-        return said
-    # Learners take a .json file without the field for plain text; a compressed one they refuse.
-    kept = "be read as plain bytes, and not" if format is RecordFormat.JSON and not packed else "not be read"
-    return f"would {kept} as {format.value} with textField {field}: {said}"
+    return f"would not be read as {format.value} with textField {field}: {said}" if said else ""
+
+
+def _shortage(data: DataSpec, directory: Path) -> str:
+    """Whether the files hold less than one sequence, by their sizes; empty: they do not, or sizes do not say."""
+    names, length = local_names(data, directory), data.sequence_length
+    if not (is_text_file(data, directory) or (data.source == "text" and len(names) == len(data.paths))):
+        return ""  # some of the data are elsewhere
+    most = count = whole = 0
+    try:
+        for file in itertools.chain.from_iterable(local_files(name, directory) for name in names):
+            size = file.stat().st_size
+            packed = is_gzipped(file.name) or record_format(file.name) in TABLES
+            most += size + 1 if data.tokenizer == "bytes" else MOST_TOKENS_A_BYTE * size + 2
+            count, whole = count + 1, whole + size
+            if most >= length or (packed and size):
+                return ""
+    except (NothingThere, OSError):
+        return ""
+    if whole == 0:
+        return f"{'the file is' if count == 1 else f'the {count} files are'} empty: name data with text"
+    return (
+        f"{'the file holds' if count == 1 else f'the {count} files hold'} at most {most} tokens, which is less than one sequence of training.data.sequenceLength = {length}: "
+        "name more data, or shorten it"
+    )
 
 
 def _shown(file: Path, directory: Path) -> str:

@@ -5,7 +5,6 @@ Pure text: nothing is started and no torch is loaded. What the file does not sho
 
 from __future__ import annotations
 
-import glob
 import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.console import COMPLETE, WRONG, CommandError
-from diloco.data_files import doubtful_data
+from diloco.data_files import doubtful_data, refused_data
 from diloco_protocol.merging import ISOTROPIC_BELOW, merge_text, settle_merge
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show
-from diloco_protocol.spec.training import DataSpec
 
 _WIDTH = 100
 
@@ -79,9 +77,9 @@ def validate_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -
     except JobError as error:
         return Verdict(error.source or str(path), None, error.problems)
     directory = Path(path).resolve().parent
-    absent = absent_data(job, directory)
-    warnings = [*notes, *job_warnings(job), *absent, *doubtful_data(job, directory)]
-    return Verdict(str(path), job, warnings=warnings, refused_here=bool(absent))
+    refused = refused_data(job, directory)
+    warnings = [*notes, *job_warnings(job), *refused, *doubtful_data(job, directory)]
+    return Verdict(str(path), job, warnings=warnings, refused_here=bool(refused))
 
 
 def read_job_file(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> DiLoCoJob:
@@ -170,29 +168,3 @@ def _trained(job: DiLoCoJob) -> str:
     sources = {"text": ", ".join(data.paths), "datasets": str(data.name), "python": str(data.function)}
     source = sources[data.source]
     return f"{named} on {source if len(source) <= 60 else source[:59] + '…'}"
-
-
-def absent_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
-    """Warnings for local data that is not on this machine (it may be where the job runs).
-
-    ``directory`` is the job file's, where relative paths start.
-    """
-    data = job.spec.training.data
-    if data is None:
-        return []
-    return [
-        Problem(path, name, f"there is no such file under {directory} on this machine")
-        for path, name in local_names(data)
-        if not glob.glob(str(directory / Path(name).expanduser()))
-    ]
-
-
-def local_names(data: DataSpec) -> list[tuple[str, str]]:
-    """The names in a data section that can only mean local files, each with its field."""
-    if data.source == "text":
-        return [
-            ("spec.training.data.paths", name) for name in data.paths if name != "python-stdlib" and "://" not in name
-        ]
-    if data.source == "datasets" and data.name is not None and data.name.startswith((".", "/", "~")):
-        return [("spec.training.data.name", data.name)]
-    return []

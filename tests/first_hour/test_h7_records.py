@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from diloco import data_files
+from diloco.checks.machine import find_absent
 from diloco.main import app
 from diloco.processes.data_found import DataFound
-from diloco_protocol.spec.load import parse_job
+from diloco_protocol.spec.load import load_job, parse_job
 from diloco_worker import data
 
 JOB = """
@@ -53,6 +55,19 @@ def validate(job: Path, *overrides: str) -> str:
     done = CliRunner().invoke(app, ["validate", "--file-only", str(job), *(f"--set={o}" for o in overrides)])
     assert done.exit_code == 0, done.output
     return " ".join(done.output.split())
+
+
+def assert_refused(job: Path, words: str, *overrides: str) -> None:
+    """`diloco validate` says that the job would not start, and why; `diloco run` refuses it before it starts."""
+    said = validate(job, *overrides)
+    assert said.startswith(f"{job}: a valid job, which `diloco run` would not start on this machine"), said
+    assert words in said
+    workdir = job.parent / "run"
+    done = CliRunner().invoke(
+        app, ["run", str(job), "--workdir", str(workdir), *(f"--set={override}" for override in overrides)]
+    )
+    assert done.exit_code == 2 and words in " ".join(done.output.split()), done.output
+    assert not workdir.exists()
 
 
 @pytest.mark.slow
@@ -168,23 +183,87 @@ def test_validate_is_silent_where_a_json_file_is_what_it_seems(job: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"body": "x"}\n', "line 1 has no field text; its fields are body"),
-        ('{"text": "x"}\n\n{"text": 3}\n', "line 3 has no text in its field text"),
-        ("prose\n", "line 1 is not JSON"),
+        (
+            '{"id": "a", "story": "once upon"}\n',
+            "line 1 has no field text: set training.data.textField: story; the fields are id, story",
+        ),
+        ('{"id": 1}\n', "line 1 has no field text: set training.data.textField: NAME; the fields are id"),
+        ('{"text": "x"}\n\n{"text": 3}\n', "line 3 has no text in its field text: put text there, or remove the line"),
+        (
+            '{"text": 3, "body": "x"}\n',
+            "line 1 has no text in its field text: set training.data.textField: body; the fields are",
+        ),
+        ("prose\n", "line 1 is not JSON: correct or remove it"),
         ("[1]\n", "line 1 holds no JSON object"),
     ],
 )
-def test_validate_sees_the_first_record(job: Path, content: str, words: str) -> None:
+def test_records_that_would_not_be_read_keep_a_run_from_starting(job: Path, content: str, words: str) -> None:
     (job.parent / "data.jsonl").write_text(content)
-    assert f"would not be read as JSON lines with textField text: {words}" in validate(job)
+    assert_refused(job, f"would not be read as JSON lines with textField text: {words}")
+    # A program of the user's may read them in its own way.
+    said = validate(job, "learners.command=[python, -c, pass]")
+    assert words in said and "would not start" not in said
 
 
-def test_validate_sees_a_missing_column_and_a_damaged_archive(job: Path) -> None:
-    (job.parent / "a.csv").write_text("id,body\n1,x\n")
-    assert "it has no column text; its columns are id, body" in validate(job, "training.data.paths=[a.csv]")
+def test_a_missing_column_and_a_damaged_archive_keep_a_run_from_starting(job: Path) -> None:
+    (job.parent / "a.csv").write_text("\nid,body\n1,a longer text\n")
+    words = "it has no column text: set training.data.textField: body; the columns are id, body"
+    assert_refused(job, words, "training.data.paths=[a.csv]")
     assert "warning" not in validate(job, "training.data={paths: [a.csv], textField: body, sequenceLength: 16}")
     (job.parent / "b.jsonl.gz").write_text("no archive")
-    assert "it cannot be read: Not a gzipped file" in validate(job, "training.data.paths=[b.jsonl.gz]")
+    assert_refused(job, "it cannot be read: Not a gzipped file", "training.data.paths=[b.jsonl.gz]")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "change", "words"),
+    [
+        ("a.txt", 0, "", "the file is empty: name data with text"),
+        ("a.txt", 11, "", "at most 12 tokens, which is less than one sequence of training.data.sequenceLength = 16"),
+        ("a.txt", 16, "", ""),
+        ("a.txt", 1, "training.data.tokenizer=gpt2", "at most 13 tokens"),
+        ("a.txt", 2, "training.data.tokenizer=gpt2", ""),
+        ("a.jsonl.gz", 0, "", "the file is empty"),
+        ("folder/.hidden", 100, "", "holds no files"),
+        ("folder/a.txt", 3, "", "at most 4 tokens"),
+        ("folder/deep/a.txt", 30, "", ""),
+        ("[1].txt", 30, "", ""),
+    ],
+)
+def test_files_without_enough_text_keep_a_run_from_starting(
+    job: Path, name: str, size: int, change: str, words: str
+) -> None:
+    file = job.parent / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"a" * size)
+    overrides = [f"training.data.paths=['{name.split('/', maxsplit=1)[0]}']", *([change] if change else [])]
+    if words:
+        assert_refused(job, words, *overrides)
+    else:
+        assert "warning" not in validate(job, *overrides)
+    elsewhere = validate(job, f"{overrides[0][:-1]}, 's3://bucket/more']", *overrides[1:])
+    assert "sequenceLength" not in elsewhere, "how much lies there is not known"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "saved/data.arrow"])
+def test_tables_without_pyarrow_keep_a_run_from_starting(job: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = job.parent / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"PAR1" * 100)
+    for about in ("state.json", "dataset_info.json"):
+        (job.parent / "saved" / about).write_text("{}") if name.startswith("saved") else None
+    monkeypatch.setattr(data_files, "is_installed", lambda package: package != "pyarrow")
+    where = f"training.data.paths=[{name.split('/')[0]}]"
+    assert_refused(job, "the package pyarrow, which is not installed: pip install 'decoupled-diloco[datasets]'", where)
+    monkeypatch.setattr(data_files, "is_installed", lambda package: True)
+    assert "warning" not in validate(job, where)
+
+
+def test_a_data_set_that_is_a_file_of_records_needs_no_package(job: Path) -> None:
+    change = "training.data={source: datasets, name: data.jsonl, sequenceLength: 16}"
+    assert find_absent(load_job(job, [change]), job.parent) == []
+    (job.parent / "data.jsonl").write_text('{"body": "x"}\n')
+    (problem,) = find_absent(load_job(job, [change]), job.parent)
+    assert problem.path == "spec.training.data.name" and "training.data.textField: body" in problem.message
 
 
 def test_the_first_load_counts_and_later_ones_know(job: Path, caplog: pytest.LogCaptureFixture) -> None:

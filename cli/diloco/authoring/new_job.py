@@ -12,7 +12,8 @@ import typer
 
 from diloco.authoring.job_template import SIZES, JobChoices, data_below, job_text, name_for
 from diloco.console import CommandError, unwritable_text
-from diloco.validate import absent_data, problems_text, warnings_text
+from diloco.data_files import absent_data
+from diloco.validate import problems_text, warnings_text
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, parse_job

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from diloco.data_files import is_text_file, refused_data
 from diloco.packages import is_installed
 from diloco.processes.worker_specs import without_meaning
-from diloco.validate import absent_data
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import Problem
 from diloco_protocol.spec.warnings import spans_clusters
@@ -22,8 +22,9 @@ def is_for_cluster(job: DiLoCoJob) -> bool:
 
 
 def find_absent(job: DiLoCoJob, directory: Path) -> list[Problem]:
-    """What of the job is not on this machine. ``directory``: the job file's, where relative paths start."""
-    return [*absent_data(job, directory), *find_absent_programs(job, directory), *find_absent_modules(job, directory)]
+    """What of the job is not on this machine, or cannot be read here. ``directory``: the job file's, where relative
+    paths start."""
+    return [*refused_data(job, directory), *find_absent_programs(job, directory), *find_absent_modules(job, directory)]
 
 
 def find_absent_programs(job: DiLoCoJob, directory: Path) -> Iterator[Problem]:
@@ -44,7 +45,8 @@ def find_absent_modules(job: DiLoCoJob, directory: Path, has_datasets: bool | No
     data = job.spec.training.data
     if data is None:
         return
-    if data.source == "datasets" and not (is_installed("datasets") if has_datasets is None else has_datasets):
+    needed = data.source == "datasets" and not is_text_file(data, directory)
+    if needed and not (is_installed("datasets") if has_datasets is None else has_datasets):
         fix = "pip install 'decoupled-diloco[datasets]'"
         yield Problem("spec.training.data.source", "datasets", f"the package datasets is not installed: {fix}")
     if data.source == "python" and data.function is not None:

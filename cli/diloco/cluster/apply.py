@@ -19,7 +19,8 @@ from diloco.cluster.change import on_every_copy, parse_object
 from diloco.cluster.client import MANAGER, Cluster, ClusterError, Object, Where
 from diloco.cluster.follow import ended, follow, hindered, invalid, no_operator, seen, wait_for
 from diloco.console import FAILED, INTERRUPTED, WRONG, print_text
-from diloco.validate import local_names, problems_text, warnings_text
+from diloco.data_files import data_field, local_names
+from diloco.validate import problems_text, warnings_text
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_manifest
 
@@ -220,7 +221,7 @@ def foreign_paths(job: DiLoCoJob, directory: Path) -> list[Problem]:
     container's working directory in a pod."""
     training = job.spec.training
     data, start = training.data, training.model.from_ if training.model is not None else None
-    found = [] if data is None else local_names(data)
+    found = [] if data is None else [(data_field(data), name) for name in local_names(data, directory)]
     if start is not None and start.startswith((".", "~")):  # else a name on Hugging Face, a URI or an absolute path
         found.append(("spec.training.model.from", start))
     message = (

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from diloco.checks.machine import find_absent_modules, find_absent_programs
 from diloco.checks.memory import estimate_memory, free_memory
-from diloco.data_files import doubtful_data
+from diloco.data_files import doubtful_data, refused_data
 from diloco.doctor.findings import Finding, Level
 from diloco.doctor.machine import Torch
-from diloco.validate import absent_data
 from diloco_protocol.common.cpu_quota import usable_cores
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.spec.job import DiLoCoJob
@@ -48,11 +47,11 @@ def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad:
     data = job.spec.training.data
     if data is None:
         return
-    missing = absent_data(job, directory)
+    missing = refused_data(job, directory)
     for problem in doubtful_data(job, directory):
         yield Finding("job", "data", "warning", str(problem), "docs/data.md says which files are read how")
     for problem in missing:
-        fix = "paths start at the job file's directory; diloco explain training.data.paths"
+        fix = "paths start at the job file's directory; docs/data.md says which files are read how"
         yield Finding("job", "data", bad, str(problem), fix)
     if not missing and data.source == "text":
         yield Finding("job", "data", "ok", ", ".join(data.paths))

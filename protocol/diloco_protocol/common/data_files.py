@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -90,13 +91,18 @@ def appearance(head: bytes) -> str:
 
 
 def head_problem(format: RecordFormat, head: bytes, field: str) -> str:
-    """Why a record at the beginning of a file cannot be read, as far as ``head`` shows it (its first HEAD_BYTES bytes,
-    unpacked); empty: nothing is wrong, or ``head`` does not show it. Of CSV and TSV this checks the names of the
-    columns. Of ``.json`` it checks the first record; a file whose first value is no object is plain text."""
+    """Why a record at the beginning of a file cannot be read, with the fix, as far as ``head`` shows it (its first
+    HEAD_BYTES bytes, unpacked); empty: nothing is wrong, or ``head`` does not show it. Of CSV and TSV this checks the
+    names of the columns. Of ``.json`` it checks the first record; a file whose first value is no object is plain
+    text."""
     text = head.decode("utf-8-sig", "replace")
     if format in DELIMITERS:
-        header = next(csv.reader(io.StringIO(text), delimiter=DELIMITERS[format]), [field])
-        return "" if field in header else f"it has no column {field}; its columns are {', '.join(header[:8])}"
+        rows = (row for row in csv.reader(io.StringIO(text), delimiter=DELIMITERS[format]) if row)
+        header = next(rows, [field])
+        if field in header:
+            return ""
+        row = next(rows, [])
+        return f"it has no column {field}: {_other_field(dict(zip(header, row, strict=False)) or header, 'columns')}"
     if format is RecordFormat.JSON:
         first = _first_of_array(text)
         if first is None:
@@ -119,15 +125,28 @@ def _line_problem(line: str, field: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return "is not JSON"
-    return _field_problem(record, field) if isinstance(record, dict) else "holds no JSON object"
+        return "is not JSON: correct or remove it (each line holds one object)"
+    return _field_problem(record, field) if isinstance(record, dict) else "holds no JSON object: correct or remove it"
 
 
 def _field_problem(record: dict[str, Any], field: str) -> str:
-    """Why a record gives no text; empty: it does."""
+    """Why a record gives no text, with the fix; empty: it gives one."""
     if field not in record:
-        return f"has no field {field}; its fields are {', '.join(map(str, list(record)[:8]))}"
-    return "" if isinstance(record[field], str) else f"has no text in its field {field}"
+        return f"has no field {field}: {_other_field(record, 'fields')}"
+    if isinstance(record[field], str):
+        return ""
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    other = _other_field(record, "fields") if texts else "put text there, or remove the line"
+    return f"has no text in its field {field}: {other}"
+
+
+def _other_field(record: Mapping[str, object] | Sequence[str], what: str) -> str:
+    """Which field to read instead: the one with the longest text. ``record``: its names, with values if there are."""
+    values = record if isinstance(record, Mapping) else {}
+    texts = {name: len(value) for name, value in values.items() if isinstance(value, str)}
+    named = max(texts, key=lambda name: texts[name]) if texts else "NAME"
+    more = " …" if len(record) > 8 else ""
+    return f"set training.data.textField: {named}; the {what} are {', '.join(list(record)[:8])}{more}"
 
 
 def _object_at(text: str, *, alone: bool = True) -> dict[str, Any] | None:

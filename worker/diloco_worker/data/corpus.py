@@ -12,13 +12,13 @@ for everyone who runs the same interpreter, and some 14 million bytes.
 from __future__ import annotations
 
 import glob
-import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from diloco_protocol.common.local_files import NothingThere, files_beneath, local_files
 from diloco_protocol.spec.load import JobError, Problem
 from diloco_worker.errors import job_error
 
@@ -70,7 +70,7 @@ def documents(paths: Sequence[str], directory: Path) -> list[Document]:
     for i, path in enumerate(paths):
         try:
             here = list(_expand(path, directory))
-        except _NothingThere as e:
+        except NothingThere as e:
             problems.append(Problem(f"{FIELD}.{i}", path, str(e)))
             continue
         for document in here:
@@ -94,11 +94,7 @@ def standard_library_files() -> list[Path]:
     def skip(name: str) -> bool:
         return name in _STDLIB_SKIPPED_DIRECTORIES or name.startswith(_STDLIB_SKIPPED_PREFIXES)
 
-    return _files_beneath(standard_library(), skip, ".py")
-
-
-class _NothingThere(Exception):
-    pass
+    return _sorted(files_beneath(standard_library(), skip, ".py"))
 
 
 def _expand(path: str, directory: Path) -> Iterator[Document]:
@@ -107,43 +103,19 @@ def _expand(path: str, directory: Path) -> Iterator[Document]:
     elif "://" in path:
         yield from _remote(path)
     else:
-        yield from map(_local, _local_files(path, directory))
+        yield from map(_local, _sorted(local_files(path, directory)))
 
 
 def _local(path: Path) -> Document:
     try:
         facts = path.stat()
     except OSError as e:
-        raise _NothingThere(f"cannot be read: {path}: {e.strerror}") from e
+        raise NothingThere(f"cannot be read: {path}: {e.strerror}") from e
     return Document(str(path), facts.st_size, str(facts.st_mtime_ns))
 
 
-def _local_files(path: str, directory: Path) -> list[Path]:
-    where = directory / Path(path).expanduser()
-    if where.is_file():
-        return [where]
-    if where.is_dir():
-        files = _files_beneath(where, lambda name: name.startswith("."))
-        if not files:
-            raise _NothingThere(f"the directory {where} holds no files")
-        return files
-    if glob.has_magic(path):
-        names = sorted(glob.glob(str(where), recursive=True))
-        files = [Path(name) for name in names if os.path.isfile(name)]
-        if not files:
-            raise _NothingThere(f"no file matches {where}")
-        return files
-    raise _NothingThere(f"no such file or directory: {where} (relative paths start at {directory})")
-
-
-def _files_beneath(root: Path, skip: Callable[[str], bool], suffix: str = "") -> list[Path]:
-    """Regular files of that suffix, sorted by relative path; ``skip`` tells which files and folders are left out."""
-    files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not skip(name)]
-        paths = [Path(folder, name) for name in names if name.endswith(suffix) and not skip(name)]
-        files += [path for path in paths if path.is_file()]
-    return sorted(files, key=lambda f: f.relative_to(root).as_posix())
+def _sorted(files: Iterable[Path]) -> list[Path]:
+    return sorted(files, key=Path.as_posix)
 
 
 def _remote(uri: str) -> Iterator[Document]:
@@ -159,16 +131,16 @@ def _remote(uri: str) -> Iterator[Document]:
             names = [path]
         listed = [(name, filesystem.info(name)) for name in names]
     except ImportError as e:
-        raise _NothingThere(f"{e}: install the fsspec driver for it") from e
+        raise NothingThere(f"{e}: install the fsspec driver for it") from e
     except (ValueError, NotImplementedError) as e:
-        raise _NothingThere(f"not a URI that fsspec can read: {e}") from e
+        raise NothingThere(f"not a URI that fsspec can read: {e}") from e
     except FileNotFoundError as e:
-        raise _NothingThere("nothing there") from e
+        raise NothingThere("nothing there") from e
     except Exception as e:  # a driver of fsspec may raise its client's own classes
-        raise _NothingThere(f"cannot be read: {words_of(e)}") from e
+        raise NothingThere(f"cannot be read: {words_of(e)}") from e
     files = [(name, info) for name, info in listed if info.get("type") != "directory"]
     if not files:
-        raise _NothingThere("names no file")
+        raise NothingThere("names no file")
     for name, info in files:
         stamp = next((str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(k)), "")
         yield Document(filesystem.unstrip_protocol(name), int(info.get("size") or 0), stamp, filesystem)
