@@ -193,8 +193,9 @@ def _shortage(data: DataSpec, directory: Path) -> str:
         return ""
     if whole == 0:
         return f"{'the file is' if count == 1 else f'the {count} files are'} empty: name data with text"
+    holder = "the file holds" if count == 1 else f"the {count} files hold"
     return (
-        f"{'the file holds' if count == 1 else f'the {count} files hold'} at most {most} tokens, which is less than one sequence of training.data.sequenceLength = {length}: "
+        f"{holder} at most {most} tokens, which is less than one sequence of training.data.sequenceLength = {length}: "
         "name more data, or shorten it"
     )
 

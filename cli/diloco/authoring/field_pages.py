@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 
 from diloco.console import CommandError
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
-from diloco_protocol.spec.explain import words
+from diloco_protocol.spec.explain import meant_field, words
 from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob
-from diloco_protocol.spec.other_names import OTHERS, SAMPLES, other_names, plain_name
+from diloco_protocol.spec.other_names import OTHERS, SAMPLES, meant_by, other_names, plain_name
 from diloco_protocol.spec.rules import RULES
 
 _INDEX = re.compile(r"\[\d*\]$")
@@ -135,6 +135,10 @@ def find_field(name: str | None) -> FieldPage:
     ]
     if len(same) == 1:
         return same[0]
+    for path in (steps, ("spec", *steps)) if len(steps) > 1 else ():
+        meant = meant_field(DiLoCoJob, path)
+        if meant is not None and meant[:-1] == path[:-1] and meant_by(steps[-1], path[:-1]) is not None:
+            return pages[tuple(map(str, meant))]
     raise CommandError(f"{name} is no field of a job: {_hint(steps, list(pages.values()), same)}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -28,7 +29,17 @@ from diloco_protocol.spec.base import (
     nested_model,
     unwrap,
 )
-from diloco_protocol.spec.other_names import OTHER_UNITS, SAMPLES, meant_by, plain_name
+from diloco_protocol.spec.other_names import (
+    CONTAINERS,
+    SAMPLES,
+    meant_by,
+    not_here,
+    others_by,
+    plain_name,
+    pod_part,
+    translated,
+    unit_note,
+)
 
 _PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, from a letter to a letter or digit",
@@ -156,52 +167,106 @@ def suggestion(model: type[Spec], path: Path) -> str | None:
 
 def meant_field(model: type[Spec], path: Path) -> Path | None:
     """Where the field lies that was probably meant by the unknown one at ``path``: another spelling at its level, what
-    other programs or the paper call it, a name near to it, the only field of its name elsewhere. Of a field in a
-    list's items that was written outside of the list, it is the list."""
-    if _container(model, path[:-1]) is None:
+    other programs or the paper call it (in the same section, if a field there has that name), a name near to it, the
+    only field of its name elsewhere. Of a field in a list's items that was written outside of the list, it is the
+    list."""
+    container, name = _container(model, path[:-1]), str(path[-1])
+    if container is None:
         return None
     near = suggestion(model, path)
-    if near is not None and plain_name(near) == plain_name(str(path[-1])):
+    if near is not None and plain_name(near) == plain_name(name):
         return (*path[:-1], near)
-    above = tuple(step for step in path[:-1] if isinstance(step, str))
-    other = meant_by(str(path[-1]), above)
+    above = _without_indices(path[:-1])
+    if not_here(name, above):
+        return None
+    if "podTemplate" in fields_by_alias(container) and pod_part(name, None, "") is not None:
+        return (*path[:-1], "podTemplate")
+    other = meant_by(name, above)
     if other is not None:
+        other = _in_section(model, container, other, above)
         if other[:-1] == above:
             return (*path[:-1], other[-1])
         return next((other[:n] for n in range(1, len(other)) if nested_model(locate(model, other[:n])[0])[1]), other)
     if near is not None:
         return (*path[:-1], near)
-    places = _nearest(model, str(path[-1]), above)
+    places = _candidates(model, name, above)
     return places[0] if len(places) == 1 else None
 
 
-def _nearest(model: type[Spec], name: str, above: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The fields of that name below the section at ``above``; those of the whole job, if there are none."""
-    places = [tuple(place.split(".")) for place in _elsewhere(model, name)]
+def _without_indices(path: Path) -> tuple[str, ...]:
+    return tuple(step for step in path if isinstance(step, str))
+
+
+def _in_section(
+    model: type[Spec], container: type[Spec], meant: tuple[str, ...], above: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The field of the same name as ``meant`` in the section at ``above``, or the only one below it; else ``meant``."""
+    if meant[: len(above)] == above:
+        return meant
+    if meant[-1] in fields_by_alias(container):
+        return (*above, meant[-1])
+    below = [place for place in _elsewhere(model, meant[-1]) if place[: len(above)] == above]
+    return below[0] if len(below) == 1 else meant
+
+
+def _candidates(model: type[Spec], name: str, above: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The fields that others call so, or else those of that name: below the section at ``above``; those of the whole
+    job, if there are none."""
+    places = others_by(name, above) or _elsewhere(model, name)
     return [place for place in places if place[: len(above)] == above] or places
 
 
-def _elsewhere(model: type[Spec], name: str, path: tuple[str, ...] = ()) -> list[str]:
+def _elsewhere(model: type[Spec], name: str, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Paths of the fields of that name, however it is spelled, anywhere below the model (not inside lists)."""
     found = []
     for alias, field in fields_by_alias(model).items():
         here = (*path, alias)
         if plain_name(alias) == plain_name(name):
-            found.append(".".join(here))
+            found.append(here)
         inner, many = nested_model(field.annotation)
         if inner is not None and not many:
             found += _elsewhere(inner, name, here)
     return found
 
 
+_MODEL = ("spec", "training", "model")
+
+
+def explain_all(model: type[Spec], errors: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Each error of ValidationError.errors() with its sentence. Several fields of a transformers configuration that
+    were written beside ``config`` are one mistake with one sentence, which has all of them in its example."""
+    unknown = [e for e in errors if e["type"] == "extra_forbidden" and tuple(e["loc"])[:-1] == _MODEL]
+    meant = [meant_field(model, tuple(e["loc"])) for e in unknown]
+    config = (*_MODEL, "config")
+    beside = [e for e, field in zip(unknown, meant, strict=True) if field in (None, config)]
+    if len(beside) < 2 or config not in meant:
+        return [(error, explain(model, error)) for error in errors]
+    first, *others = beside
+    example = _configuration({str(e["loc"][-1]): e["input"] for e in beside})
+    names = ", ".join(str(e["loc"][-1]) for e in others)
+    said = (
+        f"is not a known field, and neither {'is' if len(others) == 1 else 'are'} {names}: did you mean config? "
+        f"Such as {_flow({'config': example})[1:-1]}"
+    )
+    return [(e, said if e is first else explain(model, e)) for e in errors if e not in others]
+
+
+def _configuration(fields: dict[str, Any]) -> dict[str, Any]:
+    """A transformers configuration with these fields of one."""
+    kind = next((fields.pop(name) for name in list(fields) if name in ("model_type", "architecture", "arch")), "llama")
+    return {"model_type": kind if isinstance(kind, str) else "llama", **fields}
+
+
 def explain(model: type[Spec], error: Any) -> str:
     """A pydantic error as a sentence with the cure. ``error`` is an item of ValidationError.errors()."""
     path, kind = tuple(error["loc"]), error["type"]
     if kind == "extra_forbidden":
-        meant = meant_field(model, path)
+        meant, above = meant_field(model, path), _without_indices(path[:-1])
         if meant is not None:
             return _unknown(model, path, meant, error["input"])
-        places = _nearest(model, str(path[-1]), tuple(step for step in path[:-1] if isinstance(step, str)))
+        if said := not_here(str(path[-1]), above):
+            return said
+        places = _candidates(model, str(path[-1]), above)
         if 1 < len(places) <= 3:
             return f"is not a known field here: did you mean {' or '.join('.'.join(place) for place in places)}?"
         container = _container(model, path[:-1])
@@ -221,7 +286,9 @@ def explain(model: type[Spec], error: Any) -> str:
         said += f". Such as {path[-1]}: {_flow(split)}"
     choices = typing.get_args(unwrap(annotation)[0]) if kind == "literal_error" else ()
     if isinstance(error["input"], str):
-        near = difflib.get_close_matches(error["input"].lower(), [str(choice) for choice in choices], n=1)
+        theirs, remark = translated(dotted(path), str(path[-1]), error["input"])
+        said += f"; {remark}" if remark else ""
+        near = difflib.get_close_matches(str(theirs).lower(), [str(choice) for choice in choices], n=1)
         near = near or [str(c) for c in choices if str(c).lower() == error["input"].lower()]
         if near and len(choices) > 1:
             said += f" (did you mean {near[0]}?)"
@@ -243,22 +310,32 @@ def _unknown(model: type[Spec], path: Path, meant: Path, value: Any) -> str:
         said = f"is not a known field: did you mean {meant[-1]}?"
     else:
         said = f"is not a known field here: did you mean {dotted(meant)}?"
-    if plain_name(str(meant[-1])) == plain_name(str(path[-1])):
+    name = str(path[-1])
+    if plain_name(str(meant[-1])) == plain_name(name):
         return said
-    if meant_by(str(path[-1]), tuple(step for step in path[:-1] if isinstance(step, str))) is None:
+    if note := unit_note(name):
+        return f"{said} {note}"
+    if meant[-1] != "podTemplate" and not others_by(name, _without_indices(path[:-1])):
         return said
+    value, remark = translated(dotted(meant), name, value)
     first = 0 if meant[:-1] == path[:-1] else 1
-    example = _example(model, meant, None if plain_name(str(path[-1])) in OTHER_UNITS else value)
+    example = _example(model, meant, value, name)
     for step in reversed(meant[first:] if first else meant[-1:]):
         example = {str(step): example}
+    said += f" {remark[:1].upper()}{remark[1:]}." if remark else ""
     return f"{said} Such as {'below spec: ' if first else ''}{_flow(example)[1:-1]}"
 
 
-def _example(model: type[Spec], path: Path, written: Any) -> Any:
-    """A value for the field at ``path``: what was written if it takes it, else its example or default."""
+def _example(model: type[Spec], path: Path, written: Any, name: str = "") -> Any:
+    """A value for the field at ``path``: what was written if it takes it, else its example or default. ``name``: the
+    field's in the file."""
     if path == ("spec", "regions"):
         counted = isinstance(written, int) and not isinstance(written, bool) and written > 0
         return [{"learners": written if counted else 4}]
+    if path == (*_MODEL, "config"):
+        return _configuration({name: written})
+    if path[-1] == "podTemplate" and len(path) > 1:
+        return pod_part(name, written, CONTAINERS[str(path[1])])
     annotation, metadata = locate(model, path)
     for value in (written, [written], written.split() if isinstance(written, str) else written):
         if _takes(annotation, metadata, value):

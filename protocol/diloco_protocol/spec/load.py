@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from diloco_protocol.common.files import read_bounded
 from diloco_protocol.spec.api_server import dropped_nulls, without_server_fields
 from diloco_protocol.spec.base import Path, Spec, fields_by_alias, nested_model, unwrap
-from diloco_protocol.spec.explain import dotted, explain, meant_field
+from diloco_protocol.spec.explain import dotted, explain_all, meant_field
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, YamlDocument, YamlProblem, parse
 from diloco_protocol.spec.rules import violations
@@ -299,10 +299,10 @@ def _validate(document: YamlDocument, overridden: Sequence[Path] = ()) -> tuple[
         problems.append(Problem(dotted(path), value, message, line))
 
     job, errors = _attempt(data)
+    for error, said in explain_all(DiLoCoJob, errors):
+        report(tuple(error["loc"]), None if error["type"] == "missing" else error["input"], said)
     for error in errors:
         path: Path = tuple(error["loc"])
-        value = None if error["type"] == "missing" else error["input"]
-        report(path, value, explain(DiLoCoJob, error))
         refused.append(path)
         if error["type"] == "extra_forbidden" and (meant := meant_field(DiLoCoJob, path)) is not None:
             refused.append(meant)

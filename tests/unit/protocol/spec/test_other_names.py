@@ -7,7 +7,7 @@ import pytest
 from diloco_protocol.spec.explain import locate
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, parse_job
-from diloco_protocol.spec.other_names import OTHERS, SAMPLES, meant_by, other_names
+from diloco_protocol.spec.other_names import IN_SECTION, OTHERS, SAMPLES, meant_by, other_names
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -45,7 +45,9 @@ def said(*overrides: str) -> list[str]:
         ),
         ("training.max_steps=10", "did you mean spec.training.stop.steps?"),
         ("training.data.path=a.txt", "did you mean paths? Such as paths: [a.txt]"),
-        ("training.model.hidden_size=64", "did you mean config? Such as config: {model_type: llama"),
+        ("training.model.hidden_size=64", "did you mean config? Such as config: {model_type: llama, hidden_size: 64}"),
+        ("training.model.model_type=gpt2", "did you mean config? Such as config: {model_type: gpt2}"),
+        ("training.model.name=gpt2", "did you mean from? Such as from: gpt2"),
         ("learners.script=train.py", "did you mean command? Such as command: [train.py]"),
         ("num_learners=3", "did you mean regions? Such as regions: [{learners: 3}]"),
         ("regions.0.replicas=4", "did you mean learners? Such as learners: 4"),
@@ -61,11 +63,87 @@ def said(*overrides: str) -> list[str]:
         ("training.lr=0.1", "did you mean spec.training.optimizer.lr?"),
         ("sync.lr=0.1", "did you mean spec.sync.outer.lr?"),
         ("lr=0.1", "did you mean spec.training.optimizer.lr or spec.sync.outer.lr?"),
+        # The section where it was written comes first: the outer optimizer's rate is not the inner one's.
+        ("sync.outer.learning_rate=0.7", "did you mean lr? Such as lr: 0.7"),
+        ("sync.outer.eta=0.7", "did you mean lr? Such as lr: 0.7"),
+        ("sync.learning_rate=0.7", "did you mean spec.sync.outer.lr? Such as below spec: sync: {outer: {lr: 0.7}}"),
+        ("sync.η=0.7", "did you mean spec.sync.outer.lr? Such as below spec: sync: {outer: {lr: 0.7}}"),
+        ("eta=0.7", "did you mean spec.sync.outer.lr or spec.training.optimizer.lr?"),
+        ("sync.outer.beta=0.9", "did you mean betas?"),
+        ("sync.outer.epsilon=0.1", "did you mean eps? Such as eps: 0.1"),
+        ("sync.outer.name=sgd", "did you mean optimizer? Such as optimizer: sgd"),
+        ("sync.outer.type=sgd", "did you mean optimizer? Such as optimizer: sgd"),
+        ("sync.outer.α=0.7", "did you mean ageDecay? Such as ageDecay: 0.7"),
+        ("sync.α=0.7", "did you mean spec.sync.adoption.alpha? Such as below spec: sync: {adoption: {alpha: 0.7}}"),
+        ("sync.timeout=20.0", "did you mean spec.sync.grace.capSeconds or spec.sync.heartbeat.timeoutSeconds?"),
+        ("training.bf16=true", "did you mean precision? Such as precision: bfloat16"),
+        ("training.bf16=false", "did you mean precision? Such as precision: float32"),
+        ("training.mixed_precision=bf16", "did you mean precision? Such as precision: bfloat16"),
+        ("training.fp16=true", "did you mean precision? There is no float16 here. Such as precision: bfloat16"),
+        ("training.precision=fp16", "there is no float16 here (did you mean bfloat16?)"),
+        ("training.precision=fp32", "(did you mean float32?)"),
+        ("learners_per_region=2", "did you mean regions? Such as regions: [{learners: 2}]"),
+        ("regions.0.learners_per_region=2", "did you mean learners? Such as learners: 2"),
+        ("train_micro_batch_size_per_gpu=4", "Such as below spec: training: {batch: {sequences: 4}}"),
+        ("training.weight_decay=0.1", "did you mean spec.training.optimizer.weightDecay?"),
+        ("rdzv_endpoint=h:1", "did you mean spec.syncer.endpoint.address? Such as below spec: syncer: {endpoint: {"),
+        (
+            "learners.image=x",
+            "did you mean podTemplate? Such as podTemplate: {spec: {containers: [{name: learner, image: x}]}}",
+        ),
+        (
+            "learners.env={A: 1}",
+            "Such as podTemplate: {spec: {containers: [{name: learner, env: [{name: A, value: '1'}]}]}}",
+        ),
+        ("regions.0.resources={limits: {cpu: 1}}", "[{name: learner, resources: {limits: {cpu: 1}}}]"),
+        (
+            "regions.0.nodeSelector={a: b}",
+            "did you mean podTemplate? Such as podTemplate: {spec: {nodeSelector: {a: b}}}",
+        ),
+        ("syncer.image=x", "[{name: syncer, image: x}]"),
     ],
 )
 def test_another_name_is_told_by_the_fields_own_with_an_example(override: str, words: str) -> None:
     (problem,) = said(override)
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "training.eval_steps=10",
+            "did you mean spec.training.evaluation.everyTokens? It counts tokens, of all learners",
+        ),
+        ("training.evaluation.eval_steps=10", "did you mean everyTokens? It counts tokens"),
+        ("save_steps=100", "did you mean spec.syncer.checkpoint.everySeconds? It counts seconds, not steps."),
+        (
+            "training.warmup_ratio=0.1",
+            "did you mean spec.training.optimizer.warmupSteps? It counts steps: the ratio times",
+        ),
+        (
+            "training.num_train_epochs=3",
+            "did you mean spec.training.stop.steps? There are no epochs: set steps or tokens",
+        ),
+        ("epochs=3", "did you mean spec.training.stop.steps? There are no epochs"),
+        ("training.data.num_workers=2", "spec.training.data.num_workers: does not exist here: a learner prepares"),
+        ("training.zero_optimization={stage: 2}", "without FSDP, ZeRO"),
+        ("zero_optimization={stage: 2}", "without FSDP, ZeRO"),
+    ],
+)
+def test_a_number_of_another_unit_is_not_taken_over_and_what_is_not_here_is_said(override: str, words: str) -> None:
+    (problem,) = said(override)
+    assert words in problem and "Such as" not in problem
+
+
+def test_fields_of_a_configuration_beside_config_are_one_problem() -> None:
+    job = JOB.replace("{config: {model_type: llama}}", "{model_type: llama, hidden_size: 64, rope_theta: 5}")
+    with pytest.raises(JobError) as caught:
+        parse_job(job)
+    (problem,) = caught.value.problems
+    assert problem.path == "spec.training.model.model_type" and problem.line is not None
+    assert "and neither are hidden_size, rope_theta: did you mean config?" in problem.message
+    assert problem.message.endswith("Such as config: {model_type: llama, hidden_size: 64, rope_theta: 5}")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +177,7 @@ def test_the_example_is_one_that_the_field_takes() -> None:
 
 
 def test_other_names_lead_to_fields_and_samples_to_sections() -> None:
-    for path in OTHERS:
+    for path in (*OTHERS, *IN_SECTION):
         steps: list[str | int] = list(path.split("."))
         if steps[1] == "regions":
             steps.insert(2, 0)
