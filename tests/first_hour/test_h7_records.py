@@ -33,7 +33,7 @@ spec:
                      num_attention_heads: 2, num_key_value_heads: 2}}
     data: {paths: [data.jsonl], sequenceLength: 16}
     batch: {sequences: 2}
-    stop: {steps: 6}
+    stop: {steps: 15}
     evaluation: {fraction: 0}
     optimizer: {warmupSteps: 2}
     device: cpu

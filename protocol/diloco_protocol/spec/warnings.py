@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.rules import Violation, broken, with_values
 
+FEW_MERGES = 5
+"""Of a fragment, in a run: with fewer the outer optimizer has next to no effect (docs/choosing.md)."""
 _IDLE = 4  # so many times the bandwidth that the same bytes need, spread out
 
 
@@ -61,14 +63,43 @@ def warnings(spec: JobSpec) -> list[Violation]:
     return with_values(spec, (*_unlikely(spec), *_link_warnings(spec)))
 
 
+def _few_merges(spec: JobSpec) -> Iterator[Violation]:
+    steps, every = _steps(spec), spec.sync.every
+    if steps is None or steps // every >= FEW_MERGES:
+        return
+    count = {0: "no fragment is merged", 1: "each fragment is merged once", 2: "each fragment is merged twice"}
+    merged = count.get(steps // every, f"each fragment is merged {steps // every} times")
+    most = steps // FEW_MERGES
+    fix = f"set sync.every to {most} or less, with sync.fragments at most sync.every, or " if most else ""
+    yield broken(
+        "sync.every",
+        f"{merged} before the job stops ({steps:,} steps of each learner), and at least about {FEW_MERGES} merges of "
+        f"each are recommended: {fix}train longer",
+    )
+
+
+def _steps(spec: JobSpec) -> int | None:
+    """Steps of each learner until the stop; None: the job file does not say."""
+    training = spec.training
+    stop, data = training.stop, training.data
+    if stop.tokens is None or spec.learners.command is not None or data is None or data.source != "text":
+        return stop.steps
+    batches = [(region.learners, spec.batch_of(region.name)) for region in spec.regions]
+    sequences = sum(learners * batch.sequences * batch.accumulation for learners, batch in batches)
+    return stop.tokens // (sequences * data.sequence_length)
+
+
 def _unlikely(spec: JobSpec) -> Iterator[Violation]:
     training, outer = spec.training, spec.sync.outer
     warmup, steps = training.optimizer.warmup_steps, training.stop.steps
     if steps is not None and warmup >= steps and spec.learners.command is None:
+        default = ", and this is the default" if warmup == type(training.optimizer)().warmup_steps else ""
         yield broken(
             "training.optimizer.warmupSteps",
-            f"the warm-up is not over when the job stops (training.stop.steps is {steps})",
+            f"the warm-up is not over when the job stops (training.stop.steps is {steps}{default}): "
+            f"set training.optimizer.warmupSteps to {steps // 10}, a tenth of the steps",
         )
+    yield from _few_merges(spec)
     if outer.optimizer in ("adamw", "cosine-gated") and (outer.lr or 0) > 0.1:
         yield broken(
             "sync.outer.lr",

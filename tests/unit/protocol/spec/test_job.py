@@ -261,7 +261,10 @@ def test_derived_values() -> None:
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
-        ({"training.stop": {"steps": 100}}, "training.optimizer.warmupSteps"),
+        (
+            {"training.stop": {"steps": 150}, "training.optimizer": {"warmupSteps": 150}},
+            "training.optimizer.warmupSteps",
+        ),
         ({"sync.outer.optimizer": "adamw", "sync.outer.lr": 0.7}, "sync.outer.lr"),
         ({"sync.deterministic": True, "sync.quorum": 2}, "sync.quorum"),
     ],
@@ -270,6 +273,39 @@ def test_warnings(fields: dict[str, Any], path: str) -> None:
     (warning,) = job_warnings(parse_job(json.dumps(local_job(fields))))
     assert warning.path == f"spec.{path}"
     assert job_warnings(parse_job(json.dumps(local_job({})))) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"training.stop": {"steps": 20}}, ("no fragment is merged", "20 steps", "set sync.every to 4 or less")),
+        ({"training.stop": {"steps": 24}}, ("merged once", "set sync.every to 4 or less")),
+        ({"training.stop": {"steps": 4}}, ("no fragment is merged", "recommended: train longer")),
+        ({"training.stop": {"steps": 1000}, "sync.every": 400}, ("merged twice", "set sync.every to 200 or less")),
+        ({"training.stop": {"steps": 119}}, ("merged 4 times",)),
+        ({"training.stop": {"steps": 120}}, ()),
+        # Three learners of 16 sequences of 128 tokens: 6,144 tokens a step.
+        ({"training.stop": {"tokens": 6_144 * 119}}, ("merged 4 times", "119 steps of each learner")),
+        ({"training.stop": {"tokens": 6_144 * 120}}, ()),
+        ({"training.stop": {"seconds": 1.0}, "training.optimizer.schedule": "constant"}, ()),
+        ({"training.stop": {"tokens": 10}, "learners.command": ["python", "own.py"]}, ()),
+    ],
+)
+def test_a_job_that_merges_seldom_is_warned_of_with_the_fix(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    fields = {"training.optimizer.warmupSteps": 1, **fields}
+    found = job_warnings(parse_job(json.dumps(local_job(fields))))
+    assert [one.path for one in found] == ["spec.sync.every"] * bool(words)
+    assert all(word in one.message for one in found for word in words)
+
+
+def test_the_warm_up_that_was_not_set_is_told_as_the_default_with_the_fix() -> None:
+    (warning,) = (
+        one
+        for one in job_warnings(parse_job(json.dumps(local_job({"training.stop": {"steps": 50}}))))
+        if one.path == "spec.training.optimizer.warmupSteps"
+    )
+    assert "this is the default" in warning.message
+    assert "set training.optimizer.warmupSteps to 5, a tenth of the steps" in warning.message
 
 
 SPANNING: dict[str, Any] = {
