@@ -5,6 +5,7 @@ Pure text: nothing is started and no torch is loaded. What the file does not sho
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +66,7 @@ class Verdict:
 
 
 def _problem_document(problem: Problem) -> dict[str, Any]:
-    value = problem.value if isinstance(problem.value, bool | int | float | str | None) else show(problem.value)
+    value = json.loads(json.dumps(problem.value, default=str))
     return {"field": problem.path, "value": value, "line": problem.line, "message": problem.message}
 
 

@@ -23,6 +23,7 @@ from diloco.main import app
 from diloco.processes.launch import ForkServerClient
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import base_environment
+from diloco.validate import validate_file
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, load_job
 from diloco_worker.training.findings import JobFindings
@@ -98,6 +99,7 @@ def judged(path: Path, overrides: Sequence[str] = ()) -> tuple[str, int]:
         ({"config": {**LLAMA, "num_hidden_layer": 2}}, {}, ("num_hidden_layer", "did you mean num_hidden_layers")),
         ({"config": {**LLAMA, "num_attention_heads": 5}}, {}, ("config", "32", "attention heads")),
         ({}, {"data": {"paths": ["corpus.txt"], "tokenizer": "gpt2"}}, ("data.tokenizer", "use `bytes`")),
+        ({}, {"data": {"paths": ["corpus.txt"], "tokenizer": "./nodir"}}, ("data.tokenizer", "no such directory")),
         ({}, {"device": "cuda"}, ("training.device", "no CUDA device here")),
         ({"freeze": ["*embd*"]}, {}, ("freeze.0", "matches no parameter", "model.embed_tokens.weight")),
         ({"lora": {"rank": 2, "targets": ["*wq*"]}}, {}, ("lora.targets", "match no linear layer", "q_proj")),
@@ -111,6 +113,12 @@ def test_what_makes_a_run_fail_is_no_valid_job(
     text = " ".join(said.split())
     assert code == 2 and text.startswith(f"{tmp_path / 'job.yaml'}: 1 problem "), said
     assert all(word in text for word in words), said
+
+
+def test_values_are_told_to_programs_as_json(tmp_path: Path) -> None:
+    verdict = validate_file(write_job(tmp_path), ["training.model.from=[llama]", "training.batch.sequences={a: 1.5}"])
+    told = {one["field"]: one["value"] for one in json.loads(json.dumps(verdict.document))["problems"]}
+    assert told == {"spec.training.model.from": ["llama"], "spec.training.batch.sequences": {"a": 1.5}}
 
 
 def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:

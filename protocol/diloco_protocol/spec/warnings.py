@@ -70,7 +70,7 @@ def _few_merges(spec: JobSpec) -> Iterator[Violation]:
     count = {0: "no fragment is merged", 1: "each fragment is merged once", 2: "each fragment is merged twice"}
     merged = count.get(steps // every, f"each fragment is merged {steps // every} times")
     most = steps // FEW_MERGES
-    fix = f"set sync.every to {most} or less, with sync.fragments at most sync.every, or " if most else ""
+    fix = f"set sync.every to at most {most} and sync.fragments to no more than that, or " if most else ""
     yield broken(
         "sync.every",
         f"{merged} before the job stops ({steps:,} steps of each learner), and at least about {FEW_MERGES} merges of "

@@ -27,6 +27,7 @@ from diloco_protocol.common.data_files import HEAD_BYTES, RecordFormat, appearan
 from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data import cache, records, tables
 from diloco_worker.data.corpus import Document, documents
+from diloco_worker.data.directories import directory_or_name
 from diloco_worker.data.found import Found
 from diloco_worker.data.split import Part
 from diloco_worker.errors import job_error, one_line
@@ -63,8 +64,9 @@ class HubTokenizer:
         """Raises JobError if ``name`` is neither a directory with a tokenizer nor one on Hugging Face."""
         from transformers import AutoTokenizer
 
+        source = directory_or_name(name, "spec.training.data.tokenizer")
         try:
-            self.inner: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            self.inner: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as e:
             raise job_error(
                 "spec.training.data.tokenizer",

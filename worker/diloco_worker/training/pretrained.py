@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from diloco_protocol.spec.load import JobError
+from diloco_worker.data.directories import directory_or_name
 from diloco_worker.errors import job_error
 
 FIELD = "spec.training.model.from"
@@ -28,13 +29,7 @@ def local_directory(source: str, directory: Path | None = None) -> str:
     """
     if "://" in source:
         return str(_fetched(source))
-    directory = directory or Path(os.environ.get("DILOCO_JOB_DIRECTORY") or Path.cwd())
-    path = directory / Path(source).expanduser()
-    if path.is_dir():
-        return str(path)
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.exists():
-        raise job_error(FIELD, source, f"no such directory: {path}")
-    return source
+    return directory_or_name(source, FIELD, directory)
 
 
 def _fetched(uri: str) -> Path:

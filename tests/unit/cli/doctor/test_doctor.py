@@ -119,7 +119,7 @@ def test_extras_that_are_missing_come_with_the_command() -> None:
         (["regions.0.learners=500"], "warning device", "they take turns"),
         (["training.model.config.hidden_size=30000"], "error memory", "are free fewer learners"),
         (["training.model.config.model_type=lama"], "error model", "did you mean llama"),
-        (["training.stop={steps: 5}"], "warning file", "the warm-up is not over"),
+        (["training.stop={steps: 5}"], "warning file", "no fragment is merged before the job stops"),
     ],
 )
 def test_what_would_fail_with_a_job_here(overrides: list[str], about: str, words: str) -> None:

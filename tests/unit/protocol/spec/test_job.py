@@ -278,10 +278,10 @@ def test_warnings(fields: dict[str, Any], path: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"training.stop": {"steps": 20}}, ("no fragment is merged", "20 steps", "set sync.every to 4 or less")),
-        ({"training.stop": {"steps": 24}}, ("merged once", "set sync.every to 4 or less")),
+        ({"training.stop": {"steps": 20}}, ("no fragment is merged", "20 steps", "set sync.every to at most 4")),
+        ({"training.stop": {"steps": 24}}, ("merged once", "set sync.every to at most 4")),
         ({"training.stop": {"steps": 4}}, ("no fragment is merged", "recommended: train longer")),
-        ({"training.stop": {"steps": 1000}, "sync.every": 400}, ("merged twice", "set sync.every to 200 or less")),
+        ({"training.stop": {"steps": 1000}, "sync.every": 400}, ("merged twice", "set sync.every to at most 200")),
         ({"training.stop": {"steps": 119}}, ("merged 4 times",)),
         ({"training.stop": {"steps": 120}}, ()),
         # Three learners of 16 sequences of 128 tokens: 6,144 tokens a step.
