@@ -37,6 +37,7 @@ from diloco_syncer.store.checkpoint import Checkpoints, Restored
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch, find_successor
 from diloco_syncer.store.open import open_store
+from diloco_syncer.store.replay import replay_records
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 
@@ -139,18 +140,7 @@ def replay(syncer: Syncer, restored: Restored) -> None:
     if restored.layout is not None and not core.initialised:
         layout = restored.layout
         syncer.driver.handle(InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
-    core.close_superseded_tenures(
-        [r.header for record in restored.newer for r in record.responders]
-        + [offer.header for offer in restored.offers],
-        [record.recovered.receipt for record in restored.newer if record.recovered],
-    )
-    for record in restored.newer:
-        taken = record.recovered
-        if taken is None:
-            headers = [r.header for r in record.responders]
-            core.apply_record(record.fragment, record.version, headers, record.epoch)
-        else:
-            core.apply_recovered_version(record.fragment, record.version, taken.epoch, taken.receipt, record.epoch)
+    replay_records(core, restored.newer, [offer.header for offer in restored.offers])
     for offer in restored.offers:
         try:
             handle = syncer.pushes.restore_offer(offer)

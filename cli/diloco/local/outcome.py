@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.local.chaos import fault_report
 from diloco.local.chaos.fault_report import Event, Injected
@@ -12,6 +12,9 @@ from diloco.local.training_loss import read_training_loss
 from diloco_protocol.documents import Report, ReportSyncer, StatusDocument, Tokens, VersionRange
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.vocabulary import JobPhase
+
+if TYPE_CHECKING:
+    from diloco_syncer.store.kept_tokens import KeptTokens
 
 # The syncer's last phase -> report.json's outcome, exit code.
 OUTCOMES: dict[str, tuple[str, int]] = {
@@ -49,10 +52,12 @@ class RunResult:
     complete_already: bool = False  # before this run began
 
 
-def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path) -> Report:
+def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path, kept: KeptTokens | None = None) -> Report:
     """report.json: the syncer's report with what only the runner knows. ``metrics``: the folder of the processes'
-    metrics files."""
+    metrics files; ``kept``: after a hard end, what the job continues with."""
     report = result.report or _report_without_syncer(result.status, job)
+    if kept is not None:
+        report = report.model_copy(update=_durable_figures(kept))
     own = {
         # The syncer's, where the learners are other machines'.
         "training_loss": None if report.is_scored else read_training_loss(metrics) or report.training_loss,
@@ -67,6 +72,50 @@ def complete_report(result: RunResult, job: DiLoCoJob, metrics: Path) -> Report:
         ),
     }
     return Report.model_validate({**dict(report), **own})
+
+
+def is_hard_end(result: RunResult) -> bool:
+    """Whether an interrupted run ended before its syncer had taken in what the learners had."""
+    drained = result.report is not None and result.report.outcome == "interrupted"
+    return result.ended.outcome == "interrupted" and not drained
+
+
+def read_kept(job: DiLoCoJob, store: Path) -> KeptTokens | None:
+    """What a job continues with after a hard end, by its store; None: it has nothing, or that cannot be read."""
+    from diloco_syncer.store.base import ObjectNotFound
+    from diloco_syncer.store.directory import DirectoryStore
+    from diloco_syncer.store.kept_tokens import read_kept_tokens
+    from diloco_syncer.store.records import Damaged, FormatRefused
+    from diloco_syncer.store.restore import StoreUnusable
+
+    try:
+        return read_kept_tokens(job, DirectoryStore(store))
+    except (StoreUnusable, Damaged, ObjectNotFound, FormatRefused, OSError):
+        return None  # the next start says what is wrong with the store
+
+
+def hard_end_note(result: RunResult, kept: KeptTokens | None) -> str:
+    """What a hard end cost, in words; empty: nothing that is known."""
+    if kept is None:
+        return ""
+    heard = kept.tokens.trained if result.status is None else result.status.tokens.trained
+    lost = kept.not_offered + max(0, heard - kept.tokens.trained)
+    if not lost:
+        return ""
+    return (
+        f"stopped at once: {lost:,} tokens were not offered, and are lost when the job continues;"
+        f" it continues from {kept.tokens.trained:,} tokens"
+    )
+
+
+def _durable_figures(kept: KeptTokens) -> dict[str, Any]:
+    return {
+        "tokens": kept.tokens,
+        "ledger": kept.ledger,
+        "merges": kept.merges,
+        "versions": VersionRange(min=min(kept.versions), max=max(kept.versions)),
+        "steps": kept.steps,
+    }
 
 
 def _report_without_syncer(status: StatusDocument | None, job: DiLoCoJob) -> Report:

@@ -8,14 +8,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diloco.checks.machine import find_absent
 from diloco.checks.start import StartCheck
 from diloco.console import CommandError, print_lasting, program_name, unwritable_text
 from diloco.local.chaos import schedule as chaos
-from diloco.local.outcome import REFUSED, RunResult, complete_report
+from diloco.local.outcome import REFUSED, RunResult, complete_report, hard_end_note, is_hard_end, read_kept
 from diloco.local.runner import Runner
 from diloco.local.screen import make_screen
 from diloco.local.summary import summary
@@ -76,7 +76,12 @@ def run(options: RunOptions) -> int:
         earlier = workdir.earlier_report() if result.complete_already else None
         if earlier is not None and result.status is not None:
             earlier = earlier.model_copy(update={"output": result.status.output})
-        report = earlier or complete_report(result, job, workdir.metrics)
+        kept = None
+        if options.serving is None and is_hard_end(result):  # learners of other machines still have their work
+            kept = read_kept(job, workdir.store)
+            notes = [note for note in (result.ended.note, hard_end_note(result, kept)) if note]
+            result = replace(result, ended=replace(result.ended, note="; ".join(notes)))
+        report = earlier or complete_report(result, job, workdir.metrics, kept)
         data = report.model_dump_json(indent=1).encode() + b"\n"
         wanted: list[tuple[Path, int | None]] = [(workdir.report, None)]
         if options.report is not None:

@@ -6,8 +6,8 @@ ends sets the outcome once; then all processes are ended, the report is complete
 
 Ends. *Complete* and *failed* come from the syncer's phase, failed also from the supervisor. Ctrl-C (and SIGTERM,
 SIGHUP) asks the syncer to interrupt: learners offer their work and leave, the syncer makes its checkpoint, and the run
-ends with 130; a second one kills everything at once. If the runner itself is killed the kernel kills its processes
-(launch.py).
+ends with 130; a second one, a second or more later, kills everything at once. If the runner itself is killed the kernel
+kills its processes (launch.py).
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ METRICS_SECONDS = 1.0
 DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
+SAME_SIGNAL_SECONDS = 1.0  # signals closer together are one wish: `timeout` signals a process and then its group
 ENDED_TRIES = 5  # process-ended calls while the syncer does not answer
 Check = Callable[[ForkServerClient], Awaitable[str]]
 
@@ -137,6 +138,7 @@ class Runner:
         self._peak_rss = 0
         self._stopping = False
         self._interrupts = 0
+        self._interrupted_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._outcome: asyncio.Future[RunOutcome] | None = None
 
@@ -465,9 +467,17 @@ class Runner:
             self._outcome.set_result(dataclasses.replace(outcome, log_begin=begin))
 
     def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if self._interrupts and now < self._interrupted_at + SAME_SIGNAL_SECONDS:
+            return
         self._interrupts += 1
+        self._interrupted_at = now
         if self._interrupts == 1:
-            self.screen.event("interrupted: learners offer their work, then a checkpoint (again: stop at once)", "bold")
+            self.screen.event(
+                "interrupted: learners offer their work, then a checkpoint"
+                " (again after a second or more: stop at once)",
+                "bold",
+            )
             self._spawn(self._interrupt())
         else:
             self.screen.event("stopping at once", "bold red")

@@ -94,6 +94,8 @@ def tokens_text(report: Report) -> str:
     pending = f"{number(tokens.pending)} pending"
     if not tokens.pending:
         pending = "nothing pending"
+    elif report.outcome == "interrupted" and report.ledger is None:  # neither the syncer nor its store could be asked
+        pending += " (as last heard)"
     elif report.outcome in _PENDING:
         pending += f" ({_PENDING[report.outcome]})"
     dropped = "nothing dropped"

@@ -241,6 +241,13 @@ class Core:
         self._advance(now)
         return self._actions.drain()
 
+    def write_off_learners(self) -> None:
+        """Take every learner of the restored state for gone: drop what it has neither in a merge nor in an offer."""
+        if self._state.ledger:
+            offers = self._aggregator.accepted_headers()
+            for slot in self._state.members.slots:
+                self._state.ledger.close_tenure(slot.index, "died", offers)
+
     # ================================================================ events
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:

@@ -71,10 +71,12 @@ class FoundState:
 
 @dataclass
 class StoreReader:
-    """Reads one job's store. All methods block."""
+    """Reads one job's store. All methods block. ``with_arrays`` False: of records the arrays are neither read nor
+    verified."""
 
     store: Store
     job: str
+    with_arrays: bool = True
     initial: dict[str, Any] | None = None  # initial.json: version 0's objects
 
     def layout(self) -> Layout | None:
@@ -99,14 +101,17 @@ class StoreReader:
     def record(self, fragment: int, version: int) -> MergeRecord:
         """One version of a fragment, verified. Raises ``ObjectNotFound``, ``Damaged``."""
         name = self.name_of(fragment, version)
-        record = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
+        if self.with_arrays:
+            record = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
+        else:
+            record = self.header(fragment, version)
         if (record.job, record.fragment, record.version) != (self.job, fragment, version):
             raise Damaged(f"{name} holds {record.job!r} fragment {record.fragment} version {record.version}")
         return record
 
     def header(self, fragment: int, version: int) -> MergeRecord:
         """One version's record without its arrays, which are not verified. Raises ``ObjectNotFound``, ``Damaged``."""
-        body = records.read_body(self.store, record_name(fragment, version), "merge")
+        body = records.read_body(self.store, self.name_of(fragment, version), "merge")
         return MergeRecord.from_body(body, np.empty(0, np.float32))
 
     def merges(self) -> Iterator[tuple[int, int]]:

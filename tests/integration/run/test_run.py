@@ -238,12 +238,42 @@ def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
         child.send_signal(signal.SIGSTOP)
     run.process.send_signal(signal.SIGINT)
     run.waits_for("interrupted")
+    first = time.monotonic()
+    run.process.send_signal(signal.SIGINT)  # the group's copy of the first
+    run.until(lambda: time.monotonic() > first + 1.1)
+    assert "stopping at once" not in run.output
     run.process.send_signal(signal.SIGINT)
     started = time.monotonic()
     assert run.ends(30) == 130, run.everything()
     assert time.monotonic() - started < 5
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
+
+
+@pytest.mark.slow
+def test_a_hard_end_reports_what_the_job_continues_with(start: Callable[..., Run]) -> None:
+    run = start(steps=100_000)
+    run.waits_for("first-merge: local-1")
+    for child in run.children():  # so that nothing is drained
+        child.send_signal(signal.SIGSTOP)
+    run.process.send_signal(signal.SIGINT)
+    run.waits_for("interrupted")
+    first = time.monotonic()
+    run.until(lambda: time.monotonic() > first + 1.1)  # signals within a second count as one
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends(30) == 130, run.everything()
+    ended = run.report()
+    check_ledger(ended)
+    assert ended["tokens"]["pending"] == 0, run.everything()  # nothing was offered
+    assert "merged when the job continues" not in run.output
+    if lost := ended["tokens"]["dropped"]:
+        assert "were not offered, and are lost when the job continues" in run.output, (lost, run.output)
+
+    again = start("--set", f"training.stop.steps={ended['steps'] + 60}")
+    assert again.ends() == 0, again.everything()
+    assert f"{ended['merges']:,} merges, {ended['tokens']['trained']:,} tokens" in again.output, again.output
+    for row, before in zip(again.report()["ledger"], ended["ledger"], strict=True):
+        assert row["reasons"].get("died", 0) == before["reasons"].get("died", 0), again.everything()
 
 
 @pytest.mark.slow
