@@ -13,7 +13,7 @@ import torch
 
 from diloco.local import run
 from diloco.processes import unjoined
-from diloco_syncer.core.members import first_steps
+from diloco_protocol.common import first_step
 from diloco_worker import Learner
 from repository import ROOT
 
@@ -42,11 +42,11 @@ def test_m1_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
     with Learner.from_environment(model, optimizer, environ=syncer.environ()) as learner:
         pause = threading.Event()
         for count, _ in enumerate(learner.batches(Rows(40_000))):
-            if count < first_steps.MANY_BATCHES:
+            if count < first_step.MANY_BATCHES:
                 continue
             pause.wait(0.5)
             seen.append(problem())
-            if seen[-1] or len(seen) > 4 * first_steps.BATCHES_SECONDS:
+            if seen[-1] or len(seen) > 4 * first_step.BATCHES_SECONDS:
                 break
     assert "does it call learner.after_step()" in seen[-1]
     (event,) = [row for row in syncer.status()["events"] if row["kind"] == "no-steps"]

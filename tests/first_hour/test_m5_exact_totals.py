@@ -44,8 +44,15 @@ def test_m5_what_is_pending_at_the_end_is_said_with_the_reason() -> None:
     tokens = {"trained": 100, "merged": 60, "pending": 40, "dropped": 0}
     for outcome, words in (("complete", "fewer learners than a merge needs"), ("interrupted", "kept in the store")):
         console = Console(file=io.StringIO(), width=200)
-        console.print(summary(job_report(outcome=outcome, tokens=tokens)))
+        console.print(summary(job_report(outcome=outcome, tokens=tokens, ledger=[])))
         assert words in console.file.getvalue()  # type: ignore[attr-defined]
         console = Console(file=io.StringIO(), width=200)
         console.print(summary(job_report(outcome=outcome, tokens={**tokens, "pending": 0, "merged": 100})))
         assert words not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_m5_what_no_store_is_known_to_have_is_not_promised() -> None:
+    tokens = {"trained": 100, "merged": 60, "pending": 40, "dropped": 0}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary(job_report(outcome="interrupted", tokens=tokens, ledger=None)))
+    assert "40 pending (as last heard)" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -64,6 +64,7 @@ from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
+from diloco_worker.sync.step_tokens import check_step_tokens
 from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -311,8 +312,10 @@ class Learner:
         ``tokens``: how many were trained in this step. ``loss``: mean nats per token, a number or a scalar tensor; one
         on a GPU is read when the device has it, without waiting. ``lr`` only goes into the metrics file.
 
-        Parameters may change here, and nowhere else. Raises WorkerError if the learner cannot go on.
+        Parameters may change here, and nowhere else. Raises WorkerError if the learner cannot go on, or ``tokens`` is
+        no count.
         """
+        tokens = check_step_tokens(tokens)
         entered = self._metrics.begin_wait()
         synchronizer = self._synchronizer
         if not self._stepped:
@@ -330,7 +333,7 @@ class Learner:
             self._metrics.add_step(compute)
             if self._prefetcher is not None:
                 self._prefetcher.commit(self._used)
-            synchronizer.complete_step(int(tokens), compute)
+            synchronizer.complete_step(tokens, compute)
         else:
             synchronizer.run_boundary()  # the slot was lost during the step, and its work with it
         self._used.clear()

@@ -66,6 +66,11 @@ def read_merged(what: str, progress: Callable[[int, int], None] = lambda done, t
         return read_url(what if "://" in what else f"http://{what}", progress)
     if _is_output(what):
         return read_place(what)
+    if _is_export(what):
+        raise ExportFailed(
+            f"{what} is an export already: load model.safetensors in it with safetensors.torch.load_file, or the"
+            " directory with transformers where the job has training.model"
+        )
     return read_run(find(what))
 
 
@@ -107,6 +112,15 @@ def _is_output(what: str) -> bool:
     """Whether it names where an ``output.uri`` has led: a bucket, or a directory with a model that is whole."""
     with contextlib.suppress(OSError):  # a name that is too long, say
         return "://" in what or (Path(what) / "output.json").is_file()
+    return False
+
+
+def _is_export(what: str) -> bool:
+    """Whether it names a directory that an export has written."""
+    with contextlib.suppress(OSError):
+        names = {path.name for path in Path(what).iterdir()}
+        weights = {"model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"}
+        return "job.json" not in names and bool(names & weights)
     return False
 
 

@@ -245,6 +245,8 @@ def find(argument: str | None) -> Workdir:
             raise WorkdirError(f"{argument} is another user's: a run's directory is for who runs it alone")
         if not os.path.isfile(path / "job.json"):
             raise WorkdirError(f"{argument} is no run's directory (it has no job.json)")
+        if os.path.isdir(path / "epochs") and os.path.isfile(path.absolute().parent / "job.json"):
+            raise WorkdirError(f"{argument} is the store of a run: name the run's directory: {path.parent}")
         return Workdir(path.absolute())
     found = [(job.stat().st_mtime, job.parent) for job in Path("runs").glob("*/job.json")]
     if not found:

@@ -33,6 +33,7 @@ from diloco_syncer.core.state import JobState
 _EVALUATING = "the merged model is evaluated"
 _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "enough learners are active"
+_AGAIN = "continued: the learners have to join again"
 
 
 @dataclass
@@ -260,4 +261,5 @@ class Phases:
         """The syncer began anew: learners have to come back before the job goes on."""
         if self.state.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
             self.state.phase = JobPhase.WAITING
+            self.state.phase_message = _AGAIN  # that of the phase before would contradict this one
         self._entered_at = self._progress_at = now

@@ -140,6 +140,19 @@ def test_progress_is_the_jobs_way_to_its_stop(syncer: Callable[..., Syncer], sto
         assert middle and all(0.4 < one < 0.6 for one in middle)
 
 
+def test_tokens_that_are_no_count_are_refused_at_once(syncer: Callable[..., Syncer]) -> None:
+    service = syncer({"every": 8, "overlap": 2}, {"steps": 100_000})
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with (
+        pytest.raises(WorkerError, match=r"after_step\(tokens=-5\): tokens is how many tokens"),
+        Learner.from_environment(model, optimizer, environ=service.environ()) as learner,
+    ):
+        for _ in learner.batches(Rows()):
+            learner.after_step(tokens=-5)
+    assert learner.tokens == 0
+
+
 def test_sigterm_drops_no_token(syncer: Callable[..., Syncer]) -> None:
     service = syncer({"every": 8, "overlap": 2}, {"steps": 100_000})
     model = small_model()

@@ -11,10 +11,13 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from diloco.export.export import ExportFailed, MergedModel, write_merged
+from diloco.console import CommandError
+from diloco.export.export import ExportFailed, MergedModel, read_merged, write_merged
 from diloco.export.tensors import write_tensors
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.spec.load import parse_job
+from diloco_worker import load_merged
+from diloco_worker.settings import WorkerError
 
 TENSORS = {name: np.full((50, 2), value, np.float32) for value, name in enumerate(("a.weight", "b.weight", "c.bias"))}
 LAYOUT = Layout.build([Tensor(name, (50, 2), "bfloat16") for name in TENSORS], 2)
@@ -46,6 +49,19 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
     with pytest.raises(SafetensorError, match="dtype"):
         write_tensors("j", LAYOUT, wrong, [3, 4], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_runs_directory_is_told_by_what_it_is(tmp_path: Path) -> None:
+    write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "model")
+    with pytest.raises(CommandError, match="is an export already: load model.safetensors"):
+        read_merged(str(tmp_path / "model"))
+    with pytest.raises(WorkerError, match="is an export already"):
+        load_merged(tmp_path / "model")
+    (tmp_path / "run" / "store" / "epochs").mkdir(parents=True)
+    for name in ("job.json", "store/job.json"):
+        (tmp_path / "run" / name).write_text("{}")
+    with pytest.raises(CommandError, match=f"name the run's directory: {tmp_path}/run$"):
+        read_merged(str(tmp_path / "run" / "store"))
 
 
 OWN = {

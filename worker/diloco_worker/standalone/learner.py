@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import default_collate
 
+from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES, no_step_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, load_job
 from diloco_protocol.vocabulary import JobPhase
@@ -29,6 +30,7 @@ from diloco_worker.fragments import build_layout, refuse_running_statistics
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.step_metrics import StepMetrics
+from diloco_worker.sync.step_tokens import check_step_tokens
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ class StandaloneLearner:
         self._losses: list[float] = []  # the first and the last
         self._started = False
         self._terminated = False
+        self._given = 0  # batches before the first step
+        self._told_of_no_step = False
         self._began = 0.0
         self._compute_seconds = 0.0
         self._compute_from: float | None = None
@@ -208,10 +212,21 @@ class StandaloneLearner:
         self._began = time.monotonic()
         while not self.draining:
             self._compute_from = time.monotonic()
+            self._tell_of_no_step()
             yield self.step
+
+    def _tell_of_no_step(self) -> None:
+        """Say once what the syncer would say of a loop that finishes no step."""
+        if self.step or self._told_of_no_step:
+            return
+        self._given += 1
+        if self._given > MANY_BATCHES and time.monotonic() - self._began >= BATCHES_SECONDS:
+            self._told_of_no_step = True
+            log.warning("no-steps: %s", no_step_text(self._given - 1))
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step. ``lr`` is not written anywhere."""
+        tokens = check_step_tokens(tokens)
         if not self.step:
             refuse_running_statistics(self._model)  # modules may be in another mode than at the start
         if self._compute_from is None:
@@ -225,7 +240,7 @@ class StandaloneLearner:
             if math.isfinite(known := self._metrics.read_loss()):
                 self._losses = [*self._losses[:1], known]
         self.step += 1
-        self.tokens += int(tokens)
+        self.tokens += tokens
         self._compute_seconds += seconds
         self._metrics.add_step(seconds)
         self._compute_from = self._metrics.end_wait()

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES, no_step_text
 from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.state import JobState
 
-MANY_BATCHES = 8
-"""More than a loop takes that puts several batches into one step, usually."""
-BATCHES_SECONDS = 20.0
 LONG_SECONDS = 300.0
 """Longer than most first steps take. Half of the least time after which a learner's watchdog ends it."""
 
@@ -51,10 +49,7 @@ class FirstSteps:
 
 def _problem(slot: Slot, seconds: float) -> str:
     if slot.batches >= MANY_BATCHES and seconds >= BATCHES_SECONDS:
-        return (
-            f"its loop was given {slot.batches} batches and has finished no step: does it call learner.after_step() "
-            "after each optimizer step?"
-        )
+        return no_step_text(slot.batches)
     if seconds >= LONG_SECONDS:
         return (
             f"no step was finished for {seconds:.0f} s: a slow first step, or a loop that hangs or never calls "

@@ -7,7 +7,8 @@ from dataclasses import replace
 from core_desk import Desk, config, of, report
 from diloco_protocol.vocabulary import JobPhase
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.members.first_steps import BATCHES_SECONDS, LONG_SECONDS, MANY_BATCHES
+from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES
+from diloco_syncer.core.members.first_steps import LONG_SECONDS
 
 
 def given(desk: Desk, connection: int, batches: int, step: int = 0) -> None:

@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from diloco_protocol.common.first_step import MANY_BATCHES, no_step_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_worker import Learner
 from diloco_worker.settings import ConfigurationError, WorkerError
+from diloco_worker.standalone import learner as standalone
 from diloco_worker.standalone.learner import StandaloneLearner
 from repository import ROOT
 
@@ -229,3 +231,25 @@ def test_what_is_no_map_style_data_set_is_told_the_way(case: str, in_a_job: bool
 def test_whatever_has_a_length_and_items_by_number_is_taken(tmp_path: Path) -> None:
     for data in (list(range(32)), range(32), torch.arange(32), collections.deque(range(32))):
         assert len(next(lone().batches(data))) == 16
+
+
+def test_a_loop_that_finishes_no_step_is_told_of_once(
+    alone: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone, "BATCHES_SECONDS", 0.0)  # a wait would show no more
+    with alone:
+        for given, _ in enumerate(alone.batches(TensorDataset(torch.arange(100))), 1):
+            if given <= MANY_BATCHES:
+                assert "after_step" not in caplog.text
+            if given == 2 * MANY_BATCHES:
+                break
+    (said,) = [record.message for record in caplog.records if record.message.startswith("no-steps: ")]
+    assert said == f"no-steps: {no_step_text(MANY_BATCHES)}"
+
+
+@pytest.mark.parametrize("tokens", [-5, float("nan"), 1 << 40])
+def test_tokens_that_are_no_count_are_refused_at_once(alone: Any, tokens: Any) -> None:
+    with pytest.raises(WorkerError, match="after_step\\(tokens="), alone:
+        for _ in alone.batches(TensorDataset(torch.arange(100))):
+            alone.after_step(tokens=tokens)
+    assert (alone.step, alone.tokens) == (0, 0)
