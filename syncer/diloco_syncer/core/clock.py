@@ -12,6 +12,7 @@ counts of it: a clock that is weeks ahead does not end a job.
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 MIN_GAP = 2.0  # a gap between two advances that is still up time, whatever the step time
@@ -71,12 +72,15 @@ class JobClock:
                 self.samples.popleft()
 
     def rate(self, now: float) -> float:
-        """Tokens per second over the last few seconds."""
+        """Tokens per second over the last few seconds of this life."""
         if len(self.samples) < 2 or now - self.samples[-1][0] > RATE_WINDOW:
             return 0.0
-        (t0, n0), (_, n1) = self.samples[0], self.samples[-1]
-        # Up to now, not to the last sample: a standstill shows.
-        return max(0.0, (n1 - n0) / max(now - t0, 1e-9))
+        (t0, n0), (t1, n1) = self.samples[0], self.samples[-1]
+        # Learners report now and then. Until a report is overdue, the time since the last one tells nothing: else the
+        # rate would depend on when it is asked for. A standstill shows once reports are overdue.
+        longest = max(later - earlier for (earlier, _), (later, _) in pairwise(self.samples))
+        until = max(t1, now - longest)
+        return max(0.0, (n1 - n0) / max(until - t0, 1e-9))
 
     def uptime(self, now: float) -> float:
         elapsed = self.elapsed(now)

@@ -53,11 +53,20 @@ def test_the_time_after_the_end_does_not_count() -> None:
     assert again.elapsed(3.0) == 7.0
 
 
+def test_the_rate_is_the_same_whenever_it_is_asked_for_between_two_reports() -> None:
+    clock = JobClock(1)
+    clock.start(0.0)
+    for seconds in (0.0, 4.0, 8.0, 12.0):
+        clock.advance(seconds, 4.0, 4.0, round(100 * seconds))
+    assert [clock.rate(now) for now in (12.0, 14.0, 16.0)] == [100.0] * 3
+    assert clock.rate(20.0) < 75.0
+
+
 def test_the_rate_falls_when_nobody_advances() -> None:
     clock = JobClock(1)
     clock.start(0.0)
     clock.advance(0.0, 0.1, 0.0, 0)
     clock.advance(2.0, 0.1, 2.0, 100)
     assert clock.rate(2.0) == 50.0
-    assert clock.rate(5.0) == 20.0
+    assert clock.rate(6.0) == 25.0
     assert clock.rate(2.0 + RATE_WINDOW + 1.0) == 0.0

@@ -152,6 +152,7 @@ def test_after_a_restart_learners_come_back_before_the_job_goes_on() -> None:
     assert desk.core.phase is JobPhase.TRAINING
     again = Desk(config(), desk.core.state(0.0), 2)
     assert again.core.phase is JobPhase.WAITING
+    assert again.core.phase_message == "continued: the learners have to join again"
     assert [slot.state for slot in again.core.slots] == [SlotState.SUSPECT] * 2
     again.join(1, 0, process="p1", previous_incarnation=1)
     again.do(ev.Reported(1, report(0)))
