@@ -418,6 +418,8 @@ def list_jobs(
         return
     from diloco.local.status import list_runs, show_runs
 
+    if directory is not None and not directory.is_dir():
+        raise CommandError(f"{directory} is not a directory: name one that holds runs, such as runs")
     place = directory or Path("runs")
     rows = list_runs(place)
     if as_json:

@@ -101,7 +101,8 @@ def run(options: RunOptions) -> int:
 def _removed_if_refused(workdir: Workdir, is_new: bool) -> Iterator[None]:
     """Leave nothing of a run that was refused before it began. ``is_new``: this command has made the directory."""
     try:
-        yield
+        with workdir.unchanged_if_refused():
+            yield
     except CommandError:
         if is_new and not workdir.has_begun():
             shutil.rmtree(workdir.path, ignore_errors=True)

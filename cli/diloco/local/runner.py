@@ -185,8 +185,6 @@ class Runner:
 
     async def _follow_job(self, metrics_log: MetricsLog, check: Check | None) -> None:
         """Start everything, then follow the syncer's status until the end."""
-        with contextlib.suppress(FileNotFoundError):
-            self.workdir.address.unlink()  # an earlier run's
         if any(fault.action == "cut" for fault in self.injector.waiting):
             for worker in self._workers:
                 self.proxies[worker.name] = Proxy(self._sync_address)
@@ -197,6 +195,8 @@ class Runner:
                 self._spawn(self._preload())
             elif not await self._preload(check):
                 return
+        with contextlib.suppress(FileNotFoundError):
+            self.workdir.address.unlink()  # an earlier run's
         self._spawn(self._keep_syncer())
         while not await self._poll():
             why = self._reason_to_kill_syncer()
@@ -227,6 +227,8 @@ class Runner:
                 next_metrics = time.monotonic() + METRICS_SECONDS
                 try:
                     metrics_log.write(self.view.status if self.view.serving else None)
+                    if self.view.serving:  # `diloco status` has figures of this run now: the report before is stale
+                        self.workdir.report.unlink(missing_ok=True)
                 except OSError as error:  # a full disk: the job's own state has its own handling
                     next_metrics = float("inf")
                     self.screen.event(f"no more metrics are written: {error}", "red")

@@ -70,7 +70,7 @@ def read_status(where: str | None) -> StatusDocument | Report:
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """A run in the list of runs. ``state``: the phase of one that goes on, else how it ended; ``unknown``: it has left
-    nothing that can be read. ``changed``: when its files last did, Unix seconds."""
+    nothing that can be read. ``changed``: when its state last did, Unix seconds."""
 
     job: str
     workdir: Path
@@ -98,7 +98,7 @@ def list_runs(directory: Path) -> list[RunRow]:
 
 def _run_row(path: Path) -> RunRow:
     workdir = Workdir(path)
-    changed = max(each.stat().st_mtime for each in (workdir.job, workdir.report, workdir.lock) if each.exists())
+    changed = workdir.changed()
     head = (workdir.job_name() or path.name, path)
     try:
         document = read_status(str(path))

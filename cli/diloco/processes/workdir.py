@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,31 @@ class Workdir:
         report = _read_report(self.report)
         return report if report is not None and report.outcome == "complete" else None
 
+    def changed(self) -> float:
+        """When the state of the job last changed, Unix seconds: its figures, its report, or its job file; 0: it has
+        none of them."""
+        times = [0.0]
+        for path in (self.job, self.report, self.metrics_file):
+            with contextlib.suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+    @contextlib.contextmanager
+    def unchanged_if_refused(self) -> Iterator[None]:
+        """Give the files that ``claim`` writes their former content and time back if a CommandError ends the block."""
+        before = {path: _former(path) for path in (self.job, self.origin)}
+        try:
+            yield
+        except CommandError:
+            for path, found in before.items():
+                with contextlib.suppress(OSError):
+                    if found is None:
+                        path.unlink(missing_ok=True)
+                    elif _former(path) != found:
+                        write_whole(path, found[0])
+                        os.utime(path, ns=found[1])
+            raise
+
     def has_begun(self) -> bool:
         """Whether there is something to go on from: the store holds version 0, or more."""
         try:
@@ -125,6 +151,15 @@ class Workdir:
         return self.logs / f"{process}.log"
 
 
+def _former(path: Path) -> tuple[bytes, tuple[int, int]] | None:
+    """A file's content, and its times of access and change in ns; None: it is not there."""
+    try:
+        found = path.stat()
+        return path.read_bytes(), (found.st_atime_ns, found.st_mtime_ns)
+    except OSError:
+        return None
+
+
 def _read_report(path: Path) -> Report | None:
     try:
         return read_document(Report, read_bounded(path, MAX_REPORT_BYTES))
@@ -132,9 +167,28 @@ def _read_report(path: Path) -> Report | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _LockContent:
+    """``times``: of access and change, in ns; None: now."""
+
+    data: bytes
+    times: tuple[int, int] | None
+
+    @classmethod
+    def read(cls, descriptor: int) -> _LockContent:
+        found = os.fstat(descriptor)
+        return cls(os.pread(descriptor, 64, 0), (found.st_atime_ns, found.st_mtime_ns))
+
+    def write(self, descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, self.data, 0)
+        if self.times is not None:
+            os.utime(descriptor, ns=self.times)
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[Workdir]:
-    """Make the directory if it is not there and hold it for this run.
+    """Make the directory if it is not there and hold it for this run. A CommandError leaves the lock as it was.
 
     Raises WorkdirError if it cannot be written or another run holds it.
     """
@@ -156,16 +210,21 @@ def locked(path: Path) -> Iterator[Workdir]:
             raise WorkdirError(
                 f"workdir {path} is in use by another run{who}: wait for it, stop it, or give another --workdir"
             ) from error
+        before = _LockContent.read(descriptor)
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             raise _unusable(path, error) from error
+        ended = _LockContent(b"", None)  # it was not killed
         try:
             yield workdir
+        except CommandError:
+            ended = before  # it was refused: what is known of the run before stays known
+            raise
         finally:
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)  # it was not killed
+                ended.write(descriptor)
     finally:
         os.close(descriptor)  # and with it the lock
 

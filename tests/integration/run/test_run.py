@@ -289,6 +289,16 @@ def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     assert again.ends() == 0, again.everything()
     assert "continuing from the checkpoint" in again.output
 
+    # The report of that end is no report of the next run, which is killed.
+    further = start("--set", "training.stop.steps=100000")
+    further.until(lambda: not (further.workdir / "report.json").exists())
+    children = further.children()
+    further.process.kill()
+    further.process.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert further.status()["report"]["outcome"] == "killed"
+
 
 @pytest.mark.slow
 def test_what_a_command_started_goes_with_it(start: Callable[..., Run], tmp_path: Path) -> None:
