@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import shutil
@@ -54,14 +55,42 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             code = INTERRUPTED
         except BrokenPipeError:  # a command that only prints has nothing left to do
             code = COMPLETE
+        except OSError:
+            if (why := _output_error()) is None:
+                raise
+            print_text(f"error: the output cannot be written: {why}", file=sys.stderr)
+            code = FAILED
+        # Here and not when Python ends: an error has words then, and an exit code.
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except BrokenPipeError:
                 discard(stream)
+            except OSError as error:
+                discard(stream)
+                print_text(f"error: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+                code = code or FAILED
         raise typer.Exit(code or COMPLETE)
 
     return wrapped
+
+
+def _output_error() -> str | None:
+    """Why standard output cannot be written, if it cannot. What is left of it is discarded then: Python would try again
+    when it ends, and end with a code of its own."""
+    try:
+        print(flush=True)  # what failed may have left nothing to flush
+    except OSError as error:
+        discard(sys.stdout)
+        return error.strerror or str(error)
+    return None
+
+
+def replace_unprintable() -> None:
+    """Let a terminal that does not know a character show another one in its place: that is no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def print_text(text: str, file: IO[str] | None = None, flush: bool = False) -> None:

@@ -16,7 +16,7 @@ from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
 from diloco.command_line import CommandLine
-from diloco.console import CommandError, command, job_file, means_job, named_job, print_text
+from diloco.console import CommandError, command, job_file, means_job, named_job, print_text, replace_unprintable
 from diloco.doctor import commands as doctor_commands
 from diloco.machines import commands as machine_commands
 from diloco.simulate import commands as simulate_commands
@@ -528,8 +528,11 @@ def report(
     if html or markdown:
         from diloco.local.report import write_pages
 
-        if there.given or means_job(what):
-            raise CommandError(f"pages are made of files: diloco report {what or 'JOB'} -o report.json, then of that")
+        of_job = f"diloco report {what or 'JOB'} -o report.json, then diloco report report.json --html"
+        if there.given:
+            raise CommandError(f"pages are made of files: {of_job}")
+        if means_job(what):
+            raise CommandError(f"there is no run {what} here; of a job in a cluster: {of_job}")
         if out is not None or as_json:
             raise CommandError("--html and --markdown go without -o and --json: name the page after --html")
         write_pages(what, page, html, markdown)
@@ -557,6 +560,7 @@ app.add_typer(certs)
 
 
 def main() -> None:
+    replace_unprintable()
     app()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diloco.console import CommandError, print_text
 from diloco.local.status import read_status
-from diloco.processes.workdir import MAX_REPORT_BYTES, find
+from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, find
 from diloco.reports.document import ReportError, ResultDocument, read_result
 from diloco.reports.files import write_text
 from diloco.reports.html import render_html
@@ -50,7 +50,9 @@ def _from_file(path: Path) -> ResultDocument:
         data = read_bounded(path, MAX_REPORT_BYTES)
         content = json.loads(data)
         if isinstance(content, dict) and "spec_digest" in content:
-            return run_report(path.stem, read_document(Report, data), RunCurves())
+            of_run = Workdir(path.absolute().parent)
+            name = of_run.job_name() if path.name == of_run.report.name else None
+            return run_report(name or path.stem, read_document(Report, data), RunCurves())
         return read_result(data)
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -53,7 +53,7 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
 
 def test_what_is_no_runs_directory_is_told_by_what_it_is(tmp_path: Path) -> None:
     write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "model")
-    with pytest.raises(CommandError, match="is an export already: load model.safetensors"):
+    with pytest.raises(CommandError, match=r"is an export already: load model\.safetensors"):
         read_merged(str(tmp_path / "model"))
     with pytest.raises(WorkerError, match="is an export already"):
         load_merged(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A run that is refused leaves the directory of the run before as it was, and `diloco list` does not take it for news."""
+"""A run that is refused leaves the directory of the run before as it was, and is no news for `diloco list`."""
 
 from __future__ import annotations
 

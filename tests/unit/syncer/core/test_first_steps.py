@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core_desk import Desk, config, of, report
+from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES
 from diloco_protocol.vocabulary import JobPhase
 from diloco_syncer.core import events as ev
-from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES
 from diloco_syncer.core.members.first_steps import LONG_SECONDS
 
 
