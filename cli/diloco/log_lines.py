@@ -1,9 +1,10 @@
-"""Lines of our programs' logs, for people."""
+"""Lines of our programs' logs, for people: those that are JSON in the form of those that are text."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from datetime import datetime
 
 LEVEL_STYLES = {"warning": "yellow", "error": "red", "critical": "red", "debug": "dim"}
 _KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot", "message", "traceback"})
@@ -31,7 +32,7 @@ def rendered(line: str) -> tuple[str, str]:
     if not isinstance(entry, dict) or "message" not in entry:
         return line, ""
     level = str(entry.get("level") or "").lower()
-    stamp = str(entry.get("time") or "").rpartition("T")[2].removesuffix("Z")
+    stamp = _local_time(str(entry.get("time") or ""))
     slot = entry.get("slot")
     more = "".join(f"  {key}={value}" for key, value in entry.items() if key not in _KNOWN)
     held = f"slot {slot}  " if isinstance(slot, int) and slot >= 0 else ""
@@ -39,3 +40,11 @@ def rendered(line: str) -> tuple[str, str]:
     if entry.get("traceback"):
         text += "\n" + str(entry["traceback"])
     return text, LEVEL_STYLES.get(level, "")
+
+
+def _local_time(stamp: str) -> str:
+    """A time in UTC as the text lines of our programs have it: date and time, local; what is no time as it is."""
+    try:
+        return datetime.fromisoformat(stamp).astimezone().isoformat(" ", "milliseconds")[:23].replace(".", ",")
+    except (ValueError, OverflowError):
+        return stamp

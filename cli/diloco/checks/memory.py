@@ -63,10 +63,9 @@ def memory_shortage(need: MemoryNeed, free: int) -> str:
     """The sentence that says by how much a run does not fit; empty: it does."""
     if need.whole <= free:
         return ""
-    return (
-        f"{need.text()}, and {size_text(free)} are free on this machine: fewer learners "
-        "(--set regions.0.learners=N), a smaller model, or a larger machine"
-    )
+    one = need.syncer + need.learner + need.evaluator
+    fewer = "fewer learners (--set regions.0.learners=N), " if need.learners > 1 and one <= free else ""
+    return f"{need.text()}, and {size_text(free)} are free on this machine: {fewer}a smaller model, or a larger machine"
 
 
 def size_line(model: ModelFacts, need: MemoryNeed) -> str:

@@ -166,12 +166,6 @@ def _run_job(
     console = TextConsole(soft_wrap=True, stderr=options.as_json)
     screen = make_screen(console)
     try:
-        learners = job.spec.slots
-        screen.event(
-            f"{'continuing' if again else 'starting'} {job.metadata.name}: {learners}"
-            f" learner{'s' * (learners != 1)} in {workdir.path}",
-            "bold",
-        )
         if options.serving is not None:
             port, what = options.serving.listen.rpartition(":")[2], "--credentials DIR"
             if options.serving.credentials is None:
@@ -181,9 +175,12 @@ def _run_job(
             )
             if job.spec.evaluated and not options.serving.evaluator:
                 screen.event("the merged model is not evaluated (see --evaluator, --evaluator-credentials)", "yellow")
+        learners = job.spec.slots
+        starting = f"{job.metadata.name}: {learners} learner{'s' * (learners != 1)} in {workdir.path}"
+        starting = f"{'continuing' if again else 'starting'} {starting}"
         check = StartCheck(job, options.job, workdir, options.force, screen.event)
         runner = Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving)
-        return asyncio.run(runner.run(None if options.serving is not None else check.check))
+        return asyncio.run(runner.run(starting, None if options.serving is not None else check.check))
     finally:
         screen.close()
 

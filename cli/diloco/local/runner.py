@@ -144,8 +144,9 @@ class Runner:
 
     # -------------------------------------------------------------- the run
 
-    async def run(self, check: Check | None = None) -> RunResult:
-        """From the first start to the last process's end. ``check``: whether the job can run here, asked of the
+    async def run(self, starting: str, check: Check | None = None) -> RunResult:
+        """From the first start to the last process's end. ``starting``: said once nothing keeps the job from it.
+        ``check``: whether the job can run here, asked of the
         worker through the fork server; it raises CommandError before the syncer is started, and says what memory the
         job needs."""
         loop = asyncio.get_running_loop()
@@ -154,7 +155,7 @@ class Runner:
             loop.add_signal_handler(number, self._on_signal, number)
         metrics_log = MetricsLog(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
         try:
-            self._spawn(self._follow_job(metrics_log, check))
+            self._spawn(self._follow_job(metrics_log, starting, check))
             outcome = await self._outcome
             await self._wait_for_exits(outcome)
             for fault in self.injector.waiting:
@@ -183,7 +184,7 @@ class Runner:
             self._complete_already,
         )
 
-    async def _follow_job(self, metrics_log: MetricsLog, check: Check | None) -> None:
+    async def _follow_job(self, metrics_log: MetricsLog, starting: str, check: Check | None) -> None:
         """Start everything, then follow the syncer's status until the end."""
         if any(fault.action == "cut" for fault in self.injector.waiting):
             for worker in self._workers:
@@ -193,8 +194,11 @@ class Runner:
         if own or any(m.kind is Kind.EVALUATOR for m in self._workers):
             if check is None:
                 self._spawn(self._preload())
-            elif not await self._preload(check):
-                return
+            else:
+                self.screen.event(f"checking {self.job.metadata.name}")
+                if not await self._preload(check):
+                    return
+        self.screen.event(starting, "bold")
         with contextlib.suppress(FileNotFoundError):
             self.workdir.address.unlink()  # an earlier run's
         self._spawn(self._keep_syncer())

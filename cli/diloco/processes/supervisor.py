@@ -3,9 +3,9 @@
 The runner reports every end of a process and is told what to do: start it again at
 a given time, stop trying, or nothing because the end was as it should be. The rules:
 
-* A process that was in a merge since it started is healthy; its replacement comes at once. One that ends again and
-  again without getting that far comes back after 0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that
-  processes which broke together do not come back together.
+* The first replacement of a process comes at once. One that ends again and again without having been in a merge comes
+  back after 0.5 s, 1 s, 2 s, ... up to 30 s, each with jitter of ± 50 %, so that processes which broke together do not
+  come back together. One that was in a merge since it started is healthy, and its next replacement comes at once.
 * More than ``failurePolicy.maxReplacements`` replacements of one learner, or of the syncer, without any merge in
   between, and the job has failed: something is wrong that another start will not cure. Every merge sets the counts back
   to zero.

@@ -363,6 +363,17 @@ def test_data_that_is_not_there_is_the_users_error(start: Callable[..., Run]) ->
     assert "absent.txt" in run.output and "Traceback" not in run.output, run.output
 
 
+@pytest.mark.slow
+def test_a_model_of_which_not_even_one_learner_fits_is_not_started(start: Callable[..., Run]) -> None:
+    run = start(
+        "--set", "training.model.config.hidden_size=160000", "--set", "training.model.config.num_hidden_layers=9"
+    )
+    assert run.ends(90) == 2, run.everything()
+    assert run.output.startswith("checking tiny\n") and "starting" not in run.output, run.output
+    assert "the job needs at least about" in run.output and "fewer learners" not in run.output
+    assert not run.workdir.exists()
+
+
 def test_a_port_in_use(start: Callable[..., Run]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

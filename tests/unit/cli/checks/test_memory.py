@@ -47,6 +47,9 @@ def test_what_does_not_fit_names_need_and_have() -> None:
     said = memory_shortage(need, need.whole - 1)
     assert said.startswith("the job needs at least about ") and "for each of 2 learners" in said
     assert "are free on this machine: fewer learners (--set regions.0.learners=N)" in said
+    one = need.syncer + need.learner + need.evaluator
+    assert "fewer learners" in memory_shortage(need, one)
+    assert memory_shortage(need, one - 1).endswith("are free on this machine: a smaller model, or a larger machine")
 
 
 @pytest.fixture

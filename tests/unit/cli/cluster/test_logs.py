@@ -10,7 +10,7 @@ import pytest
 from diloco.cluster.client import ClusterError
 from diloco.cluster.logs import MAX_LINE, LogOptions, _Printer, chosen, lines, source, stamped
 from diloco.log_lines import rendered
-from diloco_protocol.common.logs import JsonLines
+from diloco_protocol.common.logs import JsonLines, TextLines
 
 JOB: dict[str, Any] = {
     "metadata": {"name": "tiny"},
@@ -107,7 +107,9 @@ def test_lines_of_the_projects_own_programs_are_rendered() -> None:
     record = logging.LogRecord("diloco_worker", logging.WARNING, "", 0, "the push was %s", ("refused",), None)
     record.created, record.msecs = 1_800_000_000.25, 250.0
     line = JsonLines({"job": "tiny", "region": "west", "ordinal": 1, "slot": 3}).format(record)
-    assert rendered(line) == ("08:00:00.250 WARNING slot 3  the push was refused", "yellow")
+    text = TextLines().format(record)  # of a process on this machine
+    assert rendered(line) == (f"{text[:23]} WARNING slot 3  the push was refused", "yellow")
+    assert text.startswith("2027-01-1") and text[19:23] == ",250"
 
 
 def test_other_lines_are_shown() -> None:
