@@ -251,21 +251,23 @@ def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run]) -> None:
 
 
 @pytest.mark.slow
-def test_a_hard_end_reports_what_the_job_continues_with(start: Callable[..., Run]) -> None:
-    run = start(steps=100_000)
-    run.waits_for("first-merge: local-1")
-    for child in run.children():  # so that nothing is drained
+@pytest.mark.parametrize("offers", [False, True])  # of local-0; local-1 is in no condition to
+def test_a_hard_end_reports_what_the_job_continues_with(start: Callable[..., Run], offers: bool) -> None:
+    chaos = ("--chaos", "step=60:pause:local-1:100s", "--set", "sync.heartbeat.timeoutSeconds=100") if offers else ()
+    run = start(*chaos, steps=100_000)
+    run.waits_for("chaos: pause local-1" if offers else "first-merge: local-1")
+    for child in [] if offers else run.children():  # so that nothing is drained
         child.send_signal(signal.SIGSTOP)
     run.process.send_signal(signal.SIGINT)
-    run.waits_for("interrupted")
+    run.waits_for("local-0 left with its work offered" if offers else "interrupted")
     first = time.monotonic()
     run.until(lambda: time.monotonic() > first + 1.1)  # signals within a second count as one
     run.process.send_signal(signal.SIGINT)
     assert run.ends(30) == 130, run.everything()
     ended = run.report()
     check_ledger(ended)
-    assert ended["tokens"]["pending"] == 0, run.everything()  # nothing was offered
-    assert "merged when the job continues" not in run.output
+    assert bool(ended["tokens"]["pending"]) == offers, run.everything()
+    assert ("merged when the job continues" in run.output) == offers
     if lost := ended["tokens"]["dropped"]:
         assert "were not offered, and are lost when the job continues" in run.output, (lost, run.output)
 
