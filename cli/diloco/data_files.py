@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from diloco.packages import is_installed
-from diloco_protocol.common.data_files import (
+from diloco_protocol.common.data.data_files import (
     HEAD_BYTES,
     TABLES,
     RecordFormat,
@@ -23,7 +23,7 @@ from diloco_protocol.common.data_files import (
     is_gzipped,
     record_format,
 )
-from diloco_protocol.common.local_files import NothingThere, local_files
+from diloco_protocol.common.data.local_files import NothingThere, local_files
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import Problem
 from diloco_protocol.spec.training import DataSpec

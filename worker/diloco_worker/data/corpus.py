@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from diloco_protocol.common.local_files import NothingThere, files_beneath, local_files
+from diloco_protocol.common.data.local_files import NothingThere, files_beneath, local_files
 from diloco_protocol.spec.load import JobError, Problem
 from diloco_worker.errors import job_error
 

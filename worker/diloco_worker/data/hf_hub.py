@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco_protocol.common.data_files import RecordFormat, record_format
+from diloco_protocol.common.data.data_files import RecordFormat, record_format
 from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data.corpus import Document
 from diloco_worker.data.found import Found

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-from diloco_protocol.common.data_files import DELIMITERS, TABLES, RecordFormat, is_gzipped
+from diloco_protocol.common.data.data_files import DELIMITERS, TABLES, RecordFormat, is_gzipped
 from diloco_protocol.spec.load import JobError
 from diloco_worker.data import tables
 from diloco_worker.data.corpus import Document, words_of

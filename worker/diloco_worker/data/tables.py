@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from diloco_protocol.common.data_files import TABLES, RecordFormat, record_format
+from diloco_protocol.common.data.data_files import TABLES, RecordFormat, record_format
 from diloco_worker.data.corpus import Document, words_of
 from diloco_worker.errors import job_error
 

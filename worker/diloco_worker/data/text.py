@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco_protocol.common.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
+from diloco_protocol.common.data.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
 from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data import cache, records, tables
 from diloco_worker.data.corpus import Document, documents

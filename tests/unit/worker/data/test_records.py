@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_protocol.common.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
+from diloco_protocol.common.data.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from diloco_protocol.common.delimited import has_header_and_rows
+from diloco_protocol.common.data.delimited import has_header_and_rows
 
 HEAD_BYTES = 65536
 """How much of a file's beginning ``appearance`` wants to see."""
