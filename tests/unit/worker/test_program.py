@@ -45,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 def test_missing_data_is_one_line(run, role: str) -> None:
     code, said = run(path="/no/such/file.txt", DILOCO_ROLE=role)
     assert code == 2
-    assert 'spec.training.data.paths.0 = "/no/such/file.txt": no such file or directory' in said
+    assert 'spec.training.data.paths.0 = "/no/such/file.txt": there is no such file or directory' in said
     assert "Traceback" not in said
 
 
