@@ -58,7 +58,7 @@ def test_a_syncer_that_hangs_is_killed_and_replaced(
     assert run.run(job(tmp_path, 150)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert sent and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
-    assert "has not answered for 2 s: it is killed" in capsys.readouterr().out
+    assert "has not answered for 2 s; it is killed" in capsys.readouterr().out
 
 
 @pytest.mark.slow
