@@ -317,31 +317,36 @@ def start_ddp(
     arm: str, sizes: Sizes, job: DiLoCoJob, folder: Path, latency: float, stack: contextlib.ExitStack
 ) -> Running:
     """Processes that find each other by a file, and reach each other through both their links."""
-    links = {str(rank): Link(latency=latency) for rank in range(sizes.learners)}
-    relays = stack.enter_context(Relays(links))
-    job_file = folder / "job.json"
-    job_file.write_text(job_to_json(job), encoding="utf-8")
-    running = Running(list(links.values()), Link(), [], [], [], dict)
-    for rank in range(sizes.learners):
-        given = (str(job_file), sizes.step_seconds, rank, sizes.learners, relays.requests_address, arm)
-        start_process(running, stack, train_ddp, given)
-    return running
+    return start_ranks(train_ddp, arm, sizes, job, folder, latency, stack)
 
 
 def start_torchft(
     arm: str, sizes: Sizes, job: DiLoCoJob, folder: Path, latency: float, stack: contextlib.ExitStack
 ) -> Running:
     """Replicas that a lighthouse brings together, and that reach each other through both their links."""
+    server, lighthouse = torchft_replica.serve_lighthouse(sizes.learners)
+    stack.callback(server.shutdown)
+    return start_ranks(train_torchft, lighthouse, sizes, job, folder, latency, stack)
+
+
+def start_ranks(
+    target: Callable[..., None],
+    word: str,
+    sizes: Sizes,
+    job: DiLoCoJob,
+    folder: Path,
+    latency: float,
+    stack: contextlib.ExitStack,
+) -> Running:
+    """A process for each learner; between any two lie both their links. ``word``: the last argument of ``target``."""
     links = {str(rank): Link(latency=latency) for rank in range(sizes.learners)}
     relays = stack.enter_context(Relays(links))
     job_file = folder / "job.json"
     job_file.write_text(job_to_json(job), encoding="utf-8")
-    server, lighthouse = torchft_replica.serve_lighthouse(sizes.learners)
-    stack.callback(server.shutdown)
     running = Running(list(links.values()), Link(), [], [], [], dict)
     for rank in range(sizes.learners):
-        given = (str(job_file), sizes.step_seconds, rank, sizes.learners, relays.requests_address, lighthouse)
-        start_process(running, stack, train_torchft, given)
+        given = (str(job_file), sizes.step_seconds, rank, sizes.learners, relays.requests_address, word)
+        start_process(running, stack, target, given)
     return running
 
 
