@@ -366,11 +366,13 @@ def test_data_that_is_not_there_is_the_users_error(start: Callable[..., Run]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
+@pytest.mark.timeout(400)
 def test_a_model_of_which_not_even_one_learner_fits_is_not_started(start: Callable[..., Run]) -> None:
     run = start(
         "--set", "training.model.config.hidden_size=160000", "--set", "training.model.config.num_hidden_layers=9"
     )
-    assert run.ends(90) == 2, run.everything()
+    assert run.ends(300) == 2, run.everything()
     assert run.output.startswith("checking tiny\n") and "starting" not in run.output, run.output
     assert "the job needs at least about" in run.output and "fewer learners" not in run.output
     assert not run.workdir.exists()
