@@ -80,7 +80,7 @@ def test_workdirs_that_cannot_be_written(tmp_path: Path, mount: Callable[[str], 
         (full / "run", "No space left on device"),
         (full, "No space left on device"),
     ]:
-        done = diloco("run", job, "--workdir", workdir)
+        done = diloco("run", job, "--workdir", workdir, timeout=200)
         assert done.returncode == 2, (workdir, done)
         lines = done.stderr.strip().splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: ") and words in lines[0], done
