@@ -23,7 +23,7 @@ from trials.cells import RESULTS, Cache
 from trials.tables import TrialRow, difference
 
 LINEAGES_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
-HEAD = ("data-parallel, nats, at its best inner rate", "this project, nats", "difference", "seeds")
+HEAD = ("data-parallel, nats (at its best inner rate, where searched)", "this project, nats", "difference", "seeds")
 
 
 def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]) -> str:
