@@ -313,7 +313,8 @@ def plan(
 
         diloco plan own-loop.yaml --layout runs/own-loop --step-seconds 0.5
 
-        diloco plan job.yaml --set sync.compression.down=delta-int4 --json
+        diloco plan job.yaml --params 5e9 --step-seconds 1 \\
+          --set sync.compression.down=delta-int4 --json
     """
     from diloco.bandwidth_plan import Conditions, text
     from diloco.bandwidth_plan import plan as made
