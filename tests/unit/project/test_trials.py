@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_protocol.merging import outer_settings
+from diloco_protocol.merging import outer_settings, settle_merge
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
 from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-from trials import outers, sparse
+import ablations
+from trials import outers, sparse, tasks
 from trials.cells import RESULTS, Cache, Trial, common_losses, run_trial
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned_reference
 from trials.tables import excess, make_row, mean
@@ -215,6 +216,35 @@ def test_means_have_students_interval() -> None:
     over = excess([2.2, 4.4], [2.0, 4.0])
     assert over.value == pytest.approx(10.0) and over.half == pytest.approx(0.0, abs=1e-9)
     assert make_row("a", [2.2], "b", [2.0]).interval is None
+
+
+def test_an_arm_is_beside_the_default_of_its_group_by_the_seeds_that_both_have(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "trials.jsonl")
+    arms = ablations.chosen_arms(ablations.parse(["--groups", "adoption"]))
+    keep, overwrite, _ = (replace(one, rates=(one.start,)) for one in arms)
+    for one, factor, seeds in ((keep, 1.0, 4), (overwrite, 1.1, 3)):
+        for seed in range(seeds):
+            # A seed's own part is ten times what the arms differ by, and must not be in the interval.
+            cache.put(replace(one.at(one.start), seed=seed), {"loss": (2.0 + seed) * factor, "seconds": 1.0})
+    for seed in range(4):
+        cache.put(replace(keep.reference, seed=seed), {"loss": 2.0, "seconds": 1.0})
+    default, row = ablations.ablation_rows([keep, overwrite], 5, cache)
+    assert (default.default, default.default_ratio) == ("", None)
+    assert (row.default, row.default_ratio) == ("keep", pytest.approx(1.1))
+    assert row.default_interval == pytest.approx(0.0, abs=1e-9) and row.interval is not None and row.interval > 1
+
+
+def test_each_group_of_ablations_has_its_default_as_an_arm() -> None:
+    arms = ablations.chosen_arms(ablations.parse([]))
+    for one in arms:
+        (default,) = [other for other in arms if ablations.is_default_of(other, one)]
+        assert default.trial.learners == one.trial.learners
+        # At the rate 1.4 its job is that of a file that names nothing.
+        settings = (default.at(1.4).sync, {})
+        named, silent = (tasks.make_job("dense", "small", default.trial.learners, 10, 0, sync) for sync in settings)
+        assert settle_merge(named.spec, 100_000) == settle_merge(silent.spec, 100_000)
+        settled = {"outer": True, "merge": {"method"}}
+        assert named.spec.sync.model_dump(exclude=settled) == silent.spec.sync.model_dump(exclude=settled)
 
 
 @pytest.mark.slow
