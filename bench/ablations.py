@@ -27,7 +27,7 @@ from typing import Any
 
 from trials.cells import RESULTS, Cache, Trial, common_losses, run_trials
 from trials.reports import ablation_report, show_trials
-from trials.search import best_rate, of_seeds, tuned_reference
+from trials.search import best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
 
 LENGTHS = {"outer": (6, 40, 200)}  # of a group, in merges of each fragment
@@ -187,12 +187,12 @@ class Search:
     def next_trials(self, tune: bool) -> list[Trial]:
         """Of the arms, and of their references' rates where those are ``tune``d."""
         found = [trial for one in self.arms for trial in self.best_rate(one)[1]]
-        tuned = self.arms if tune else ()
-        return found + [trial for one in tuned for trial in tuned_reference(one.reference, self.cache)[1]]
+        looked_for = self.arms if tune else ()
+        return found + [trial for one in looked_for for trial in tuned(one.reference, self.cache)[1]]
 
     def reference(self, one: Arm) -> Trial:
         """At its best inner rate, as far as that is known."""
-        return tuned_reference(one.reference, self.cache)[0]
+        return tuned(one.reference, self.cache)[0]
 
 
 def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRow]:

@@ -24,7 +24,16 @@ from trials.tables import TrialRow, difference
 
 LINEAGES_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
 DEFAULT = "beside the group's default"
-HEAD = ("data-parallel, nats (at its best inner rate, where searched)", "this project, nats", "difference", "seeds")
+HEAD = (
+    "data-parallel, nats (at its best inner rate, where searched)",
+    "this project, nats (likewise)",
+    "difference",
+    "seeds",
+)
+
+
+def loss_text(loss: float, rate: float | None) -> str:
+    return f"{loss:.3f}" if rate is None else f"{loss:.3f} at {rate:g}"
 
 
 def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]], *, with_default: bool = False) -> str:
@@ -33,11 +42,10 @@ def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]
     head = [*columns, *HEAD, *([DEFAULT] if with_default else [])]
     lines = [head, ["---"] * len(head)]
     for cells, row in rows:
-        rate = "" if row.rate is None else f" at {row.rate:g}"
-        base = "" if row.baseline is None else f"{row.baseline:.3f}{rate}"
+        base = "" if row.baseline is None else loss_text(row.baseline, row.rate)
         over = difference(row.ratio, row.interval, 1)
         default = [difference(row.default_ratio, row.default_interval, 1)] if with_default else []
-        lines.append([*cells, base, f"{row.value:.3f}", over, str(row.seeds), *default])
+        lines.append([*cells, base, loss_text(row.value, row.own_rate), over, str(row.seeds), *default])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -42,9 +42,9 @@ class TrialRow:
     """One arm beside its reference. ``value``: loss in nats, ``baseline`` that of ``against``. ``ratio``: of one to
     the other, the mean over seeds. ``interval``: half of the 95 % interval of the ratio, None of one seed. ``group``:
     the rows of one plot of the report (reports.py), which has ``arm`` and ``merges`` as its places; empty: in none.
-    ``rate``: the reference's inner rate, where it was looked for. ``default``: the arm that has the default in the
-    place of what this one varies; ``default_ratio`` and ``default_interval`` are as those of the reference, over the
-    seeds that both arms have."""
+    ``own_rate`` and ``rate``: the arm's and the reference's inner rate, where they were looked for. ``default``: the
+    arm that has the default in the place of what this one varies; ``default_ratio`` and ``default_interval`` are as
+    those of the reference, over the seeds that both arms have."""
 
     name: str
     value: float
@@ -58,6 +58,7 @@ class TrialRow:
     merges: int | None = None
     arm: str = ""
     rate: float | None = None
+    own_rate: float | None = None
     default: str = ""
     default_ratio: float | None = None
     default_interval: float | None = None
@@ -73,13 +74,15 @@ def make_row(
     merges: int | None = None,
     arm: str = "",
     rate: float | None = None,
+    own_rate: float | None = None,
 ) -> TrialRow:
     """The arm's row: ``values`` and ``reference`` are losses of the same seeds."""
     over = excess(values, reference)
     interval = None if math.isnan(over.half) else over.half / 100
     ratio = 1 + over.value / 100
     value, other = mean(values).value, mean(reference).value
-    return TrialRow(name, value, "nats", against, other, ratio, interval, over.seeds, group, merges, arm, rate)
+    found = TrialRow(name, value, "nats", against, other, ratio, interval, over.seeds)
+    return replace(found, group=group, merges=merges, arm=arm, rate=rate, own_rate=own_rate)
 
 
 def beside_default(row: TrialRow, default: str, values: Sequence[float], others: Sequence[float]) -> TrialRow:
