@@ -284,12 +284,13 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
     """The whole of ``diloco status NAME``. ``page``: the syncer's status document, or None."""
     metadata, status = job["metadata"], job.get("status") or {}
     name = str(metadata["name"])
+    conditions = conditions_shown(job)
     parts: list[RenderableType] = []
     if page is not None:
         # A slot that nobody has had has no place yet.
         names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in page.slots if slot.region}
         parts.append(picture(RunView(name, stop(job), page, names, serving=True), []))
-        if page.message and not blocked_by(page):
+        if page.message and not blocked_by(page) and page.message not in {one.get("message") for one in conditions}:
             parts.append(Text(page.message))
     else:
         parts += [_head(job, now), ""]
@@ -301,7 +302,7 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
             parts.append(Text(UNSEEN, "yellow"))
     if (replaced := (status.get("replacements") or {}).get("total")) and page is None:
         parts.append(f"{replaced} replaced since the job began")
-    if conditions := conditions_shown(job):
+    if conditions:
         parts += ["", *(condition_text(one, now) for one in conditions)]
     if (final := status.get("report")) and (holds(job, "Complete") or holds(job, "Failed")):
         try:

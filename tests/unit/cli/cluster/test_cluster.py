@@ -571,6 +571,8 @@ def test_the_report_of_a_failed_job_has_the_error(capsys: pytest.CaptureFixture[
     failed = {**RUNNING, "phase": "Failed", "conditions": [condition], "report": kept_report(document)}
     text = shown(job_picture(a_job(**failed), None, [], NOW))
     assert "outcome  failed" in text and text.count("NameError") == 1, "the condition has it already"
+    page = PAGE.model_copy(update={"phase": "failed", "message": "NameError: name 'lss'"})
+    assert shown(job_picture(a_job(**failed), page, [], NOW)).count("NameError") == 1
 
 
 def test_the_picture_of_a_job_that_nobody_has_seen() -> None:
