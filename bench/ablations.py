@@ -27,8 +27,8 @@ from typing import Any
 
 from trials.cells import RESULTS, Cache, Trial, common_losses, run_trials
 from trials.reports import ablation_report, show_trials
-from trials.search import best_rate, of_seeds, tuned_reference
-from trials.tables import TrialRow, make_row
+from trials.search import best_rate, of_seeds, tuned
+from trials.tables import TrialRow, beside_default, make_row
 
 LENGTHS = {"outer": (6, 40, 200)}  # of a group, in merges of each fragment
 MIDDLE = (40,)  # of other groups
@@ -38,13 +38,15 @@ GRID = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 
 @dataclass(frozen=True)
 class Arm:
-    """``start``: the one of ``rates`` at which the search for the best begins."""
+    """``start``: the one of ``rates`` at which the search for the best begins. ``default``: the name of the group's arm
+    that has the default in the place of what this one varies; it is the one that decides whether the default stays."""
 
     name: str
     trial: Trial
     start: float
     rates: tuple[float, ...] = GRID
     group: str = ""
+    default: str = ""
 
     def at(self, rate: float) -> Trial:
         if self.trial.outer:
@@ -152,6 +154,16 @@ GROUPS = {
     "encoding": encoding_arms,
     "inner": inner_arms,
 }
+DEFAULTS = {  # the names of arms, by groups
+    "outer": "isotropic, nesterov 0.5",
+    "adoption": "keep",
+    "merge": "isotropic, M = {learners}",
+    "weights": "weights tokens-quality",
+    "stragglers": "K = 1, γ = 0.9",
+    "cadence": "H = 24",
+    "encoding": "up int4",
+    "inner": "adamw",
+}
 
 
 @dataclass
@@ -175,12 +187,12 @@ class Search:
     def next_trials(self, tune: bool) -> list[Trial]:
         """Of the arms, and of their references' rates where those are ``tune``d."""
         found = [trial for one in self.arms for trial in self.best_rate(one)[1]]
-        tuned = self.arms if tune else ()
-        return found + [trial for one in tuned for trial in tuned_reference(one.reference, self.cache)[1]]
+        looked_for = self.arms if tune else ()
+        return found + [trial for one in looked_for for trial in tuned(one.reference, self.cache)[1]]
 
     def reference(self, one: Arm) -> Trial:
         """At its best inner rate, as far as that is known."""
-        return tuned_reference(one.reference, self.cache)[0]
+        return tuned(one.reference, self.cache)[0]
 
 
 def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRow]:
@@ -196,14 +208,30 @@ def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRo
             edge = "*" if rate in (GRID[0], GRID[-1]) else ""
             name = f"{one.trial.merges} merges: {one.name}, outer rate {rate:g}{edge}"
             place: dict[str, Any] = {"group": one.group, "merges": one.trial.merges, "arm": one.name}
-            rows.append(make_row(name, values, "data-parallel", base, **place, rate=reference.rate))
+            row = make_row(name, values, "data-parallel", base, **place, rate=reference.rate)
+            rows.append(_with_default(row, one, rate, search, seeds))
     return rows
+
+
+def _with_default(row: TrialRow, one: Arm, rate: float, search: Search, seeds: int) -> TrialRow:
+    """The row beside the default's arm at its own best rate, where that was run; the default's own row as it is."""
+    default = next((other for other in search.arms if is_default_of(other, one)), None)
+    known = None if default is None or default == one else search.best_rate(default)[0]
+    if default is None or known is None:
+        return row
+    values, others = common_losses(of_seeds(one.at(rate), seeds), of_seeds(default.at(known), seeds), search.cache)
+    return beside_default(row, default.name, values, others) if values else row
+
+
+def is_default_of(other: Arm, one: Arm) -> bool:
+    """Whether ``other`` has the default in the place of what ``one`` varies, and the same length."""
+    return (other.group, other.trial.merges, other.name) == (one.group, one.trial.merges, one.default)
 
 
 def chosen_arms(chosen: argparse.Namespace) -> list[Arm]:
     """Of those groups, at their lengths."""
     return [
-        replace(one, group=group)
+        replace(one, group=group, default=DEFAULTS[group].format(learners=one.trial.learners))
         for group in chosen.groups
         for merges in ((1,) if chosen.quick else chosen.lengths or LENGTHS.get(group, MIDDLE))
         for one in GROUPS[group](Trial(chosen.kind, "small", merges, 0, learners=chosen.learners))

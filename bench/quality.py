@@ -5,10 +5,12 @@ Every trial trains a small model from scratch on so many tokens and is scored on
 * *data-parallel*: the gradients of all batches averaged at every step, which in one process is the whole batch at
   once, at the inner rate that is best for it at this length (bench/trials/search.py);
 * *DDP*: the same by torch's DistributedDataParallel over gloo, two ranks, in the shortest trials of small models;
-* *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults. They train in
-  one process in virtual time (cli/diloco/simulate/job): real steps, adoption, merges, outer steps and encodings;
-  a step takes a second, and 1.5 s pass from a snapshot to the version that holds it. Their inner rate is the task's.
-* *M = 4, faults*: each learner dies twice on average, and another process takes its slot after 5 % of the run.
+* *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults and the inner
+  rate of the same grid that is best for them. They train in one process in virtual time (cli/diloco/simulate/job):
+  real steps, adoption, merges, outer steps and encodings; a step takes a second, and 1.5 s pass from a snapshot to the
+  version that holds it.
+* *M = 4, faults*: each learner dies twice on average, and another process takes its slot after 5 % of the run. The
+  inner rate is that of M = 4.
 
 Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
 at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
@@ -30,7 +32,7 @@ from typing import Any
 
 from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
 from trials.reports import quality_report, show_trials
-from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned_reference
+from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned
 from trials.tables import TrialRow, make_row
 
 KINDS = ("dense", "moe", "vision")
@@ -50,7 +52,7 @@ def references(chosen: argparse.Namespace) -> Iterator[Trial]:
 
 
 def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]]:
-    """What is compared with this reference, by name. Learners have the task's inner rate."""
+    """What is compared with this reference, by name, at the task's inner rate; DDP at the reference's."""
     base = replace(reference, rate=None, sync=chosen.sync)
     found = [(f"M = {m}", replace(base, learners=m)) for m in LEARNERS]
     found.append(("M = 4, faults", replace(base, learners=4, deaths=True)))
@@ -59,39 +61,60 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     return [(name, trial) for name, trial in found if not chosen.arms or any(word in name for word in chosen.arms)]
 
 
+def rate_search(trial: Trial) -> Trial | None:
+    """The trial whose best inner rate an arm has; None: the arm's rate is not looked for."""
+    return None if trial.ddp else replace(trial, deaths=False)
+
+
+def best_arms(reference: Trial, chosen: argparse.Namespace, cache: Cache) -> list[tuple[str, Trial]]:
+    """The arms, each at its best inner rate, as far as that is known."""
+    found = []
+    for name, trial in arms(reference, chosen):
+        searched = rate_search(trial)
+        found.append((name, trial if searched is None else replace(trial, rate=tuned(searched, cache)[0].rate)))
+    return found
+
+
 def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
     """A row for each arm, of as many seeds as it and its reference have."""
     rows = []
     for reference in references(chosen):
         model, merges = f"{reference.kind}-{reference.size}", reference.merges
-        best, _ = tuned_reference(reference, cache)
-        for arm, trial in arms(best, chosen):
+        best, _ = tuned(reference, cache)
+        for arm, trial in best_arms(best, chosen, cache):
             values, base = common_losses(of_seeds(trial, chosen.seeds), of_seeds(best, chosen.seeds), cache)
             if values:
                 name = f"{model}, {merges} merges: {arm}"
                 place: dict[str, Any] = {"group": model, "merges": merges, "arm": arm}
-                rows.append(make_row(name, values, "data-parallel", base, **place, rate=best.rate))
+                own = None if trial.ddp else trial.rate
+                rows.append(make_row(name, values, "data-parallel", base, **place, rate=best.rate, own_rate=own))
     return rows
 
 
-def show_rates(chosen: argparse.Namespace, cache: Cache) -> None:
-    """Each known loss of the reference, with a star at the best, where the search has ended."""
+def searches(chosen: argparse.Namespace) -> Iterator[tuple[str, Trial]]:
+    """What has its best inner rate looked for, by name: each reference, then its arms."""
     for reference in references(chosen):
-        best, _ = tuned_reference(reference, cache)
-        found = {}
+        model = f"{reference.kind}-{reference.size}, {reference.merges} merges"
+        yield f"{model}, data-parallel", reference
+        for name, trial in arms(reference, chosen):
+            if rate_search(trial) == trial:
+                yield f"{model}, {name}", trial
+
+
+def show_rates(chosen: argparse.Namespace, cache: Cache) -> None:
+    """Each known loss of a search, with a star at the best, where the search has ended."""
+    for name, trial in searches(chosen):
+        best, _ = tuned(trial, cache)
         for rate in INNER_RATES:
-            values = losses(of_seeds(replace(reference, rate=rate), searched_seeds(reference)), cache)
+            values = losses(of_seeds(replace(trial, rate=rate), searched_seeds(trial)), cache)
             if values is not None:
-                found[rate] = sum(values) / len(values)
-        for rate, loss in found.items():
-            star = " *" if rate == best.rate else ""
-            model = f"{reference.kind}-{reference.size}, {reference.merges} merges"
-            print(f"{model}: inner rate {rate:g}: {loss:.4f} nats{star}")
+                star = " *" if rate == best.rate else ""
+                print(f"{name}: inner rate {rate:g}: {sum(values) / len(values):.4f} nats{star}")
 
 
 def next_rates(chosen: argparse.Namespace, cache: Cache) -> list[Trial]:
-    """What the search for the references' best rates needs next."""
-    return [trial for reference in references(chosen) for trial in tuned_reference(reference, cache)[1]]
+    """What the searches for best inner rates need next."""
+    return [trial for _, searched in searches(chosen) for trial in tuned(searched, cache)[1]]
 
 
 def quick_rows() -> list[TrialRow]:
@@ -146,7 +169,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")
     parser.add_argument(
-        "--rates", action="store_true", help="only the search for data-parallel training's best inner rates"
+        "--rates", action="store_true", help="only the search for the best inner rates, of data-parallel too"
     )
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
     return parser.parse_args(arguments)
@@ -170,8 +193,8 @@ def main(arguments: Sequence[str]) -> int:
         replace(trial, seed=seed)
         for reference in references(chosen)
         for seed in range(chosen.seeds)
-        for best in [tuned_reference(reference, cache)[0]]
-        for trial in (best, *(arm for _, arm in arms(best, chosen)))
+        for best in [tuned(reference, cache)[0]]
+        for trial in (best, *(arm for _, arm in best_arms(best, chosen, cache)))
     ]
     complete = chosen.show or (complete and run_trials(trials, cache, chosen.jobs, end=end))
     show_quality(quality_rows(chosen, cache), chosen, note)

@@ -23,16 +23,29 @@ from trials.cells import RESULTS, Cache
 from trials.tables import TrialRow, difference
 
 LINEAGES_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
-HEAD = ("data-parallel, nats, at its best inner rate", "this project, nats", "difference", "seeds")
+DEFAULT = "beside the group's default"
+HEAD = (
+    "data-parallel, nats (at its best inner rate, where searched)",
+    "this project, nats (likewise)",
+    "difference",
+    "seeds",
+)
 
 
-def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]) -> str:
-    """A Markdown table: the row's own first cells, then its figures."""
-    lines = [[*columns, *HEAD], ["---"] * (len(columns) + len(HEAD))]
+def loss_text(loss: float, rate: float | None) -> str:
+    return f"{loss:.3f}" if rate is None else f"{loss:.3f} at {rate:g}"
+
+
+def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]], *, with_default: bool = False) -> str:
+    """A Markdown table: the row's own first cells, then its figures. ``with_default``: the last is the difference to
+    the default's arm."""
+    head = [*columns, *HEAD, *([DEFAULT] if with_default else [])]
+    lines = [head, ["---"] * len(head)]
     for cells, row in rows:
-        rate = "" if row.rate is None else f" at {row.rate:g}"
-        base = "" if row.baseline is None else f"{row.baseline:.3f}{rate}"
-        lines.append([*cells, base, f"{row.value:.3f}", difference(row, 1), str(row.seeds)])
+        base = "" if row.baseline is None else loss_text(row.baseline, row.rate)
+        over = difference(row.ratio, row.interval, 1)
+        default = [difference(row.default_ratio, row.default_interval, 1)] if with_default else []
+        lines.append([*cells, base, loss_text(row.value, row.own_rate), over, str(row.seeds), *default])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -51,7 +64,7 @@ def ablation_table(cache: Cache) -> str:
     rows = ablations.ablation_rows(arms, ablations.SEEDS, cache)
     run = Counter(row.group for row in rows)
     shown = [((row.group, row.name), row) for row in rows if run[row.group] > 1]
-    return table(("what is varied", "arm, at its best outer rate"), shown)
+    return table(("what is varied", "arm, at its best outer rate"), shown, with_default=True)
 
 
 def tables() -> dict[str, str]:

@@ -3,8 +3,8 @@
 ``best_rate`` begins at one rate of the grid and moves to the better neighbour until there is none. It trains nothing,
 and returns the trials whose losses it needs next.
 
-``tuned_reference`` is the data-parallel reference at the inner rate that is best for it, for a model and a length. The
-learners of a trial keep the task's rate, which was not looked for beside them.
+``tuned`` is a trial at the inner rate that is best for it: data-parallel training has another than learners that share
+the batch among them, and each is compared at its own.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def best_rate(
         middle = rates.index(best)
 
 
-def tuned_reference(reference: Trial, cache: Cache) -> tuple[Trial, list[Trial]]:
-    """The reference at the best of INNER_RATES; or, where the cache does not know which is the best, as it was given
+def tuned(trial: Trial, cache: Cache) -> tuple[Trial, list[Trial]]:
+    """The trial at the best of INNER_RATES; or, where the cache does not know which is the best, as it was given
     (``rate`` None), and the trials that must come next."""
     from trials import tasks
 
-    task = tasks.TASKS[reference.kind, reference.size]
+    task = tasks.TASKS[trial.kind, trial.size]
     start = min(INNER_RATES, key=lambda rate: abs(math.log(rate / task.rate)))
-    rate, missing = best_rate(INNER_RATES, start, lambda rate: replace(reference, rate=rate), cache)
-    return (reference if rate is None else replace(reference, rate=rate)), missing
+    rate, missing = best_rate(INNER_RATES, start, lambda rate: replace(trial, rate=rate), cache)
+    return (trial if rate is None else replace(trial, rate=rate)), missing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ class TrialRow:
     """One arm beside its reference. ``value``: loss in nats, ``baseline`` that of ``against``. ``ratio``: of one to
     the other, the mean over seeds. ``interval``: half of the 95 % interval of the ratio, None of one seed. ``group``:
     the rows of one plot of the report (reports.py), which has ``arm`` and ``merges`` as its places; empty: in none.
-    ``rate``: the reference's inner rate, where it was looked for."""
+    ``own_rate`` and ``rate``: the arm's and the reference's inner rate, where they were looked for. ``default``: the
+    arm that has the default in the place of what this one varies; ``default_ratio`` and ``default_interval`` are as
+    those of the reference, over the seeds that both arms have."""
 
     name: str
     value: float
@@ -56,6 +58,10 @@ class TrialRow:
     merges: int | None = None
     arm: str = ""
     rate: float | None = None
+    own_rate: float | None = None
+    default: str = ""
+    default_ratio: float | None = None
+    default_interval: float | None = None
 
 
 def make_row(
@@ -68,21 +74,31 @@ def make_row(
     merges: int | None = None,
     arm: str = "",
     rate: float | None = None,
+    own_rate: float | None = None,
 ) -> TrialRow:
     """The arm's row: ``values`` and ``reference`` are losses of the same seeds."""
     over = excess(values, reference)
     interval = None if math.isnan(over.half) else over.half / 100
     ratio = 1 + over.value / 100
     value, other = mean(values).value, mean(reference).value
-    return TrialRow(name, value, "nats", against, other, ratio, interval, over.seeds, group, merges, arm, rate)
+    found = TrialRow(name, value, "nats", against, other, ratio, interval, over.seeds)
+    return replace(found, group=group, merges=merges, arm=arm, rate=rate, own_rate=own_rate)
 
 
-def difference(row: TrialRow, digits: int) -> str:
-    """By how many per cent the row's loss is above the reference's, with the interval where there is one."""
-    if row.ratio is None:
+def beside_default(row: TrialRow, default: str, values: Sequence[float], others: Sequence[float]) -> TrialRow:
+    """The row with what it differs from the arm ``default``: ``values`` and ``others``, the default's, are losses of
+    the same seeds, at least one."""
+    over = excess(values, others)
+    interval = None if math.isnan(over.half) else over.half / 100
+    return replace(row, default=default, default_ratio=1 + over.value / 100, default_interval=interval)
+
+
+def difference(ratio: float | None, interval: float | None, digits: int) -> str:
+    """By how many per cent a loss is above another, with the interval where there is one; empty without a ratio."""
+    if ratio is None:
         return ""
-    spread = "" if row.interval is None else f" ± {100 * row.interval:.{digits}f}"
-    return f"{100 * (row.ratio - 1):+.{digits}f} %{spread}"
+    spread = "" if interval is None else f" ± {100 * interval:.{digits}f}"
+    return f"{100 * (ratio - 1):+.{digits}f} %{spread}"
 
 
 def print_rows(rows: Sequence[TrialRow], note: str) -> None:
@@ -90,6 +106,8 @@ def print_rows(rows: Sequence[TrialRow], note: str) -> None:
     print(note)
     width = max((len(row.name) for row in rows), default=0)
     for row in rows:
-        over = f"  {difference(row, 2):>8}" if row.ratio is not None else ""
+        over = f"  {difference(row.ratio, row.interval, 2):>8}" if row.ratio is not None else ""
         beside = f" of {row.against}" if row.against else ""
-        print(f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}  ({row.seeds} seeds)")
+        default = difference(row.default_ratio, row.default_interval, 2)
+        default = f"  {default} of {row.default}" if default else ""
+        print(f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}{default}  ({row.seeds} seeds)")

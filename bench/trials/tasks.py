@@ -37,8 +37,8 @@ _DIGITS = {"source": "python", "function": "digits:load"}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model and its data. ``rate``: peak learning rate of the inner optimizer, the best of the grid for the
-    data-parallel reference at 40 merges (bench/trials/search.py)."""
+    """A model and its data. ``rate``: peak learning rate of the learners' inner optimizer. The data-parallel reference
+    has it too where its own best rate was not searched (bench/trials/search.py)."""
 
     config: Mapping[str, Any]
     data: Mapping[str, Any]

@@ -114,9 +114,12 @@ def run(
 
         diloco run examples/tiny-gpt.yaml
 
-        diloco run examples/tiny-gpt.yaml --workdir runs/second --seed 1 --set regions.0.learners=2
+        diloco run examples/tiny-gpt.yaml --workdir runs/second --seed 1
 
-        diloco run examples/tiny-gpt.yaml --chaos 20s:kill:local-1,step=150:cut:local-2:5s,40s:kill:syncer
+        diloco run examples/tiny-gpt.yaml --set regions.0.learners=2
+
+        diloco run examples/tiny-gpt.yaml \\
+          --chaos 20s:kill:local-1,step=150:cut:local-2:5s,40s:kill:syncer
 
         diloco run examples/custom-loop.yaml --debug
     """
@@ -192,11 +195,12 @@ def chaos(
 
     Examples:
 
-        diloco chaos examples/tiny-gpt.yaml --compare ddp,ddp-elastic --mtbf 60 --minutes 5 --report out/
+        diloco chaos examples/tiny-gpt.yaml --compare ddp,ddp-elastic \\
+          --mtbf 60 --minutes 5 --report out/
 
         diloco chaos examples/tiny-gpt.yaml --mtbf 30 --seed 7 --dry-run
 
-        diloco chaos examples/tiny-gpt.yaml --mtbf 120 --minutes 10 --context my-cluster
+        diloco chaos job.yaml --mtbf 120 --minutes 10 --context my-cluster
     """
     from diloco.compare.command import CompareOptions
     from diloco.compare.command import compare as compare_arms
@@ -309,7 +313,8 @@ def plan(
 
         diloco plan own-loop.yaml --layout runs/own-loop --step-seconds 0.5
 
-        diloco plan job.yaml --params 5e9 --step-seconds 1 --set sync.compression.down=delta-int4 --json
+        diloco plan job.yaml --params 5e9 --step-seconds 1 \\
+          --set sync.compression.down=delta-int4 --json
     """
     from diloco.bandwidth_plan import Conditions, text
     from diloco.bandwidth_plan import plan as made
@@ -469,7 +474,8 @@ def export(
 
         diloco export runs/my-lora adapter/ --adapter
 
-        python -c "import transformers; transformers.AutoModelForCausalLM.from_pretrained('model/')"
+        python -c "from transformers import AutoModelForCausalLM as Model
+        Model.from_pretrained('model/')"
     """
     there = where(context, namespace, kubeconfig)
     if there.given or means_job(what):

@@ -63,7 +63,7 @@ def init(
 
         diloco init
 
-        diloco init job.yaml --model 10m --data 'corpus/*.txt' --learners 3 --steps 2000
+        diloco init job.yaml --model 10m --data 'corpus/*.txt' --learners 3
 
         diloco init own.yaml --command "python train.py" --learners 4
     """

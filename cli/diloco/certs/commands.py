@@ -32,7 +32,8 @@ syncer and for each cluster with learners:
 
     diloco certs issue job.yaml --pki pki/
 
-    kubectl --context eu-1 apply --server-side -f pki/default/tiny-gpt/eu-1/secret.yaml
+    kubectl --context eu-1 apply --server-side \\
+      -f pki/default/tiny-gpt/eu-1/secret.yaml
 
 Certificates from cert-manager work as well: docs/regions.md has the URIs.
 """,

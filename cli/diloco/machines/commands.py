@@ -14,14 +14,24 @@ syncer = CommandLine(
     name="syncer",
     help="""Serve a job from this machine; learners join from others.
 
-    diloco syncer serve job.yaml --workdir runs/job --listen 0.0.0.0:7700 --credentials pki/default/job/syncer
+The folder with the certificates is one that `diloco certs issue` makes.
+
+Example:
+
+    diloco syncer serve job.yaml --listen 0.0.0.0:7700 \\
+      --credentials pki/default/job/syncer
 """,
 )
 learner = CommandLine(
     name="learner",
     help="""Train on this machine for a job that is served elsewhere.
 
-    diloco learner join hub.example.org:7700 --credentials pki/default/job/learners
+The folder with the certificates is one that `diloco certs issue` makes.
+
+Example:
+
+    diloco learner join hub.example.org:7700 \\
+      --credentials pki/default/job/learners
 """,
 )
 
@@ -75,9 +85,10 @@ def serve(
 
     Examples:
 
-        diloco syncer serve job.yaml --listen 0.0.0.0:7700 --credentials pki/default/job/syncer
+        diloco syncer serve job.yaml --listen 0.0.0.0:7700 \\
+          --credentials pki/default/job/syncer
 
-        diloco syncer serve examples/tiny-gpt.yaml --workdir runs/served --listen 127.0.0.1:7700
+        diloco syncer serve job.yaml --workdir runs/served --listen 127.0.0.1:7700
     """
     from diloco.local.run import RunOptions, run
     from diloco.machines.join import here
@@ -143,9 +154,10 @@ def join(
 
     Examples:
 
-        diloco learner join hub.example.org:7700 --credentials pki/default/job/learners
+        diloco learner join hub.example.org:7700 \\
+          --credentials pki/default/job/learners
 
-        diloco learner join 127.0.0.1:7700 --join-token-file runs/served/join-token --workdir learners/second
+        diloco learner join 127.0.0.1:7700 --join-token-file runs/served/join-token
     """
     from diloco.machines.join import JoinOptions
     from diloco.machines.join import join as join_job

@@ -176,7 +176,7 @@ def goodput(
 
         diloco simulate goodput --chips 5000 --mtbi 180d --recovery 60s
 
-        diloco simulate goodput --chips 1.2M --slice 256 --learners 8,16,32 --spares 2 --json
+        diloco simulate goodput --chips 1.2M --learners 8,16,32 --spares 2 --json
 
         diloco simulate goodput --core --learners 4,8
     """
@@ -331,7 +331,7 @@ def bandwidth(
 
         diloco simulate bandwidth
 
-        diloco simulate bandwidth --params 350M --learners 4 --step-seconds 0.4 --overlap 1,2,6
+        diloco simulate bandwidth --params 350M --step-seconds 0.4 --overlap 1,2,6
 
         diloco simulate bandwidth --json
     """

@@ -29,14 +29,18 @@ def goodput_plots(rows: Sequence[Row]) -> list[Row]:
 
 
 def utilisation_plots(rows: Sequence[Row]) -> list[Row]:
-    """The share of its time that a learner computes, against the bandwidth of its link."""
+    """The share of its time that a learner computes, against the bandwidth of its link: by the queue, and by the
+    formula."""
     curves = [row for row in rows if row["kind"] == "curve"]
-    series = []
-    for name in dict.fromkeys(row["series"] for row in curves):
-        of = [row for row in curves if row["series"] == name]
-        series.append({"name": name, "x": [row["rate"] for row in of], "y": [row["value"] for row in of]})
     axes = {
         "x": {"name": "bandwidth, each way", "unit": "Gbit/s", "log": True},
         "y": {"name": "computing", "unit": "%"},
     }
-    return [{"title": "Share of its time that a learner computes", **axes, "series": series}]
+    plots = []
+    for by, field in (("queue", "value"), ("formula", "formula")):
+        series = []
+        for name in dict.fromkeys(row["series"] for row in curves):
+            of = [row for row in curves if row["series"] == name]
+            series.append({"name": name, "x": [row["rate"] for row in of], "y": [row[field] for row in of]})
+        plots.append({"title": f"Share of its time that a learner computes, by the {by}", **axes, "series": series})
+    return plots

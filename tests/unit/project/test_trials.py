@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_protocol.merging import outer_settings
+from diloco_protocol.merging import outer_settings, settle_merge
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
 from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-from trials import outers, sparse
+import ablations
+import quality
+from trials import outers, sparse, tasks
 from trials.cells import RESULTS, Cache, Trial, common_losses, run_trial
-from trials.search import INNER_RATES, best_rate, of_seeds, tuned_reference
+from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import excess, make_row, mean
 
 RANDOM = np.random.default_rng(3)
@@ -185,16 +187,35 @@ def test_a_search_asks_for_neighbours_until_none_is_better(tmp_path: Path) -> No
     assert best_rate(rates, 0.8, at, cache) == (0.8, [])
 
 
-def test_the_reference_has_its_best_rate_where_the_cache_knows_it(tmp_path: Path) -> None:
-    cache, reference = Cache(tmp_path / "trials.jsonl"), Trial("dense", "small", 6, 0)
-    found, missing = tuned_reference(reference, cache)
-    assert found == reference and {trial.rate for trial in missing} == {1e-3, 2e-3, 4e-3}
+@pytest.mark.parametrize("learners", [0, 16])
+def test_a_trial_has_its_best_rate_where_the_cache_knows_it(tmp_path: Path, learners: int) -> None:
+    cache, trial = Cache(tmp_path / "trials.jsonl"), Trial("dense", "small", 6, 0, learners=learners)
+    found, missing = tuned(trial, cache)
+    assert found == trial and {one.rate for one in missing} == {1e-3, 2e-3, 4e-3}
     for rate in INNER_RATES:
-        for trial in of_seeds(replace(reference, rate=rate), 2):
-            cache.put(trial, {"loss": 2.0 + abs(rate - 4e-3)})
-    assert tuned_reference(reference, cache) == (replace(reference, rate=4e-3), [])
+        for one in of_seeds(replace(trial, rate=rate), 2):
+            cache.put(one, {"loss": 2.0 + abs(rate - 4e-3)})
+    assert tuned(trial, cache) == (replace(trial, rate=4e-3), [])
     # What the task says is the rate of a trial that names none.
-    assert replace(reference, rate=2e-3).digest == reference.digest
+    assert replace(trial, rate=2e-3).digest == trial.digest
+
+
+def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "trials.jsonl")
+    chosen = quality.parse(["--kinds", "dense", "--sizes", "small", "--lengths", "6"])
+    best = {0: 8e-3, 1: 4e-3, 2: 4e-3, 4: 2e-3, 8: 1e-3, 16: 1e-3}
+    assert dict(quality.searches(chosen)).keys() == {
+        "dense-small, 6 merges, data-parallel",
+        *(f"dense-small, 6 merges, M = {learners}" for learners in quality.LEARNERS),
+    }
+    while wanted := quality.next_rates(chosen, cache):
+        for trial in wanted:
+            cache.put(trial, {"loss": 2.0 + abs((trial.rate or 0.0) - best[trial.learners])})
+    (reference,) = quality.references(chosen)
+    reference, _ = tuned(reference, cache)
+    assert reference.rate == best[0]
+    found = {name: trial.rate for name, trial in quality.best_arms(reference, chosen, cache)}
+    assert found == {f"M = {m}": best[m] for m in quality.LEARNERS} | {"M = 4, faults": best[4], quality.DDP: best[0]}
 
 
 def test_results_in_the_repository_are_of_the_trials_as_they_are_made_now() -> None:
@@ -215,6 +236,35 @@ def test_means_have_students_interval() -> None:
     over = excess([2.2, 4.4], [2.0, 4.0])
     assert over.value == pytest.approx(10.0) and over.half == pytest.approx(0.0, abs=1e-9)
     assert make_row("a", [2.2], "b", [2.0]).interval is None
+
+
+def test_an_arm_is_beside_the_default_of_its_group_by_the_seeds_that_both_have(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "trials.jsonl")
+    arms = ablations.chosen_arms(ablations.parse(["--groups", "adoption"]))
+    keep, overwrite, _ = (replace(one, rates=(one.start,)) for one in arms)
+    for one, factor, seeds in ((keep, 1.0, 4), (overwrite, 1.1, 3)):
+        for seed in range(seeds):
+            # A seed's own part is ten times what the arms differ by, and must not be in the interval.
+            cache.put(replace(one.at(one.start), seed=seed), {"loss": (2.0 + seed) * factor, "seconds": 1.0})
+    for seed in range(4):
+        cache.put(replace(keep.reference, seed=seed), {"loss": 2.0, "seconds": 1.0})
+    default, row = ablations.ablation_rows([keep, overwrite], 5, cache)
+    assert (default.default, default.default_ratio) == ("", None)
+    assert (row.default, row.default_ratio) == ("keep", pytest.approx(1.1))
+    assert row.default_interval == pytest.approx(0.0, abs=1e-9) and row.interval is not None and row.interval > 1
+
+
+def test_each_group_of_ablations_has_its_default_as_an_arm() -> None:
+    arms = ablations.chosen_arms(ablations.parse([]))
+    for one in arms:
+        (default,) = [other for other in arms if ablations.is_default_of(other, one)]
+        assert default.trial.learners == one.trial.learners
+        # At the rate 1.4 its job is that of a file that names nothing.
+        settings = (default.at(1.4).sync, {})
+        named, silent = (tasks.make_job("dense", "small", default.trial.learners, 10, 0, sync) for sync in settings)
+        assert settle_merge(named.spec, 100_000) == settle_merge(silent.spec, 100_000)
+        settled = {"outer": True, "merge": {"method"}}
+        assert named.spec.sync.model_dump(exclude=settled) == silent.spec.sync.model_dump(exclude=settled)
 
 
 @pytest.mark.slow

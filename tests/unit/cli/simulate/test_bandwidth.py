@@ -74,7 +74,12 @@ def test_the_command_says_link_and_hub(tmp_path: Path) -> None:
     assert parts["hub, in"] == pytest.approx(4 * parts["link, up"])
     assert parts["hub, out"] == pytest.approx(4 * parts["link, down"])
     code, text = diloco("--quick", "--report", str(tmp_path))
-    assert "Share of its time that a learner computes" in (tmp_path / "report.md").read_text()
+    plots = json.loads((tmp_path / "report.json").read_text())["plots"]
+    assert [plot["title"].rpartition(", ")[2] for plot in plots] == ["by the queue", "by the formula"]
+    by_queue, by_formula = ({one["name"]: one["y"] for one in plot["series"]} for plot in plots)
+    assert by_queue.keys() == by_formula.keys() and by_queue != by_formula
+    assert by_queue["data-parallel, bfloat16"] == by_formula["data-parallel, bfloat16"], "there is no queue"
+    assert all(plot["title"] in (tmp_path / "report.md").read_text() for plot in plots)
     assert code == 0 and "198" in text and "0.84" in text and "hub, out" in text
 
 
