@@ -94,7 +94,10 @@ RUN --mount=type=cache,target=/root/.cache/pip \
       pip install --prefix=/install --no-warn-script-location -c /lists/lock --index-url "${TORCH_INDEX}" --no-deps -r /lists/torch; \
     else \
       pip install --prefix=/install --no-warn-script-location -c /lists/lock -r /lists/torch; \
-    fi
+    fi \
+ && rm -rf /install/lib/python*/site-packages/torch/test \
+ && find /install/lib/python*/site-packages/torch/bin -type f ! -name torch_shm_manager -delete
+# The last two lines: programs and data of torch's own tests, and protoc, a fifth of that package.
 
 FROM pip AS worker-install
 COPY --from=common-install /install /usr/local

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import ssl
 import subprocess
 import time
@@ -99,6 +100,12 @@ class Cluster:
         command = ("kubectl", "--kubeconfig", str(self.kubeconfig), "--context", self.context, *args)
         return run(*command, check=check, timeout=timeout, stdin=stdin)
 
+    def logs(self, *args: str) -> str:
+        """What `kubectl logs` prints. Raises AssertionError for a pod whose node has no file of its log."""
+        said = self.kubectl("logs", *args)
+        assert "failed to try resolving symlinks" not in said, said[:1000]
+        return said
+
     def helm(self, *args: str, check: bool = True, timeout: float = 300) -> str:
         command = ("helm", "--kubeconfig", str(self.kubeconfig), "--kube-context", self.context, *args)
         return run(*command, check=check, timeout=timeout)
@@ -185,6 +192,14 @@ class Cluster:
         raise NotImplementedError(f"{type(self).__name__} does not count")
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 class LocalKube(Cluster):
     can = frozenset({"node", "isolate", "links", "api", "fake-nodes"})
 
@@ -196,12 +211,45 @@ class LocalKube(Cluster):
             os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
         kubeconfig = run(program, "up", name, "--nodes", str(nodes), timeout=600).strip().splitlines()[-1]
         super().__init__(name, Path(kubeconfig))
+        self._separate_pod_logs()
+
+    def _separate_pod_logs(self) -> None:
+        """Give each node its own directory for the logs of its pods.
+
+        localkube's nodes share /var/log/pods of their machine. Once a minute a kubelet removes from there the logs of
+        pods that it does not know, which are the other nodes' pods. So each kubelet is started again with another
+        directory; its pods run on.
+        """
+        folder = self.kubeconfig.parent
+        for file in sorted(folder.glob("pid/kubelet-*")):
+            node, pid = file.name.removeprefix("kubelet-"), int(file.read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+            settings = folder / f"kubelet-{node}.yaml"
+            own = folder / f"kubelet-{node}-pod-logs.yaml"
+            if f"--config={settings}" not in command:
+                continue
+            own.write_text(f"{settings.read_text()}podLogsDir: {folder}/pod-logs-{node}\n")
+            command[command.index(f"--config={settings}")] = f"--config={own}"
+            os.kill(pid, signal.SIGTERM)
+            until(f"the kubelet of node {node} has ended", lambda pid=pid: not is_running(pid), 30, every=0.1)
+            network = f"--net=/run/netns/lk-{self.name}-{node}"
+            with (folder / "log" / f"kubelet-{node}.log").open("ab") as log:
+                kubelet = subprocess.Popen(
+                    ["nsenter", network, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            file.write_text(f"{kubelet.pid}\n")
 
     def load(self, tags: Sequence[str]) -> None:
         run(self._program, "load", self.name, *tags, timeout=900)
 
     def fault(self, *words: str) -> None:
         run(self._program, words[0], self.name, *words[1:], timeout=180)
+        if words[0] == "start-node":
+            self._separate_pod_logs()
 
     def run_in_node(self, number: int, *command: str) -> str:
         return run("ip", "netns", "exec", f"lk-{self.name}-{number}", *command)

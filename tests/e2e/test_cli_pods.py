@@ -149,14 +149,7 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     shell.cluster.kubectl("create", "-n", shell.namespace, "-f", "-", stdin=json.dumps(pages))
     shell.create(write(tmp_path_factory.mktemp("pods") / "job.yaml", "tiny"))
     shell.set_status("tiny")
-    start_pods(shell)
-    return shell
-
-
-def start_pods(shell: Shell) -> None:
-    """The job's three pods, made anew where they are there, until the syncer's serves."""
     here = ("-l", "diloco.io/job=tiny", "-n", shell.namespace)
-    shell.cluster.kubectl("delete", "pod", *here, "--wait", timeout=100)
     shell.cluster.apply(
         a_pod("tiny-syncer-0", "syncer", SYNCER),
         *(a_pod(f"tiny-local-{n}", "learner", LEARNER, "local", N=str(n)) for n in (0, 1)),
@@ -166,62 +159,38 @@ def start_pods(shell: Shell) -> None:
     ready = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:7703/status')"
     serves = ("exec", "tiny-syncer-0", "-n", shell.namespace, "--", "python", "-c", ready)
     until("the syncer's pod serves", lambda: shell.cluster.kubectl(*serves) is not None, 30)
-
-
-class LogsRemovedError(Exception):
-    """The node has no file of a pod's log any more."""
-
-
-def read_logs(shell: Shell, *words: str) -> str:
-    """What `diloco logs` says of the job. Raises LogsRemovedError."""
-    said = shell("logs", "tiny", *words)
-    if "failed to try resolving symlinks" in said:
-        raise LogsRemovedError(said[:1000])
-    return said
+    return shell
 
 
 @pytest.mark.ci
 def test_logs(pods: Shell) -> None:
-    # Nodes that are on one machine may share the directory of pods' logs (localkube's do). Once a minute each kubelet
-    # removes from it the logs of pods that it does not know, which are the other nodes'.
-    for left in reversed(range(5)):
-        try:
-            look_at_logs(pods)
-            break
-        except LogsRemovedError:
-            if not left:
-                raise
-            start_pods(pods)
-    assert "no log of an earlier container" in pods("logs", "tiny", "local-1", "--previous", code=1)
-    assert "local-2 has no pod now" in pods("logs", "tiny", "local-2", code=1)
-    assert "did you mean local-1?" in pods("logs", "tiny", "locl-1", code=2)
-    assert "there is no job tin " in pods("logs", "tin", code=2)
-
-
-def look_at_logs(pods: Shell) -> None:
     def first_lines() -> bool:
-        said = read_logs(pods)
+        said = pods("logs", "tiny")
         if "serving" in said and said.count("step 0\n") == 2:
             return True
         raise ValueError(f"the logs begin with {said[:1000]!r}")
 
     until("all logs are read from their first lines", first_lines, 90)
-    said = read_logs(pods, "--tail", "3").splitlines()
+    said = pods("logs", "tiny", "--tail", "3").splitlines()
     assert {line.split()[0] for line in said} == {"syncer", "local-0", "local-1"}
     assert any(re.match(r"local-1 +INFO +slot 1  step \d+$", line) for line in said), said
     assert any(re.match(r"syncer +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,000 WARNING serving", line) for line in said), said
 
     def changes() -> int:
-        whose = [line.split()[0] for line in read_logs(pods, "local", "--since", "10s").splitlines()]
+        whose = [line.split()[0] for line in pods("logs", "tiny", "local", "--since", "10s").splitlines()]
         return sum(a != b for a, b in itertools.pairwise(whose))
 
     # Merged by time: the two learners count alike, so neither's lines come in one block. A busy node runs one of them
     # for seconds, or stamps lines of one together.
     until("the learners' lines change places", lambda: changes() > 4, 90)
-    (line,) = read_logs(pods, "learner-1", "--tail", "1").splitlines()
+    (line,) = pods("logs", "tiny", "learner-1", "--tail", "1").splitlines()
     assert re.match(r"INFO +slot 1  step \d+$", line)
-    (raw,) = read_logs(pods, "local-1", "--tail", "1", "--raw").splitlines()
+    (raw,) = pods("logs", "tiny", "local-1", "--tail", "1", "--raw").splitlines()
     assert json.loads(raw)["message"].startswith("step")
+    assert "no log of an earlier container" in pods("logs", "tiny", "local-1", "--previous", code=1)
+    assert "local-2 has no pod now" in pods("logs", "tiny", "local-2", code=1)
+    assert "did you mean local-1?" in pods("logs", "tiny", "locl-1", code=2)
+    assert "there is no job tin " in pods("logs", "tin", code=2)
 
 
 def test_logs_are_followed_into_the_next_pod(pods: Shell) -> None:

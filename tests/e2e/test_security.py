@@ -158,9 +158,9 @@ def test_the_operators_account_reads_no_secret(cluster: Cluster, start: Any) -> 
     assert len(values) >= 3
     job.in_merges(1)
     shown = cluster.kubectl("get", "dj,pods,cm,sts,deploy,events", "-n", job.namespace, "-o", "yaml")
-    shown += cluster.kubectl("logs", "-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator", "--tail=-1")
+    shown += cluster.logs("-n", SYSTEM, "-l", "app.kubernetes.io/name=diloco-operator", "--tail=-1")
     for pod in job.pods():
-        shown += cluster.kubectl("logs", pod["metadata"]["name"], "-n", job.namespace)
+        shown += cluster.logs(pod["metadata"]["name"], "-n", job.namespace)
     assert not [v for v in values if v in shown]
 
 

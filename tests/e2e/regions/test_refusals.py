@@ -155,8 +155,7 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     }
     until(f"all of {expected} counted", lambda: not expected - refused(job).keys(), 30)
     page = metrics(job)
-    # The log's line for each: tests/integration/tls/test_refusals.py. Kubelets that share a machine remove each
-    # other's pods' logs within a minute, so `kubectl logs` may have nothing to show here.
+    # The log's line for each: tests/integration/tls/test_refusals.py.
     for reason in expected:
         assert f'reason="{reason}"' in page, reason
     # Nobody who trains has noticed.
@@ -177,9 +176,9 @@ def nothing_secret_is_shown(world: World, job: Job, insider: Insider) -> None:
     for name, cluster in world.clusters.items():
         shown = cluster.kubectl("get", "dj,pods,cm,sts,deploy,events", "-n", world.namespace, "-o", "yaml")
         labels = "app.kubernetes.io/name=diloco-operator"
-        shown += cluster.kubectl("logs", "-n", SYSTEM, "-l", labels, "--tail=-1")
+        shown += cluster.logs("-n", SYSTEM, "-l", labels, "--tail=-1")
         for pod in world.job(job.name, name).pods():
-            shown += cluster.kubectl("logs", pod["metadata"]["name"], "-n", world.namespace)
+            shown += cluster.logs(pod["metadata"]["name"], "-n", world.namespace)
         assert not [value for value in values if value in shown], name
 
 
