@@ -290,7 +290,8 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
         # A slot that nobody has had has no place yet.
         names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in page.slots if slot.region}
         parts.append(picture(RunView(name, stop(job), page, names, serving=True), []))
-        if page.message and not blocked_by(page) and page.message not in {one.get("message") for one in conditions}:
+        told = any(str(one.get("message")).startswith(page.message) for one in conditions)
+        if page.message and not blocked_by(page) and not told:
             parts.append(Text(page.message))
     else:
         parts += [_head(job, now), ""]

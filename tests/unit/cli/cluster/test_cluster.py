@@ -567,7 +567,7 @@ def test_the_report_of_a_failed_job_has_the_error(capsys: pytest.CaptureFixture[
     document = job_report(outcome="failed", message="NameError: name 'lss'")
     show_report(document, "tiny", None, False)
     assert "failed: NameError: name 'lss'" in capsys.readouterr().out
-    condition = a_condition("Failed", message="NameError: name 'lss'")
+    condition = a_condition("Failed", message="NameError: name 'lss'. To continue it: diloco resume tiny")
     failed = {**RUNNING, "phase": "Failed", "conditions": [condition], "report": kept_report(document)}
     text = shown(job_picture(a_job(**failed), None, [], NOW))
     assert "outcome  failed" in text and text.count("NameError") == 1, "the condition has it already"
