@@ -99,7 +99,7 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(2, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
+        pytest.param(3, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
         pytest.param(10, marks=pytest.mark.timeout(1500)),
     ],
 )
@@ -147,8 +147,8 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     slower = [t.slower for t in timelines]
     shown = ", ".join(f"{value:.2f}" for value in slower)
     # A replacement imports for seconds on cores that its survivors share, so one window says little; what a
-    # deletion costs them shows in the median; of two, in the lower.
-    usual = statistics.median_low(slower)
+    # deletion costs them shows in the median.
+    usual = statistics.median(slower)
     assert usual <= 1.15, f"survivors' steps took so many times as long after the deletions: {shown}"
 
 

@@ -27,7 +27,7 @@ def test_a_job_over_three_clusters(world: World, run_job: RunJob) -> None:
     """What each region's link carried, as the kernel counts it, is what the report says."""
     # As many bytes up as down: what TCP/IP adds, acknowledgements above all, is then little of either.
     same = {"compression": {"up": "bfloat16", "down": "bfloat16"}}
-    job = run_job("spanning", {EU: 1, US: 1}, tokens=400_000, sync=same)
+    job = run_job("spanning", {EU: 1, US: 1}, tokens=600_000, sync=same)
     for name in (EU, US):
         there = world.job("spanning", name)
         there.wait_condition("HubReachable", timeout=180)
