@@ -192,9 +192,10 @@ def main(arguments: Sequence[str]) -> int:
     trials = [
         replace(trial, seed=seed)
         for reference in references(chosen)
-        for seed in range(chosen.seeds)
         for best in [tuned(reference, cache)[0]]
-        for trial in (best, *(arm for _, arm in best_arms(best, chosen, cache)))
+        for compared in [(best, *(arm for _, arm in best_arms(best, chosen, cache)))]
+        for seed in range(chosen.seeds)
+        for trial in compared
     ]
     complete = chosen.show or (complete and run_trials(trials, cache, chosen.jobs, end=end))
     show_quality(quality_rows(chosen, cache), chosen, note)
