@@ -75,6 +75,18 @@ def test_m7_the_picture_fits_and_no_cell_is_cut(width: int) -> None:
     assert ("waited" in text, "s/step" in text) == (width >= 100, width >= 60)
 
 
+def test_m7_a_job_without_an_evaluator_shows_no_merged_loss() -> None:
+    assert "merged loss" not in "\n".join(drawn(view(eval_loss=[]), 80))
+
+
+def test_m7_the_line_of_links_fits_80_columns() -> None:
+    link = {"up_bytes_per_second": 119e6, "down_bytes_per_second": 119e6, "round_trip_seconds": 0.0801,
+            "needs_up_bytes_per_second": 1e6, "needs_down_bytes_per_second": 1e6, "too_slow": False,
+            "message": ""}  # fmt: skip
+    lines = drawn(view(slots=[slot_row(0, ordinal=0, **ROW, link=link)]), 80)
+    assert [line for line in lines if "round trip" in line] == [line for line in lines if "slowest" in line] != []
+
+
 def test_m7_a_slot_has_a_column_only_where_its_number_is_not_the_learners() -> None:
     assert "slot" not in "\n".join(drawn(view(), 120))
     moved = [slot_row(index, **{**ROW, "ordinal": 2 - index}) for index in range(3)]

@@ -331,6 +331,11 @@ def _output_line(output: Object) -> Text:
     return Text(f"its merged model {said}{why}", "yellow" if state == "Writing" else "red")
 
 
+def _figure(name: str, value: float | None) -> str:
+    """Empty where there is none: before the first evaluation, and in a job without an evaluator."""
+    return "" if value is None else f"{name} {nats(value)}"
+
+
 def _head(job: Object, now: float) -> Table:
     status = job.get("status") or {}
     done = status.get("progress") or {}
@@ -342,8 +347,8 @@ def _head(job: Object, now: float) -> Table:
         Text(phase, style=f"bold {_PHASES.get(phase, 'cyan')}"),
         f"{_elapsed(job, now):.0f} s",
         _progress(job, now),
-        f"merged loss {nats(done.get('loss'))}",
-        f"goodput {nats(done.get('goodput'))}",
+        _figure("merged loss", done.get("loss")),
+        _figure("goodput", done.get("goodput")),
         f"quorum {active} active, {required} needed" if status.get("quorum") else "",
     )
     return head
@@ -357,9 +362,14 @@ def job_line(job: Object, page: StatusDocument | None, now: float) -> str:
     if page is not None:
         return progress_line(RunView(str(job["metadata"]["name"]), stop(job), page, serving=True))
     done = status.get("progress") or {}
-    return (
-        f"{_elapsed(job, now):7.1f} s  {status['phase']}  {_progress(job, now)}"
-        f"  loss {nats(done.get('loss'))}"
-        f"  learners {status.get('learners') or '-'}  quorum {status.get('quorum') or '-'}"
-        f"  goodput {nats(done.get('goodput'))}"
-    )
+    loss, goodput = _figure("loss", done.get("loss")), _figure("goodput", done.get("goodput"))
+    cells = [
+        f"{_elapsed(job, now):7.1f} s",
+        str(status["phase"]),
+        _progress(job, now),
+        loss,
+        f"learners {status.get('learners') or '-'}",
+        f"quorum {status.get('quorum') or '-'}",
+        goodput,
+    ]
+    return "  ".join(cell for cell in cells if cell)

@@ -224,6 +224,7 @@ def _lines_of(cells: Sequence[Text], width: int) -> RenderableType:
 def picture(view: RunView, events: list[Text]) -> RenderableType:
     """The run as a person sees it on a terminal; ``events``: the newest, below it."""
     status = view.status
+    loss = merged_loss(status)  # None before the first evaluation, and in a job without an evaluator
     cells = [
         Text(view.job, style="bold"),
         Text(status.phase if status else "starting", style="bold cyan"),
@@ -231,7 +232,7 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
         Text(_progress(view)),
         Text(time_left(view)),
         Text(f"{number(status.tokens_per_second if status else None)} tokens/s"),
-        Text(f"merged loss {nats(merged_loss(status))}"),
+        Text("" if loss is None else f"merged loss {nats(loss)}"),
         Text(silence(view), style="red"),
     ]
     head: list[RenderableType] = [_ByWidth(lambda width: _lines_of(cells, width))]
@@ -316,7 +317,7 @@ def links_text(status: StatusDocument) -> str:
         parts.append(f"down {rate_text(min(rates))}")
     if trips := [link.round_trip_seconds for link in links if link.round_trip_seconds]:
         parts.append(f"round trip {seconds_text(max(trips))}")
-    return f"slowest measured: {', '.join(parts)}" if parts else ""
+    return f"slowest: {', '.join(parts)}" if parts else ""
 
 
 def slow_links(status: StatusDocument) -> list[tuple[str, str]]:

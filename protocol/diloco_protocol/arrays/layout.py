@@ -42,7 +42,7 @@ ELEMENTS_PER_FRAGMENT = 40  # fewer, and one element is more than the bound allo
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TENSORS = 1_000_000
-MAX_FRAGMENTS = 65_536
+MAX_LAYOUT_FRAGMENTS = 65_536  # what is parsed; a job has at most vocabulary.MAX_FRAGMENTS
 MAX_NAME = 1024
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 50
@@ -170,8 +170,8 @@ class Layout:
         tensors = [_read_tensor(row) for row in _rows(document["tensors"], MAX_TENSORS, "tensors")]
         _check_tensors(tensors)
         bins = [
-            [_read_piece(row, tensors) for row in _rows(rows, MAX_TENSORS + MAX_FRAGMENTS, "a fragment")]
-            for rows in _rows(document["fragments"], MAX_FRAGMENTS, "fragments")
+            [_read_piece(row, tensors) for row in _rows(rows, MAX_TENSORS + MAX_LAYOUT_FRAGMENTS, "a fragment")]
+            for rows in _rows(document["fragments"], MAX_LAYOUT_FRAGMENTS, "fragments")
         ]
         _check_assignment(tensors, bins)
         return cls(tuple(tensors), tuple(_flat(tensors, pieces) for pieces in bins), document["note"])

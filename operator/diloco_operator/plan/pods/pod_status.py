@@ -315,7 +315,7 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, su
     if reason in _IMAGE:
         image = container.get("image", "")
         if reason == "ErrImageNeverPull":
-            said = f"image {image} is not on the node, and imagePullPolicy Never forbids to pull it: load it into the "
+            said = f"image {image} is not on the node, and imagePullPolicy is Never: load it into the "
             said += "cluster's nodes (make images CLUSTER=kind:NAME), or push it and set images.registry of the chart"
         else:
             said = f"image {image} cannot be pulled ({reason}): {message}; "

@@ -95,7 +95,7 @@ def test_the_picture_shows_the_slowest_link_and_why_it_is_slow() -> None:
             slot_row(2, region="eu", ordinal=2, state="lost"),
         ]
     )
-    assert links_text(status) == "slowest measured: up 8 Mbit/s, down 16 Gbit/s, round trip 80 ms"
+    assert links_text(status) == "slowest: up 8 Mbit/s, down 16 Gbit/s, round trip 80 ms"
     assert slow_links(status) == [("eu-1", "needs 12 Mbit/s")]
     assert [slot_note(row) for row in status.slots] == ["", "slow link", ""]
     console = Console(width=160)
