@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from core_desk import Desk, config
-from diloco.local.screen import RunView, picture, progress_line, time_left
+from diloco.local.screen import RunView, make_screen, picture, progress_line, time_left
 from diloco_syncer.core.documents import status_document as syncers_status
 from shell_figures import SHELL
 from status_documents import slot_row, status_document
@@ -85,6 +86,25 @@ def test_m7_the_line_of_links_fits_80_columns() -> None:
             "message": ""}  # fmt: skip
     lines = drawn(view(slots=[slot_row(0, ordinal=0, **ROW, link=link)]), 80)
     assert [line for line in lines if "round trip" in line] == [line for line in lines if "slowest" in line] != []
+
+
+def test_m7_what_the_terminal_is_too_narrow_for_continues_on_the_next_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the screen that ``run`` and ``status --watch`` make, on a terminal of 80 columns."""
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "80"), ("LINES", "40")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    event = " ".join(f"event{n}" for n in range(30))
+    hold = " ".join(f"hold{n}" for n in range(30))
+    screen = make_screen()
+    screen.event(event)
+    screen.update(view(store_problem=hold))
+    screen.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    for word in (*event.split(), *hold.split()):
+        assert word in shown, word
+    assert max(len(line) for line in shown.replace("\r", "\n").splitlines()) <= 80
 
 
 def test_m7_a_slot_has_a_column_only_where_its_number_is_not_the_learners() -> None:

@@ -162,17 +162,10 @@ def _run_job(
             make_key(key)
     except (CredentialsError, OSError) as error:
         raise CommandError(f"workdir {workdir.path}: {error}") from error
-    # A person who pipes the output still wants whole lines, whatever the pipe's width.
-    console = TextConsole(soft_wrap=True, stderr=options.as_json)
-    screen = make_screen(console)
+    screen = make_screen(stderr=options.as_json)
     try:
         if options.serving is not None:
-            port, what = options.serving.listen.rpartition(":")[2], "--credentials DIR"
-            if options.serving.credentials is None:
-                what = f"--join-token-file {workdir.join_token.absolute()} (or a copy of it)"
-            screen.event(
-                f"join from other machines with: diloco learner join ADDRESS:{port} {what}; ADDRESS is this machine's"
-            )
+            screen.event(_how_to_join(options.serving, workdir))
             if job.spec.evaluated and not options.serving.evaluator:
                 screen.event("the merged model is not evaluated (see --evaluator, --evaluator-credentials)", "yellow")
         learners = job.spec.slots
@@ -185,11 +178,22 @@ def _run_job(
         screen.close()
 
 
+def _how_to_join(serving: ServeOptions, workdir: Workdir) -> str:
+    host, _, port = serving.listen.rpartition(":")
+    words = "--credentials DIR"
+    if serving.credentials is None:
+        words = f"--join-token-file {workdir.join_token.absolute()}"
+    if host == "localhost" or host.startswith("127.") or host == "[::1]":
+        return f"join on this machine with: diloco learner join {serving.listen} {words}"
+    copy = "" if serving.credentials is not None else " (or a copy of it)"
+    return f"join from other machines with: diloco learner join ADDRESS:{port} {words}{copy}; ADDRESS is this machine's"
+
+
 def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) -> None:
     ended = result.ended
     if as_json:
         print_lasting(report.model_dump_json(indent=1))
-    console = TextConsole(soft_wrap=True, stderr=as_json)
+    console = TextConsole(soft_wrap=True, stderr=as_json)  # lines that a person can copy
     if not console.is_terminal:
         console.width = 200  # nobody's window: lines stay whole
     console.print()

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from diloco.console import print_lasting
 from diloco.local.summary import nats, number
+from diloco.text_console import TextConsole
 from diloco_protocol.common.format_units import duration_text, rate_text, seconds_text
 from diloco_protocol.common.logs import printable
 from diloco_protocol.documents import SlotRow, StatusDocument
@@ -418,5 +419,7 @@ class Live:
         self._live.stop()
 
 
-def make_screen(console: Console) -> Screen:
+def make_screen(stderr: bool = False) -> Screen:
+    """For standard output, or ``stderr``: a picture on a terminal, lines elsewhere."""
+    console = TextConsole(stderr=stderr)  # without soft_wrap, with which a live picture's lines would be cut
     return Live(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console.file)

@@ -22,8 +22,7 @@ SILENT_SECONDS = 60.0  # of a syncer that has answered before: it may be startin
 def watch_status(where: str | None, as_json: bool) -> int:
     """Show how the run is doing until it is over; the exit code: 0, or 1 if it has failed. Raises CommandError, also
     when a run that was shown does not answer any more and has left no report."""
-    console = TextConsole(soft_wrap=False)
-    screen = None if as_json else make_screen(console)
+    screen = None if as_json else make_screen()
     shown: set[tuple[int, int]] = set()
     began, looking_since, heard, view = time.time(), time.monotonic(), float("-inf"), None
     try:
@@ -63,6 +62,7 @@ def watch_status(where: str | None, as_json: bool) -> int:
         if screen is not None:
             screen.close()
     if screen is not None:
+        console = TextConsole()
         console.print(f"{ended_words(document)}:")
         console.print(summary(document))
     return FAILED if document.outcome in ("failed", "killed") else COMPLETE
