@@ -163,6 +163,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/python tools/structure.py --check
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python tools/job_reference.py --check docs/job.md
+	$(BIN)/python tools/command_pages.py --check docs/commands.md
 	$(BIN)/python tools/contracts.py --check docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --check docs/operator.md
 	$(BIN)/python tools/results_picture.py --check
@@ -219,6 +220,7 @@ docs: tables site ## Regenerate the tables of docs/ and the chart's README (tabl
 .PHONY: tables
 tables: $(STAMP) ## Regenerate docs/job.md, the tables of other pages, the picture of results.md, and the chart's README from its values
 	$(BIN)/python tools/job_reference.py --write docs/job.md
+	$(BIN)/python tools/command_pages.py --write docs/commands.md
 	$(BIN)/python tools/contracts.py --write docs/contracts.md
 	$(BIN)/python tools/operator_tables.py --write docs/operator.md
 	$(BIN)/python tools/results_picture.py

@@ -65,7 +65,7 @@ CHANGES = {
 #
 #   kubectl apply -f manifests/examples/tiny-gpt.yaml
 #   kubectl get dilocojobs
-#   kubectl delete pod tiny-gpt-local-1     # training goes on; the pod comes back and contributes
+#   kubectl delete pod tiny-gpt-local-1     # training continues; Kubernetes recreates the pod
 #   diloco export tiny-gpt OUT
 """,
         added=_learners("512Mi") + _SYNCER,

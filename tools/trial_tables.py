@@ -22,7 +22,7 @@ import quality
 from trials.cells import RESULTS, Cache
 from trials.tables import TrialRow, difference
 
-LINEAGES_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
+DILOCOS_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
 DEFAULT = "beside the group's default"
 HEAD = (
     "data-parallel, nats (at its best inner rate, where searched)",
@@ -71,7 +71,7 @@ def tables() -> dict[str, str]:
     cache = Cache(RESULTS)
     return {
         "quality with the defaults": quality_table(cache, {}),
-        "quality with the lineage's settings": quality_table(cache, LINEAGES_SETTINGS),
+        "quality with DiLoCo's settings": quality_table(cache, DILOCOS_SETTINGS),
         "ablations": ablation_table(cache),
     }
 

@@ -128,7 +128,9 @@ def run(
         from diloco.machines.debug_program import debug_program
 
         if workdir or report or chaos or as_json:
-            raise CommandError("--debug keeps and breaks nothing: leave out --workdir, --report, --chaos and --json")
+            raise CommandError(
+                "--debug saves nothing and breaks nothing: leave out --workdir, --report, --chaos and --json"
+            )
         return debug_program(named, overrides, seed)
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
@@ -246,7 +248,10 @@ def validate(
 
     If torch is installed, the model is built without values, in a few seconds and almost no memory. That finds a wrong
     configuration, patterns that match nothing, and a missing tokenizer or device. It also shows the size of the model
-    and the memory of the processes. If the job has fields for clusters, what this machine lacks is only a warning.
+    and the memory of the processes.
+
+    Absent data and too little memory are warnings; the first line says that `diloco run` would not start the job here.
+    An absent device or program is an error, unless the job has fields for clusters: then it is a warning, too.
 
     Examples:
 
@@ -288,7 +293,8 @@ def plan(
     layout: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Directory of a run or an export, or a layout.json, of a model with the same tensors."
+            metavar="PATH",
+            help="Directory of a run of the same model, or a layout.json, as the export of your own loop has.",
         ),
     ] = None,
     round_trip_seconds: Annotated[
@@ -446,7 +452,7 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the model.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a job with LoRA, write the adapters alone, in PEFT's format.")
+        bool, typer.Option("--adapter", help="Write the adapters of a job with LoRA alone, in PEFT's format.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON, for programs.")] = False,
     context: Context = [],  # noqa: B006

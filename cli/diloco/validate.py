@@ -47,7 +47,8 @@ class Verdict:
         if self.problems or self.job is None:
             head = problems_text(JobError(self.problems, self.source))
         else:
-            head = "\n".join([summary_text(self.job, (), self.source, self.refused_here), *self.figure_lines])
+            size = self.figures.get("trained_parameters")
+            head = "\n".join([summary_text(self.job, self.source, self.refused_here, size), *self.figure_lines])
         return "\n".join([head, *warnings_text(self.warnings)])
 
     @property
@@ -112,8 +113,8 @@ def _indented(text: str, indent: str) -> str:
     )
 
 
-def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str = "", refused_here: bool = False) -> str:
-    """A valid job in a few lines, with its warnings under it. ``refused_here``: see ``Verdict``."""
+def summary_text(job: DiLoCoJob, source: str = "", refused_here: bool = False, parameters: int | None = None) -> str:
+    """A valid job in a few lines. ``refused_here``: see ``Verdict``. ``parameters``: the model's, None: not known."""
     here = ", which `diloco run` would not start on this machine (see the warnings)" if refused_here else ""
     spec = job.spec
     training, sync = spec.training, spec.sync
@@ -138,11 +139,11 @@ def summary_text(job: DiLoCoJob, warnings: Sequence[Problem] = (), source: str =
         f"  learners  {spec.slots} ({regions}), quorum {spec.quorum}",
         f"  sync      {sync.fragments} fragments, each every {sync.every} steps, overlap {sync.overlap}, "
         f"{sync.compression.up} up, {sync.compression.down} down" + (", deterministic" if sync.deterministic else ""),
-        f"  merges    {_merges(spec)}",
+        f"  merges    {_merges(spec, parameters)}",
         f"  evaluated {evaluated}",
         f"  digest    {spec_digest(job)[:16]}",
     ]
-    return "\n".join([*lines, *warnings_text(warnings)])
+    return "\n".join(lines)
 
 
 def warnings_text(warnings: Iterable[Problem]) -> list[str]:
@@ -153,7 +154,10 @@ def _count(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-def _merges(spec: JobSpec) -> str:
+def _merges(spec: JobSpec, parameters: int | None) -> str:
+    """What the job's merges are. ``parameters`` None: the model's size, which may decide it, is not known."""
+    if parameters is not None:
+        return merge_text(*settle_merge(spec, parameters))
     small, large = (merge_text(*settle_merge(spec, parameters)) for parameters in (0, ISOTROPIC_BELOW))
     return small if small == large else f"{small}\n            with 10^8 parameters or more: {large}"
 

@@ -133,7 +133,7 @@ class WorkerExit(IntEnum):
     STALLED = 6  # a step took longer than learners.stallSeconds: stack traces are in the log
 
 
-ENDS_FOR_RESUME = "the job goes on: this process ends, so that a new one can take part"
+ENDS_FOR_RESUME = "the job continues: this process ends, so that a new one can take part"
 """Termination message of a learner that was idle at the job's end (complete, suspended), or whose job was
 drained, when the job is resumed."""
 

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "--export", metavar="HOST:PORT", help="serve the merged model here; a loopback address (default: not)"
     )
     parser.add_argument(
-        "--stay", action="store_true", help="after the job's end go on serving status, report and export, until SIGTERM"
+        "--stay", action="store_true", help="after the job's end serve status, report and export until SIGTERM"
     )
     parser.add_argument("--address-file", metavar="FILE", help="written whole when it serves: its addresses")
     parser.add_argument("--control-key-file", required=True, metavar="FILE", help="the key of signed calls")

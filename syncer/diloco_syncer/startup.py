@@ -87,7 +87,9 @@ def restore(
         log.error("restoring: %s", problem)
     tape = Tape(store)
     if tape.damage:
-        log.error("the tape is damaged (%s): that segment is kept in discarded/, and the tape goes on", tape.damage)
+        log.error(
+            "the tape is damaged (%s): that segment is in discarded/, and the tape continues without it", tape.damage
+        )
     complete_tape(tape, checkpoints, restored)
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()

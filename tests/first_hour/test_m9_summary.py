@@ -63,7 +63,7 @@ def test_m9_the_demos_story() -> None:
         "79.2 MB up, 76 MB down",
         "1 min 35 s",
         "local-1 killed at 30.8 s: noticed after 30 ms, replaced after 230 ms, training again after 310 ms, ",
-        "merging again after 900 ms; 5,000 tokens lost (0.28 %); merges went on meanwhile",
+        "merging again after 900 ms; 5,000 tokens lost (0.28 %); merges continued meanwhile",
     ):
         assert words in text, (words, text)
     # One region is all there is: no second line of the same traffic; and no bytes by the digit.
@@ -96,9 +96,9 @@ def test_m9_of_a_job_without_a_last_score_the_newest_one_is_shown() -> None:
 
 def test_m9_what_is_said_of_faults_is_so() -> None:
     hold = {"from_seconds": 31.0, "to_seconds": 31.5}
-    assert "merges went on" not in told(job_report(**{**DEMO, "holds": [hold]}))
-    assert "merges went on" in told(job_report(**{**DEMO, "holds": [{"from_seconds": 40.0, "to_seconds": 41.0}]}))
-    assert "merges went on" not in told(job_report(**{**DEMO, "holds": None})), "it is not known"
+    assert "merges continued" not in told(job_report(**{**DEMO, "holds": [hold]}))
+    assert "merges continued" in told(job_report(**{**DEMO, "holds": [{"from_seconds": 40.0, "to_seconds": 41.0}]}))
+    assert "merges continued" not in told(job_report(**{**DEMO, "holds": None})), "it is not known"
     assert "tokens lost" not in told(job_report(**{**DEMO, "faults": [KILL, KILL]})), "of which of the two?"
     unseen = {**KILL, "action": "pause", "lasts_seconds": 2.0}
     unseen |= dict.fromkeys(("detected_seconds", "joined_seconds", "first_step_seconds", "recovered_seconds"))

@@ -82,7 +82,7 @@ def _import(module: str) -> None:
     try:
         importlib.import_module(module)
     except Exception as error:
-        print(f"fork server: {module} is left to the workers: {error!r}", file=sys.stderr, flush=True)
+        print(f"fork server: {module} is loaded by each worker instead: {error!r}", file=sys.stderr, flush=True)
 
 
 def count_threads() -> int:

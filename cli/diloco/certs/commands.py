@@ -69,8 +69,8 @@ def _explained() -> Iterator[None]:
 @_explained()
 def init(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new authority's folder.")] = Path("pki"),
-    title: Annotated[str, typer.Option("--name", help="The authority's name, for people.")] = "diloco",
-    days: Annotated[int, typer.Option(help="Days of validity.")] = 3650,
+    title: Annotated[str, typer.Option("--name", metavar="NAME", help="The authority's name, for people.")] = "diloco",
+    days: Annotated[int, typer.Option(metavar="DAYS", help="Days of validity.")] = 3650,
     as_json: AsJson = False,
 ) -> None:
     """Make an authority: a key that signs, and the certificate that all parties trust.
@@ -117,6 +117,7 @@ def issue(
         typer.Option(
             "--namespace",
             "-n",
+            metavar="NAME",
             help="The job's namespace, the same in every cluster.  [default: the file's, else default]",
         ),
     ] = None,
@@ -132,7 +133,7 @@ def issue(
             "connections on by it.  [default: diloco-syncer]",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(help="Days of validity.")] = 90,
+    days: Annotated[int, typer.Option(metavar="DAYS", help="Days of validity.")] = 90,
     secret: Annotated[
         str | None,
         typer.Option(
@@ -179,9 +180,9 @@ def issue(
 @command
 @_explained()
 def renew(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of `diloco certs issue`.")],
     pki: Pki = Path("pki"),
-    days: Annotated[int, typer.Option(help="Days of validity of the new ones.")] = 90,
+    days: Annotated[int, typer.Option(metavar="DAYS", help="Days of validity of the new ones.")] = 90,
     as_json: AsJson = False,
 ) -> None:
     """Give folders a new key and certificate with the same names.
@@ -212,7 +213,12 @@ def renew(
 @certs.command()
 @command
 @_explained()
-def show(folders: Annotated[list[Path], typer.Argument(metavar="DIR|FILE...")], as_json: AsJson = False) -> None:
+def show(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR|FILE...", help="Folders of `diloco certs issue`, or certificates.")
+    ],
+    as_json: AsJson = False,
+) -> None:
     """Say whose certificates these are, and how long they are good for.
 
     Examples:

@@ -25,6 +25,7 @@ from diloco_operator.kube.errors import ApiError
 if TYPE_CHECKING:
     from diloco_operator.kube.client import Client, RequestParts
 
+from diloco_protocol.spec import kubectl_yaml
 from diloco_protocol.vocabulary import DOMAIN, JOB_PLURAL, VERSION
 
 TIMEOUT = 10.0  # seconds until an API server counts as not answering
@@ -288,6 +289,18 @@ def forbidden(message: str) -> str:
 # ------------------------------------------------------------------ kubeconfig
 
 
+def _yaml_problem(files: Sequence[str]) -> str:
+    """Which of the files is not YAML, and why."""
+    for file in files:
+        try:
+            kubectl_yaml.parse(Path(file).expanduser().read_text(encoding="utf-8"))
+        except kubectl_yaml.YamlProblem as problem:
+            return f"{file}{'' if problem.line is None else f', line {problem.line}'}: {problem.message}"
+        except (OSError, UnicodeDecodeError) as error:
+            return f"{file}: {error}"
+    return f"{os.pathsep.join(files)}: not YAML"
+
+
 def open_cluster(context: str | None, namespace: str | None, kubeconfig: Path | None) -> Cluster:
     """The named context of the kubeconfig, or its current one; in a pod without a kubeconfig, the pod's
     own account. Raises ClusterError."""
@@ -330,7 +343,9 @@ def open_cluster(context: str | None, namespace: str | None, kubeconfig: Path | 
         config.load_kube_config(
             os.pathsep.join(present), name, client_configuration=configuration, persist_config=False
         )
-    except (config.ConfigException, YAMLError, OSError, KeyError, TypeError, ValueError) as error:
+    except YAMLError as error:
+        raise ClusterError(f"the kubeconfig cannot be used: {_yaml_problem(present)}", "Settings", WRONG) from error
+    except (config.ConfigException, OSError, KeyError, TypeError, ValueError) as error:
         raise ClusterError(f"the kubeconfig {paths} cannot be used: {error}", "Settings", WRONG) from error
     own = (found.get("context") or {}).get("namespace") or "default"
     return connect(str(name), own)

@@ -173,7 +173,7 @@ def logs(
     ] = None,
     tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only the last N lines of each.")] = None,
     previous: Annotated[
-        bool, typer.Option("--previous", "-p", help="Of the container before the last restart.")
+        bool, typer.Option("--previous", "-p", help="Show the log of the container before the last restart.")
     ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Lines as they are, without the process's name.")] = False,
     as_json: Annotated[

@@ -34,6 +34,14 @@ def has_kubeconfig(where: Where) -> bool:
     return where.given or any(path and Path(path).expanduser().is_file() for path in paths)
 
 
+def no_kubeconfig() -> Finding:
+    """That there is none: a warning where the environment names one."""
+    named = os.environ.get("KUBECONFIG")
+    if named:
+        return Finding("cluster", "reach", "warning", f"KUBECONFIG={named}: there is no such file", "correct it")
+    return Finding("cluster", "reach", "ok", "no kubeconfig: it is needed for jobs in clusters alone")
+
+
 def check_cluster(where: Where) -> Iterator[Finding]:
     """Nothing is changed there. Without ``--context`` a cluster that cannot be reached is no error: a job runs on this
     machine without it."""

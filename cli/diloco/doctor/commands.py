@@ -61,15 +61,16 @@ def doctor(
         for option, given in (("--set", overrides), ("--credentials", credentials), ("--step-seconds", step_seconds)):
             if given:
                 raise CommandError(f"{option} is for the checks of a job: give JOB.yaml too")
+    if credentials is not None and not credentials.is_dir():
+        raise CommandError(f"--credentials {credentials}: there is no such folder; `diloco certs issue` makes one")
     absent = absent_packages()
     found: list[Finding] = [*check_machine(Path.cwd()), *check_packages(absent)]
     torch, said = check_torch("torch" not in absent["worker"])
     found += said
     there = where(context, namespace, kubeconfig)
-    from diloco.doctor.cluster import check_cluster, has_kubeconfig
+    from diloco.doctor.cluster import check_cluster, has_kubeconfig, no_kubeconfig
 
-    if has_kubeconfig(there):
-        found += check_cluster(there)
+    found += check_cluster(there) if has_kubeconfig(there) else [no_kubeconfig()]
     if job is not None:
         from diloco.doctor.job import check_job
         from diloco.doctor.links import LinkOptions, check_links

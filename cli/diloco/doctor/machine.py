@@ -30,7 +30,7 @@ EXTRAS = {
     "syncer": "`diloco run` and `diloco syncer serve`",
     "worker": "`diloco run` and `diloco learner join`",
     "kube": "clusters: `diloco apply` and the like",
-    "datasets": "`source: datasets`",
+    "datasets": "`source: datasets`, Parquet and Arrow files",
     "tensorboard": "TensorBoard's events",
     "report": "plots in `diloco report --html`",
 }

@@ -198,6 +198,9 @@ def _write_adapter(model: MergedModel, out: Path) -> int:
         raise ExportFailed(str(error)) from error
 
 
+_WITH_LAYOUT = "give the directory of a run or of the export of your own loop; or leave it out, and give --params"
+
+
 def read_layout(path: Path) -> Layout:
     """The layout in a layout.json, in the directory of an export, or in that of a run. Raises ExportFailed."""
     file = path / "layout.json" if path.is_dir() else path
@@ -206,10 +209,14 @@ def read_layout(path: Path) -> Layout:
             return Layout.from_json(read_bounded(file, MAX_JSON_BYTES))
         workdir = Workdir(path)
         layout = StoreReader(DirectoryStore(workdir.store), read_job(workdir.job).metadata.name).layout()
+    except FileNotFoundError as error:
+        why = "no such file"
+        if path.is_dir():
+            why = "it has no layout.json (an export for transformers has none) and no job.json"
+        raise ExportFailed(f"{path} holds no layout ({why}): {_WITH_LAYOUT}") from error
     except (JobError, LayoutError, OSError, StoreUnusable) as error:
-        raise ExportFailed(
-            f"{path} holds no layout ({error}): give the directory of a run or of an export of one"
-        ) from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ExportFailed(f"{path} holds no layout ({why}): {_WITH_LAYOUT}") from error
     if layout is None:
         raise ExportFailed(f"{path} holds no model yet: its run has not reached version 0")
     return layout

@@ -26,6 +26,7 @@ from diloco.processes.worker_specs import ServeOptions, learner_names, without_m
 from diloco.text_console import TextConsole
 from diloco.validate import problems_text, read_job_file
 from diloco_protocol.common.files import PUBLIC, FileError, write_whole
+from diloco_protocol.common.reach import is_loopback
 from diloco_protocol.documents import Report
 from diloco_protocol.security.credentials import CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
@@ -86,15 +87,16 @@ def run(options: RunOptions) -> int:
         wanted: list[tuple[Path, int | None]] = [(workdir.report, None)]
         if options.report is not None:
             wanted.append((options.report, PUBLIC))
+        unwritten = 0
         for path, mode in wanted:
             try:
                 path.absolute().parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, data, mode=mode)
             except (FileError, OSError) as error:
                 print_lasting(f"error: {unwritable_text(path, error)}", sys.stderr)
-                return result.ended.exit_code or 1
+                unwritten = 1
         _tell(result, report, workdir, options.as_json)
-        return result.ended.exit_code
+        return result.ended.exit_code or unwritten
 
 
 @contextlib.contextmanager
@@ -183,7 +185,7 @@ def _how_to_join(serving: ServeOptions, workdir: Workdir) -> str:
     words = "--credentials DIR"
     if serving.credentials is None:
         words = f"--join-token-file {workdir.join_token.absolute()}"
-    if host == "localhost" or host.startswith("127.") or host == "[::1]":
+    if is_loopback(host):
         return f"join on this machine with: diloco learner join {serving.listen} {words}"
     copy = "" if serving.credentials is not None else " (or a copy of it)"
     return f"join from other machines with: diloco learner join ADDRESS:{port} {words}{copy}; ADDRESS is this machine's"
@@ -198,7 +200,8 @@ def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) ->
         console.width = 200  # nobody's window: lines stay whole
     console.print()
     console.print(summary(report, ended.outcome))  # why is said below
-    console.print(f"report: {workdir.report}", highlight=False)
+    if workdir.report.is_file():
+        console.print(f"report: {workdir.report}", highlight=False)
     if ended.outcome == "complete" and ended.exit_code:
         print_lasting(f"error: {ended.message}", sys.stderr)
     if ended.outcome == "interrupted":

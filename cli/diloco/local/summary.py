@@ -200,7 +200,7 @@ def fault_text(fault: FaultRow, report: Report | None = None) -> str:
         lost = dict(dropped_by_reason(report))["died"]
         text += f"; {number(lost)} tokens lost ({share_text(lost / max(1, report.tokens.trained))})"
     if fault.target != "syncer" and report.holds is not None and not _held(report, fault):
-        text += "; merges went on meanwhile"
+        text += "; merges continued meanwhile"
     return text
 
 

@@ -76,6 +76,9 @@ def serve(
         str, typer.Option(metavar="HOST:PORT", help="Status page and metrics; port 0: any.")
     ] = "127.0.0.1:0",
     overrides: Overrides = [],  # noqa: B006
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print report.json at the end, for programs; progress goes to stderr.")
+    ] = False,
 ) -> int:
     """Run a job's syncer on this machine until the job is done.
 
@@ -91,10 +94,10 @@ def serve(
         diloco syncer serve job.yaml --workdir runs/served --listen 127.0.0.1:7700
     """
     from diloco.local.run import RunOptions, run
-    from diloco.machines.join import here
     from diloco.processes.worker_specs import ServeOptions
+    from diloco_protocol.common.reach import is_loopback
 
-    if credentials is None and not plaintext and not here(listen.rpartition(":")[0]):
+    if credentials is None and not plaintext and not is_loopback(listen.rpartition(":")[0]):
         raise CommandError(
             f"--credentials is missing: any process that reaches {listen} could join. Give the syncer's folder "
             "(`diloco certs issue` makes it); --plaintext uses none, for a network in which you trust every "
@@ -112,7 +115,7 @@ def serve(
         evaluator_credentials and evaluator_credentials.absolute(),
     )
     named = job_file(job, file, "diloco syncer serve")
-    return run(RunOptions(named, workdir, overrides=overrides, http=http, serving=serving))
+    return run(RunOptions(named, workdir, overrides=overrides, http=http, as_json=as_json, serving=serving))
 
 
 @learner.command()

@@ -36,7 +36,7 @@ from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import FileError, write_whole
-from diloco_protocol.common.reach import unreachable
+from diloco_protocol.common.reach import is_loopback, unreachable
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json, job_to_json
@@ -45,17 +45,11 @@ from diloco_protocol.wire import bulk, channels, limits, sync_pb2
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
-_LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
 FETCH_SECONDS = 20.0
 MAX_JOB_BYTES = 16 << 20
 IN_VAIN = 5  # ends in a row before LIVED_SECONDS, after which it is given up
 LIVED_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-
-
-def here(host: str) -> bool:
-    """Whether only processes of this machine can be at the far end."""
-    return _LOOPBACK.fullmatch(host) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,7 @@ def _check(options: JoinOptions) -> None:
         raise CommandError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
     if options.credentials is not None and options.join_token_file is not None:
         raise CommandError("--join-token-file: the folder of --credentials has one; leave one of the two out")
-    if options.credentials is None and not options.plaintext and not here(match[1]):
+    if options.credentials is None and not options.plaintext and not is_loopback(match[1]):
         raise CommandError(
             f"--credentials is missing: {match[1]} is another machine. Give the folder with tls.crt, "
             "tls.key, ca.crt and join-token (`diloco certs issue` makes it); --plaintext uses none, for a "

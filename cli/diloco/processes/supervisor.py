@@ -183,7 +183,7 @@ class Supervisor:
                 1,
             )
         if again := "" if rule is not None else self._repeated(name, kind, end, error, answered, dispensable):
-            return Fail(f"{again} (failurePolicy.maxReplacements: {self.max_replacements} is not waited for)", 1)
+            return Fail(f"{again} (failurePolicy.maxReplacements, {self.max_replacements}, is not used up)", 1)
         self.since_merge[name] = failures + 1
         return self._restart(name, now)
 

@@ -309,7 +309,7 @@ def find(argument: str | None) -> Workdir:
         return Workdir(path.absolute())
     found = [(job.stat().st_mtime, job.parent) for job in Path("runs").glob("*/job.json")]
     if not found:
-        raise WorkdirError("there is no run below ./runs; name its directory, or the syncer's host:port")
+        raise WorkdirError("there is no run below ./runs: name a run's directory")
     return Workdir(max(found)[1].absolute())
 
 

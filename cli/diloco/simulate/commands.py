@@ -137,10 +137,23 @@ def goodput(
     ] = None,
     repair_mean: Annotated[float | None, _time(published.REPAIR_MEAN, "Mean time of a repair.", positive)] = None,
     repair_shape: Annotated[
-        float, typer.Option(min=0.1, max=10, help=f"Of the exponentiated Weibull; {published.REPAIR_SHAPE.source}.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=10,
+            metavar="NUMBER",
+            help="Shape of the repair times' distribution, an exponentiated Weibull "
+            f"({published.REPAIR_SHAPE.source}).",
+        ),
     ] = published.REPAIR_SHAPE.value,
     repair_power: Annotated[
-        float, typer.Option(min=0.1, max=20, help=f"Likewise; {published.REPAIR_POWER.source}.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=20,
+            metavar="NUMBER",
+            help=f"Second shape of that distribution, its exponent ({published.REPAIR_POWER.source}).",
+        ),
     ] = published.REPAIR_POWER.value,
     spares: Annotated[int, typer.Option(min=0, metavar="SLICES", help="Slices that stand by, for each learner.")] = 0,
     core: Annotated[
@@ -154,11 +167,16 @@ def goodput(
     cache: Annotated[
         Path, typer.Option(metavar="DIR", help="Where --core keeps finished simulations, to continue from them.")
     ] = Path("runs/simulate"),
-    repetitions: Annotated[int, typer.Option(min=3, max=1000, help="Of each fleet, for the intervals.")] = 8,
+    repetitions: Annotated[
+        int,
+        typer.Option(min=3, max=1000, metavar="N", help="Repetitions of each fleet: more make the intervals narrower."),
+    ] = 8,
     failures: Annotated[
-        float, typer.Option(min=10, max=1e6, help="That a repetition lasts, of the whole fleet.")
+        float, typer.Option(min=10, max=1e6, metavar="N", help="Failures of the whole fleet in one repetition.")
     ] = 2000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything: the same seed gives the same figures.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Seed of everything: the same seed gives the same figures.")
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter; wider intervals.")] = False,
     report: Report = None,
     as_json: Json = False,
@@ -298,10 +316,14 @@ def bandwidth(
             show_default=False,
         ),
     ] = None,
-    learners: Annotated[int, typer.Option(min=2, max=4096, help="M.")] = 8,
-    step_seconds: Annotated[float, typer.Option(min=1e-6, max=1e6, metavar="SECONDS", help="Of one inner step.")] = 1.0,
-    fragments: Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="P.")] = 24,
-    every: Annotated[int, typer.Option(min=1, max=1_000_000, help="H: steps between two merges of a fragment.")] = 24,
+    learners: Annotated[int, typer.Option(min=2, max=4096, metavar="M", help="Number of learners.")] = 8,
+    step_seconds: Annotated[
+        float, typer.Option(min=1e-6, max=1e6, metavar="SECONDS", help="How long one inner step takes.")
+    ] = 1.0,
+    fragments: Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, metavar="P", help="Fragments of the model.")] = 24,
+    every: Annotated[
+        int, typer.Option(min=1, max=1_000_000, metavar="H", help="Steps between two merges of a fragment.")
+    ] = 24,
     overlap: Annotated[
         Any,
         typer.Option(
@@ -312,10 +334,10 @@ def bandwidth(
         ),
     ] = None,
     utilisation: Annotated[
-        float, typer.Option(min=0.5, max=0.999, metavar="SHARE", help="Of its time that a learner is to compute.")
+        float, typer.Option(min=0.5, max=0.999, metavar="SHARE", help="Share of its time that a learner shall compute.")
     ] = 0.95,
     round_trip_seconds: Annotated[
-        float, typer.Option(min=0, max=60, metavar="SECONDS", help="Of the way between learner and hub.")
+        float, typer.Option(min=0, max=60, metavar="SECONDS", help="Round trip time between a learner and the hub.")
     ] = 0.0,
     quick: Annotated[bool, typer.Option("--quick", help="Curves at fewer bandwidths.")] = False,
     report: Report = None,

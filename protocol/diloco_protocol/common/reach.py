@@ -6,6 +6,7 @@ for any longer than that.
 
 from __future__ import annotations
 
+import ipaddress
 import queue
 import socket
 import threading
@@ -18,6 +19,14 @@ def split_address(address: str) -> tuple[str, int]:
     """Host, without the brackets of IPv6, and port of ``host:port``. Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach the host, by its name or address, with or without brackets."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def resolve_name(host: str, port: int, seconds: float = RESOLVE_SECONDS) -> list[str]:

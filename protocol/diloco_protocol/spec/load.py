@@ -11,6 +11,7 @@ import copy
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -219,6 +220,8 @@ def _read(path: FilePath) -> str:
             regular, size = stat.S_ISREG(status.st_mode), status.st_size
             data = file.read(MAX_BYTES + 1) if regular and size <= MAX_BYTES else b""
     except FileNotFoundError:
+        if re.match(r"[a-z0-9]+:/", str(path)):  # a Path has lost the second slash
+            raise refuse("a job is read from a file: download it first") from None
         raise refuse("there is no such file") from None
     except IsADirectoryError:
         raise refuse("it is a directory: name the job file in it") from None

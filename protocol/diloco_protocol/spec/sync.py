@@ -50,7 +50,7 @@ class OuterSpec(Spec):
     lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
         None,
         description="Outer learning rate. null: of nesterov 1.4 after isotropic merges, 1 for weights that were "
-        "trained before (model.from, lora) and else 0.7, the lineage's; of sgd 2 after isotropic merges, else 1; "
+        "trained before (model.from, lora) and else 0.7, DiLoCo's; of sgd 2 after isotropic merges, else 1; "
         "of adamw and cosine-gated 0.001.",
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(

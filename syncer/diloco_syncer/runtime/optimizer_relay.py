@@ -72,7 +72,7 @@ class OptimizerRelay:
         transfer, size = header.peer_state.transfer, header.total_bytes
         sender, checkpoint = self._expected.get(transfer, (0, False))
         if not connection or connection != sender:
-            raise UploadRefused(TransferRefusal.NOT_ASKED, f"nobody asked this process for transfer {transfer}")
+            raise UploadRefused(TransferRefusal.NOT_ASKED, f"this process was not asked for transfer {transfer}")
         assert self._model.layout is not None
         largest = self._model.layout.total_elements * 4 * STATES_PER_PARAMETER + SLACK
         if size > largest:

@@ -359,7 +359,7 @@ class Checkpoints:
         for fragment, chain in enumerate(found.chains):
             if chain.unusable:
                 version = chain.newest.version
-                message = f"fragment {fragment} goes on from version {version}: {chain.why}"
+                message = f"fragment {fragment} continues from version {version}: {chain.why}"
                 if chain.late:
                     log.warning("restoring: %s", message)  # as it should be: nobody was told of it
                 else:

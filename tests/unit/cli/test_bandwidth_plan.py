@@ -164,8 +164,8 @@ def test_a_layout_tells_the_size_of_a_program_of_ones_own(tmp_path: Path) -> Non
     assert found["parameters"] == 35_000 and found["fragments"] == 8, "the tensors are the layout's, P is the job's"
     assert found == planned(job, "--step-seconds", "1", "--layout", str(tmp_path / "out" / "layout.json"))
     for arguments, words in (
-        (["--layout", str(tmp_path / "none")], "holds no layout"),
-        (["--layout", str(tmp_path)], "give the directory of a run or of an export"),
+        (["--layout", str(tmp_path / "none")], "holds no layout (no such file)"),
+        (["--layout", str(tmp_path)], "it has no layout.json (an export for transformers has none)"),
         (["--layout", str(tmp_path / "out"), "--params", "5B"], "leave one of them out"),
     ):
         code, output = diloco("plan", job, "--step-seconds", "1", *arguments)

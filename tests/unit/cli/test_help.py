@@ -39,3 +39,20 @@ def test_a_line_of_an_example_is_a_line_of_the_terminal(names: tuple[str, ...], 
 
 def test_pages_have_examples() -> None:
     assert sum(bool(lines_of_examples(page)) for _, page in PAGES) > 20
+
+
+def parameters(group: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for parameter in group.params:
+        yield " ".join((*names, parameter.name)), parameter
+    for name, command in getattr(group, "commands", {}).items():
+        yield from parameters(command, (*names, name))
+
+
+PARAMETERS = dict(parameters(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS.values(), ids=list(PARAMETERS))
+def test_each_argument_and_option_says_what_it_is(parameter: Any) -> None:
+    said = parameter.help or ""
+    assert said and not said.startswith(("Of ", "That ", "Likewise", "M.", "P.")), said
+    assert parameter.metavar or getattr(parameter, "is_flag", False), "its value has no name"

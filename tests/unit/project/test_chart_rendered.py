@@ -384,9 +384,9 @@ def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
         assert f'_port("{endpoint["port"]}", {constants[endpoint["port"]]})' in source, "pods.py names its ports"
 
 
-def notes(values: str) -> str:
+def notes(values: str, *more: str) -> str:
     """What `helm install` prints at its end; no cluster is asked."""
-    words = ("--dry-run=client", "--values", str(CHART / "ci" / f"{values}.yaml"))
+    words = ("--dry-run=client", "--values", str(CHART / "ci" / f"{values}.yaml"), *more)
     assert HELM is not None
     said = chart.run(HELM, "install", "diloco", str(CHART), "--namespace", "diloco-system", *words)
     return str(said).partition("NOTES:")[2]
@@ -395,6 +395,9 @@ def notes(values: str) -> str:
 def test_the_notes_name_what_there_is() -> None:
     everywhere, inside, second = notes("default"), notes("namespaced"), notes("second")
     assert "kubectl apply -f manifests/examples/tiny-gpt.yaml" in everywhere
+    assert "diloco examples tiny-gpt.yaml && diloco apply examples/tiny-gpt.yaml" in notes(
+        "default", "--set", "images.registry=registry.example.com"
+    ), "who installs from a registry has no clone"
     assert "kubectl apply -n default -f" in inside, "elsewhere nobody would look at the job"
     assert "--take-ownership" in everywhere and "--take-ownership" in inside
     assert "holds no CRD" in second and "--take-ownership" not in second

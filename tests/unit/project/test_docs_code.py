@@ -1,6 +1,7 @@
 """What pages show as code is code: jobs and parts of jobs are valid, and Python compiles and imports what there is.
 
-Commands are checked in test_results.py, the blocks of docs/your-own-loop.md are run by tests/first_hour.
+Commands are checked in test_results.py; tests/integration/run/test_own_loop_page.py runs the blocks of
+docs/your-own-loop.md.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def test_vision_is_called_worse_where_the_table_has_it_worse() -> None:
                          rf"\b{short[learners]:.0f} % above with {word}\b", line), word  # fmt: skip
 
 
-def test_no_page_says_that_the_paper_prints_the_settings_of_its_lineage() -> None:
-    assert "0.7 and 0.9 are the lineage's values; the paper prints none." in (DOCS / "algorithm.md").read_text()
+def test_no_page_says_that_the_paper_prints_dilocos_settings() -> None:
+    assert "0.7 and 0.9 are DiLoCo's values; the paper prints none." in (DOCS / "algorithm.md").read_text()
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         said = re.findall(r"(?i)the paper's (?:own )?settings", page.read_text(encoding="utf-8"))
         assert not said, f"{page.name}: {said}"

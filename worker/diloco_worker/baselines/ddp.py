@@ -37,7 +37,7 @@ def train_rank(job: DiLoCoJob, settings: BaselineSettings) -> int:
     state = rank.states.restore(rank.model, rank.optimizer)
     dist.barrier()  # nobody writes a checkpoint while others read one
     wrapped = wrap_model(rank)
-    log.info("rank %d of %d goes on from step %d", place, world, state.step)
+    log.info("rank %d of %d continues from step %d", place, world, state.step)
     if place == 0:
         rank.states.forget_scores_after(state.tokens)
         rank.mark_started()

@@ -123,7 +123,7 @@ def _train_member(job: DiLoCoJob, settings: BaselineSettings) -> None:
     state = share_state(rank, place)
     stop = _Stop()
     wrapped = wrap_model(rank)
-    log.info("rank %d of %d goes on from step %d", place, world, state.step)
+    log.info("rank %d of %d continues from step %d", place, world, state.step)
     group = uuid.uuid4().hex
     if place == 0:
         write_whole(settings.group, json.dumps(group).encode())

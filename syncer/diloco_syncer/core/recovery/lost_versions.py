@@ -235,7 +235,7 @@ class VersionRecovery:
         """Whether this version may come now, before its bytes are read: empty, or why not."""
         request = self._requests.get(fragment)
         if request is None or (request.connection, request.epoch, request.version) != (connection, epoch, version):
-            return f"nobody asked this process for version {version} of fragment {fragment}"
+            return f"this process was not asked for version {version} of fragment {fragment}"
         return validate_receipt(self._state, fragment, version, rows)
 
     def mark_failed(self, connection: int, fragment: int, now: float) -> None:

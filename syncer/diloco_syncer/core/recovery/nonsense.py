@@ -79,5 +79,5 @@ def _repair_steps(state: JobState) -> list[str]:
         slot.merged_last_step = {p: min(step, sane) for p, step in slot.merged_last_step.items()}
         slot.merged.clear()
         slot.accepted_sequence.clear()
-        repairs.append(f"slot {slot.index}: its steps were impossible; it goes on at step {sane}")
+        repairs.append(f"slot {slot.index}: its steps were impossible; it continues at step {sane}")
     return repairs

@@ -11,10 +11,10 @@ one model is sent at a time, for each holds on to the parameters of its moment.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncGenerator, Mapping
 
 from diloco_protocol.common.http_server import AddressError, Answer, Page, Stream, split_address
+from diloco_protocol.common.reach import is_loopback
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_syncer.output.model_file import ModelFile
@@ -27,11 +27,7 @@ CHECKSUM = "Diloco-Checksum"
 def check_loopback(address: str, name: str) -> None:
     """Raise AddressError unless ``address`` (host:port) is on this machine's loopback."""
     host, _ = split_address(address, name)
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise AddressError(
             f"{name} {address}: the model is served without credentials, so only to a loopback address, "
             "such as 127.0.0.1:7703"
@@ -44,7 +40,7 @@ def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Dur
     async def model_page() -> Answer:
         nonlocal busy
         if busy:
-            return 503, "text/plain", b"the model is being sent to somebody else: try again\n"
+            return 503, "text/plain", b"the model is being sent to another caller: try again\n"
         if model.layout is None:
             return 404, "text/plain", b"there is no model yet: the job has not reached version 0\n"
         busy = True

@@ -267,10 +267,16 @@ def test_contexts(tmp_path: Path) -> None:
 
 
 def test_kubeconfigs_that_are_none(tmp_path: Path) -> None:
-    broken, empty = tmp_path / "broken", tmp_path / "empty"
+    broken, tab, empty = tmp_path / "broken", tmp_path / "tab", tmp_path / "empty"
     broken.write_text(": [")
+    tab.write_text("contexts:\n\t- name: hub\n")
     empty.write_text("")
-    for path, words in ((broken, "cannot be used"), (empty, "cannot be used"), (tmp_path / "no", "no kubeconfig")):
+    for path, words in (
+        (broken, "cannot be used: .*broken, line 1: not YAML"),
+        (tab, "cannot be used: .*tab, line 2: not YAML: a tab: YAML is indented with spaces only"),
+        (empty, "cannot be used"),
+        (tmp_path / "no", "no kubeconfig"),
+    ):
         with pytest.raises(ClusterError, match=words) as error:
             Where((), None, path).open()
         assert error.value.code == 2 and error.value.reason == "Settings"

@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from diloco.cluster.client import Where
-from diloco.doctor.cluster import CRD, RIGHTS, check_cluster, has_kubeconfig
+from diloco.doctor.cluster import CRD, RIGHTS, check_cluster, has_kubeconfig, no_kubeconfig
 from diloco.doctor.findings import Finding, findings_text
 from diloco.doctor.job import check_job
 from diloco.doctor.machine import Torch, absent_packages, check_machine, check_packages, free_memory
@@ -47,7 +47,7 @@ def test_this_machine_and_an_example_are_fit(tmp_path: Path, monkeypatch: pytest
     by_name = {one["about"]: one for one in document["findings"]}
     assert {"python", "cores", "memory", "disk", "syncer", "worker", "torch", "data", "model"} <= set(by_name)
     assert "trained parameters" in by_name["model"]["said"] and "for each of 2 learners" in said
-    assert not any(one["section"] == "cluster" for one in document["findings"])
+    assert [one["level"] for one in document["findings"] if one["section"] == "cluster"] == ["warning"], "KUBECONFIG"
 
 
 def test_exit_code_1_where_something_would_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +55,8 @@ def test_exit_code_1_where_something_would_fail(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("diloco.doctor.machine.check_torch", lambda installed: (None, []))  # asked for above
     code, said = diloco("doctor", tmp_path / "absent.yaml")
     assert code == 1 and "there is no such file" in said and "1 error" in said
+    code, said = diloco("doctor", EXAMPLE, "--credentials", tmp_path / "absent")
+    assert code == 2 and "there is no such folder" in said
     code, said = diloco("doctor", "--set", "seed=1")
     assert code == 2 and "give JOB.yaml too" in said
 
@@ -274,7 +276,9 @@ def test_a_cluster_that_does_not_answer_is_an_error_only_where_it_was_named(tmp_
 def test_a_kubeconfig_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = Where((), None, None)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    assert not has_kubeconfig(nobody)
+    assert not has_kubeconfig(nobody) and "there is no such file" in bad(iter([no_kubeconfig()]))["warning reach"]
+    monkeypatch.delenv("KUBECONFIG")
+    assert no_kubeconfig().level == "ok"
     where(tmp_path, 1)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     assert has_kubeconfig(nobody) and list(bad(check_cluster(nobody))) == ["warning reach"]

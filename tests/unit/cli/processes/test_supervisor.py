@@ -167,7 +167,7 @@ def test_h1_the_same_error_three_times_before_any_merge_fails_the_job() -> None:
     assert failed.message.startswith(
         f"learner-0 ended 3 times with the same error, and nothing was merged yet: {NAME_ERROR}"
     )
-    assert "failurePolicy.maxReplacements: 50" in failed.message
+    assert "failurePolicy.maxReplacements, 50" in failed.message
 
 
 def test_h1_other_errors_ends_without_one_and_errors_after_a_merge_do_not() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.validate import problems_text, validate_file
+from diloco.validate import problems_text, summary_text, validate_file
 from diloco_protocol.common.files import TooLarge
 from diloco_protocol.spec.kubectl_yaml import MAX_BYTES, MAX_DEPTH, MAX_VALUES, YamlProblem, parse
 from diloco_protocol.spec.load import (
@@ -618,6 +618,9 @@ def test_examples_are_valid_and_round_trip(path: Path) -> None:
     assert code == 0 and "a valid job" in text and "warning" not in text
     assert "merges    isotropic, nesterov at rate 1.4, momentum 0.5\n" in text
     assert "with 10^8 parameters or more: rda, nesterov at rate 0.7, momentum 0.9\n" in text
+    for parameters, merges in ((10**5, "isotropic, nesterov at rate 1.4"), (10**9, "rda, nesterov at rate 0.7")):
+        known = summary_text(job, parameters=parameters)
+        assert f"merges    {merges}, " in known and "10^8" not in known
 
 
 def test_there_are_the_examples_that_the_readme_names() -> None:

@@ -267,7 +267,7 @@ def test_a_damaged_newest_record_goes_back_one_version_loudly(store: Store) -> N
     restored = opened(store).load()
     assert [r.version for r in restored.newest] == [3, 2]
     assert [(r.fragment, r.version) for r in restored.newer] == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3)]
-    assert "fragment 1 goes on from version 2" in restored.problems[0]
+    assert "fragment 1 continues from version 2" in restored.problems[0]
     assert restored.discarded[0][:2] == (1, 2)
     assert len(store.list("discarded")) == 1
     # The version can be made again.

@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""The page of all commands, docs/commands.md, written from the program's own help.
+
+``tools/command_pages.py --write docs/commands.md`` writes it; ``--check`` exits 1 if the file differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from diloco.main import app
+from diloco_protocol.common.files import write_whole
+
+_OPENING = """\
+# Commands
+
+<!-- Written by `make docs` from the commands' own help (tools/command_pages.py). Don't edit. -->
+
+Each section is what `diloco COMMAND --help` says. [Running on one machine](running-locally.md) and \
+[Running in a cluster](running-in-a-cluster.md) show the commands at work.
+"""
+
+
+def commands(group: Any, names: tuple[str, ...] = ("diloco",)) -> Iterator[tuple[str, Any]]:
+    """Every command that does something itself, by its words, in the order of the help."""
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        words = (*names, name)
+        yield " ".join(words), command
+        if hasattr(command, "commands"):
+            yield from commands(command, words)
+
+
+def page() -> str:
+    parts = [_OPENING]
+    for words, command in commands(typer.main.get_command(app)):
+        parts.append(f"## {words}\n")
+        parts.append(_prose(inspect.cleandoc(command.help or "")))
+        if rows := [_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]:
+            parts.append("\n".join(["| argument, option | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _prose(text: str) -> str:
+    """Paragraphs as they are; indented ones, the examples, as one block of code."""
+    blocks: list[str] = []
+    code: list[str] = []
+    for paragraph in [*re.split(r"\n\s*\n", text.replace("\b", "")), ""]:
+        lines = paragraph.strip("\n").splitlines()
+        if lines and all(line.startswith("    ") for line in lines):
+            code += [line[4:] for line in lines]
+            continue
+        if code:
+            blocks.append("\n".join(["```", *code, "```"]) + "\n")
+            code = []
+        if lines:
+            blocks.append(_plain(" ".join(line.strip() for line in lines)) + "\n")
+    return "\n".join(blocks)
+
+
+def _row(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        named = f"`{parameter.metavar or parameter.name.upper()}`"
+    else:
+        value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+        named = ", ".join(f"`{option}`" for option in parameter.opts[:-1]) + ", " if parameter.opts[1:] else ""
+        named += f"`{parameter.opts[-1]}{value}`"
+    said = re.sub(r"\s*\[default: (.*)\]$", r" Default: \1.", " ".join((parameter.help or "").split()))
+    default = parameter.default
+    if parameter.show_default and default not in (None, False, (), [], "") and not callable(default):
+        said += f" Default: {default}."
+    return f"| {named} | {_plain(said)} |"
+
+
+def _plain(text: str) -> str:
+    """For a Markdown cell or paragraph: nothing in it is a tag or ends a cell."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--write", type=Path, metavar="FILE")
+    how.add_argument("--check", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    wanted = page()
+    if arguments.write:
+        write_whole(arguments.write, wanted.encode(), mode=0o644)
+    elif arguments.check:
+        if not arguments.check.is_file() or arguments.check.read_text(encoding="utf-8") != wanted:
+            print(f"{arguments.check} is not what the commands say now: run make tables", file=sys.stderr)
+            return 1
+    else:
+        print(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
