@@ -10,22 +10,29 @@ import pytest
 from repository import ROOT
 
 MOST_WORDS = 30  # in a sentence
-SHORT = ("docs/regions.md", "docs/results.md", "docs/concepts.md", "docs/data.md", "docs/faq.md")
-HABITS = re.compile(r"(?i)\b(?:goes on|go on|going on|is told|says so|whoever|somebody|nobody|the cure)\b")
+_SHORT = (
+    *("README", "regions", "results", "concepts", "data", "faq", "tutorial", "your-own-loop", "coming-from-ddp", "lora"),
+    *("running-locally", "running-in-a-cluster", "choosing", "monitoring", "troubleshooting", "object-storage"),
+    *("gpu-machines", "operator", "slurm", "clouds", "comparison", "what-happens-when", "commands"),
+)
+SHORT = ("README.md", *(f"docs/{name}.md" for name in _SHORT))
+HABITS = re.compile(r"(?i)\b(?:goes on|go on|going on|went on|is told|says so|whoever|somebody|nobody|the cure)\b")
 READ_FIRST = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "manifests/crd.yaml")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml")),
     *sorted((ROOT / "examples").iterdir()),
+    *sorted((ROOT / "manifests").rglob("*.yaml")),
     *(ROOT / "docs" / f"{name}.md" for name in ("README", "tutorial", "concepts", "faq", "data", "choosing", "lora")),
     *(ROOT / "docs" / f"{name}.md" for name in ("regions", "results", "running-locally", "your-own-loop")),
 ]
 
 
 def sentences(page: Path) -> list[str]:
-    """Of a page's prose; a span of code and a link's target count as one word, a table's cells end sentences."""
+    """Of a page's prose; a span of code and a link's target count as one word, a table's cells and items
+    of a list on one line (·) end sentences."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     text = re.sub(r"<!-- .* generated -->.*?<!-- .* end -->", "", text, flags=re.S)
     text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "code", text))
-    return [part for line in text.splitlines() for part in re.split(r"(?<=[.:;?!])\)?\s|\|", line)]
+    return [part for line in text.splitlines() for part in re.split(r"(?<=[.:;?!])\)?\s|\||·", line)]
 
 
 @pytest.mark.parametrize("name", SHORT)
