@@ -31,6 +31,7 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
 def test_m1_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,6 +66,7 @@ spec:
 
 
 @pytest.mark.slow
+@pytest.mark.untimed
 def test_m1_a_loop_that_asks_for_no_batches_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
