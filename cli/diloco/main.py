@@ -176,6 +176,15 @@ def chaos(
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
+    arm_overrides: Annotated[
+        list[str],
+        typer.Option(
+            "--set-arm",
+            metavar="ARM:PATH=VALUE",
+            help="The same for one arm alone (ours or a baseline), so that each runs at its own best settings: "
+            "--set-arm ddp:training.optimizer.lr=6e-3",
+        ),
+    ] = [],  # noqa: B006
     quick: Annotated[
         bool, typer.Option("--quick", help="Two learners against ddp for 12 s: only to see that it runs.")
     ] = False,
@@ -213,12 +222,24 @@ def chaos(
     named = job_file(job, file, "diloco chaos")
     baselines = "ddp" if compare is None else compare
     options = CompareOptions(
-        named, report, baselines, mtbf, repair, minutes, seed, spec, step_seconds, tuple(overrides), dry_run, as_json
+        named,
+        report,
+        baselines,
+        mtbf,
+        repair,
+        minutes,
+        seed,
+        spec,
+        step_seconds,
+        tuple(overrides),
+        tuple(arm_overrides),
+        dry_run,
+        as_json,
     )
     there = where(context, namespace, kubeconfig)
     if there.given:
-        if compare is not None or report or quick or as_json or step_seconds is not None:
-            words = "--compare, --report, --quick, --json and --step-seconds"
+        if compare is not None or report or quick or as_json or arm_overrides or step_seconds is not None:
+            words = "--compare, --report, --quick, --json, --set-arm and --step-seconds"
             raise CommandError(f"with --context pods are deleted and nothing is compared: leave out {words}")
         from diloco.cluster.chaos import delete_by_schedule
         from diloco.compare.command import pod_schedule

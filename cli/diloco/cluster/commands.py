@@ -332,5 +332,7 @@ def delete(
 
 
 def add_to(app: typer.Typer) -> None:
-    for run in (apply, events, logs, scale, suspend, resume, upgrade, delete):
+    for show in (events, logs):  # of runs on this machine, too
+        app.command()(command(in_cluster()(show)))
+    for run in (apply, scale, suspend, resume, upgrade, delete):
         app.command(rich_help_panel="In clusters")(command(in_cluster()(run)))

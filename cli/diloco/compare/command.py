@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,7 +50,7 @@ QUICK_LEARNERS = 2
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
     """``chaos``: a schedule instead of a random one. ``step_seconds`` None: by calibration. ``repair`` None: a sixth
-    of ``mtbf``. All seconds but ``minutes``."""
+    of ``mtbf``. All seconds but ``minutes``. ``arm_overrides``: those of one arm alone, ``ARM:PATH=VALUE``."""
 
     job: Path
     report: Path | None = None
@@ -62,6 +62,7 @@ class CompareOptions:
     chaos: str = ""
     step_seconds: float | None = None
     overrides: Sequence[str] = field(default_factory=tuple)
+    arm_overrides: Sequence[str] = field(default_factory=tuple)
     dry_run: bool = False
     as_json: bool = False
 
@@ -94,6 +95,8 @@ def compare(options: CompareOptions) -> int:
             f"{options.job}: learners.command is a program of its own, which has no pace and no baseline;"
             " compare a job of the built-in trainer"
         )
+    own = _arm_overrides(options.arm_overrides, [OURS, *baselines])
+    jobs = {name: read_job_file(options.job, [*overrides, *own[name]]) for name in own}
     schedule = _schedule(options, job, seconds)
     if options.dry_run:
         print_text(text_of(schedule))
@@ -104,7 +107,8 @@ def compare(options: CompareOptions) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"--report {folder}: {error.strerror or error}; name a folder that can be written") from None
-    return asyncio.run(_compare_all(options, baselines, overrides, job, schedule, seconds, folder))
+    common = _Common(overrides, job, schedule, seconds)
+    return asyncio.run(_compare_all(options, baselines, common, jobs, own, folder))
 
 
 def pod_schedule(options: CompareOptions) -> tuple[str, tuple[Fault, ...]]:
@@ -153,30 +157,51 @@ def _schedule(options: CompareOptions, job: DiLoCoJob, seconds: float) -> tuple[
     return schedule
 
 
+def _arm_overrides(given: Sequence[str], arms: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Each arm's own overrides. Raises CommandError for one of an arm that there is not."""
+    own: dict[str, tuple[str, ...]] = dict.fromkeys(arms, ())
+    for text in given:
+        name, colon, override = text.partition(":")
+        if not colon or name not in own:
+            raise CommandError(f"--set-arm {text}: write ARM:PATH=VALUE, where ARM is one of {', '.join(arms)}")
+        own[name] = (*own[name], override)
+    return own
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What all arms share. ``overrides``: those with which ``job`` was read."""
+
+    overrides: tuple[str, ...]
+    job: DiLoCoJob
+    schedule: tuple[Fault, ...]
+    seconds: float
+
+
 async def _compare_all(
     options: CompareOptions,
     baselines: list[str],
-    overrides: tuple[str, ...],
-    job: DiLoCoJob,
-    schedule: tuple[Fault, ...],
-    seconds: float,
+    common: _Common,
+    jobs: Mapping[str, DiLoCoJob],
+    own: Mapping[str, tuple[str, ...]],
     folder: Path,
 ) -> int:
+    schedule, seconds = common.schedule, common.seconds
     progress = ArmProgress(seconds, [OURS, *baselines])
-    pace = await _pace(options, job, folder, progress)
-    plan = Comparison(
-        options.job, overrides, job, schedule, seconds, mean_seconds_between_kills(schedule, seconds), pace
-    )
+    pace = await _pace(options, common.job, folder, progress)
+    mtbf = mean_seconds_between_kills(schedule, seconds)
+    plan = Comparison(options.job, common.overrides, common.job, schedule, seconds, mtbf, pace)
     progress.say(f"{len(schedule)} faults in {seconds:g} s; a step takes {pace.step_seconds:g} s")
     arms: dict[str, ArmResult] = {}
     failed: dict[str, str] = {}
     for name in [OURS, *baselines]:
         try:
-            arms[name] = await _arm(name, plan, folder, progress)
+            arm_plan = replace(plan, job=jobs[name], overrides=(*plan.overrides, *own[name]))
+            arms[name] = await _arm(name, arm_plan, folder, progress)
         except ArmError as error:
             failed[name] = str(error).splitlines()[0]
             print_text(f"error: {name}: {error}", file=sys.stderr)
-    report = document(plan, arms, failed, len(os.sched_getaffinity(0)))
+    report = document(plan, arms, failed, own, len(os.sched_getaffinity(0)))
     page = ResultDocument.model_validate(report)
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_text(folder / "report.md", render_markdown(page))

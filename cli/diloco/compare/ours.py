@@ -96,10 +96,11 @@ def _read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
     started = min(step.time for step in steps) - plan.pace.step_seconds
     scores = [
         (int(row["tokens"]), row["time"] - row["seconds"], float(row["loss"]))
-        for path in sorted(workdir.metrics.glob("evaluator-*.jsonl"))
-        for row in read_rows(path)
+        for row in read_rows(workdir.metrics / f"{EVALUATOR}.jsonl")
         if math.isfinite(row["loss"])
     ]
+    if plan.job.spec.evaluated and not scores:
+        raise ArmError(f"the evaluator left no loss; see {workdir.logs}")
     cores = len(os.sched_getaffinity(0))
     return Record(
         steps,

@@ -102,7 +102,7 @@ def conditions(plan: Comparison, arms: Mapping[str, ArmResult], cores: int) -> l
         "Goodput is the tokens in the model at the end times the pace's seconds for a token, of all learners' time"
         " (docs/algorithm.md). Recovery is counted without the repair.",
         "Ours counts bytes as they are sent; data-parallel's are those of a ring all-reduce of float32 gradients.",
-        "Baselines have the job's inner optimizer and rate; no rate was searched for them.",
+        "Arms have the job's optimizers and rates, but for what is named below as one's alone. No rate was searched.",
     ]
     late = [name for name, arm in arms.items() if arm.cpu_share > MOST_CPU_SHARE]
     if late:
@@ -111,9 +111,17 @@ def conditions(plan: Comparison, arms: Mapping[str, ArmResult], cores: int) -> l
     return lines
 
 
-def document(plan: Comparison, arms: Mapping[str, ArmResult], failed: Mapping[str, str], cores: int) -> dict[str, Any]:
-    """The report as a ``ResultDocument``'s JSON: rows, a table, plots, notes; and the schedule to replay it by."""
+def document(
+    plan: Comparison,
+    arms: Mapping[str, ArmResult],
+    failed: Mapping[str, str],
+    own: Mapping[str, Sequence[str]],
+    cores: int,
+) -> dict[str, Any]:
+    """The report as a ``ResultDocument``'s JSON: rows, a table, plots, notes; and the schedule to replay it by.
+    ``own``: overrides of one arm alone."""
     notes = conditions(plan, arms, cores)
+    notes += [f"{name} alone: --set {override}" for name, overrides in own.items() for override in overrides]
     notes += [f"{name} could not be run: {why}" for name, why in failed.items()]
     notes.append(f"The faults: --chaos {text_of(plan.schedule) or 'none'}")
     return {

@@ -11,7 +11,18 @@ from repository import ROOT
 
 MOST_WORDS = 30  # in a sentence
 _SHORT = (
-    *("README", "regions", "results", "concepts", "data", "faq", "tutorial", "your-own-loop", "coming-from-ddp", "lora"),
+    *(
+        "README",
+        "regions",
+        "results",
+        "concepts",
+        "data",
+        "faq",
+        "tutorial",
+        "your-own-loop",
+        "coming-from-ddp",
+        "lora",
+    ),
     *("running-locally", "running-in-a-cluster", "choosing", "monitoring", "troubleshooting", "object-storage"),
     *("gpu-machines", "operator", "slurm", "clouds", "comparison", "what-happens-when", "commands"),
 )

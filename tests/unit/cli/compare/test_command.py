@@ -40,6 +40,8 @@ def test_in_a_cluster_there_are_kills_alone() -> None:
         (["--chaos", "5s:kill:syncer"], "a comparison takes kill, pause, cut and slow of one named learner"),
         (["--chaos", "5s:kill:learner-7"], "the job has no learner-7"),
         (["--set", "regions.0.spares=1"], "no baseline has spare machines"),
+        (["--set-arm", "torchft:sync.outer.lr=0.5"], "write ARM:PATH=VALUE, where ARM is one of ours, ddp"),
+        (["--set-arm", "ddp:training.optimizer.rate=1"], "spec.training.optimizer.rate"),
         (["--context", "x", "--chaos", "5s:pause:learner-0:3s"], "in a cluster pods are deleted"),
         (["--context", "x", "--json"], "leave out --compare, --report, --quick, --json"),
         (["--context", "x", "--compare", "ddp"], "nothing is compared"),

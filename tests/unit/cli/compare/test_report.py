@@ -37,7 +37,8 @@ def arm(name: str, kept: int, stall: float) -> ArmResult:
 
 
 def test_rows_have_ours_theirs_and_the_ratio() -> None:
-    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": arm("ddp", 20_000, 9.0)}, {}, 2)
+    arms = {"ours": arm("ours", 80_000, 0.0), "ddp": arm("ddp", 20_000, 9.0)}
+    report = document(plan(), arms, {}, {"ddp": ["training.optimizer.lr=0.006"]}, 2)
     rows = {row["name"]: row for row in report["rows"]}
     assert rows["goodput"] == {
         "name": "goodput", "value": 0.8, "unit": "share",
@@ -47,12 +48,13 @@ def test_rows_have_ours_theirs_and_the_ratio() -> None:
     # At equal tokens: as far as both go, 20,000, where ours is a quarter of its way from 5 to 2.
     assert rows["loss at equal tokens"]["value"] == pytest.approx(4.25)
     assert rows["loss at equal tokens"]["baseline"] == pytest.approx(2.0)
+    assert "ddp alone: --set training.optimizer.lr=0.006" in report["notes"]
     json.dumps(report, allow_nan=False)
 
 
 def test_the_page_says_that_pace_is_emulated_what_failed_and_how_to_replay_it() -> None:
     busy = replace(arm("ddp", 20_000, 9.0), cpu_share=0.8)
-    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": busy}, {"torchft": "no agents"}, 2)
+    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": busy}, {"torchft": "no agents"}, {}, 2)
     said = render_markdown(ResultDocument.model_validate(report))
     assert "The pace is emulated" in said and "Above 70% of the cores: ddp" in said
     assert "torchft could not be run: no agents" in said
@@ -68,7 +70,7 @@ def test_every_arm_has_every_figure_under_one_name() -> None:
         "ddp": replace(arm("ddp", 20_000, 9.0), recoveries=many),
         "ddp-elastic": replace(arm("ddp-elastic", 40_000, 4.0), recoveries=few),
     }
-    (table,) = document(plan(), arms, {}, 2)["tables"]
+    (table,) = document(plan(), arms, {}, {}, 2)["tables"]
     figures = {row["figure"]: row for row in table["rows"]}
     assert all(row[name] is not None for row in figures.values() for name in arms)
     back = figures["a learner is back after its repair, maximum"]
@@ -78,7 +80,7 @@ def test_every_arm_has_every_figure_under_one_name() -> None:
 
 def test_a_baseline_that_reached_nothing_has_no_ratio() -> None:
     nothing = replace(arm("ddp", 0, 60.0), goodput=0.0, losses=[], final_loss=None)
-    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": nothing}, {}, 2)
+    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": nothing}, {}, {}, 2)
     row = next(row for row in report["rows"] if row["name"] == "goodput")
     assert (row["baseline"], row["ratio"]) == (None, None)
     assert "–" in render_markdown(ResultDocument.model_validate(report))
