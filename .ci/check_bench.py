@@ -40,7 +40,7 @@ def row_problems(rows: object, reference: str, fits: Callable[[set[str]], bool])
         ratio, baseline = row["ratio"], row.get("baseline")
         if baseline is not None and (not isinstance(baseline, (int, float)) or not math.isfinite(baseline)):
             found.append(f"{row['name']}: baseline {baseline!r} is not a finite number")
-        if (row[reference] is None) != (ratio is None):
+        if (row[reference] in (None, 0)) != (ratio is None):
             found.append(f"{row['name']}: `{reference}` and `ratio` go together")
         if ratio is not None and (not isinstance(ratio, (int, float)) or not math.isfinite(ratio)):
             found.append(f"{row['name']}: ratio {ratio!r} is not a finite number")

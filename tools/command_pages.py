@@ -24,7 +24,8 @@ _OPENING = """\
 
 <!-- Written by `make docs` from the commands' own help (tools/command_pages.py). Don't edit. -->
 
-Each section is what `diloco COMMAND --help` says. [Running on one machine](running-locally.md) and \
+Every command with its arguments and options; `diloco COMMAND --help` has the bounds of numbers too. \
+[Running on one machine](running-locally.md) and \
 [Running in a cluster](running-in-a-cluster.md) show the commands at work.
 """
 
@@ -68,15 +69,21 @@ def _prose(text: str) -> str:
 
 
 def _row(parameter: Any) -> str:
+    metavar = parameter.metavar or parameter.name.upper()
     if parameter.param_type_name == "argument":
-        named = f"`{parameter.metavar or parameter.name.upper()}`"
+        named = " or ".join(f"`{one}`" for one in metavar.split("|"))  # no | within the code of a table's cell
     else:
-        value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
-        named = ", ".join(f"`{option}`" for option in parameter.opts[:-1]) + ", " if parameter.opts[1:] else ""
-        named += f"`{parameter.opts[-1]}{value}`"
+        value = "" if parameter.is_flag else " " + " or ".join(metavar.split("|"))
+        options = [*parameter.opts, *parameter.secondary_opts]
+        named = ", ".join([*(f"`{option}`" for option in options[:-1]), f"`{options[-1]}{value}`"])
     said = re.sub(r"\s*\[default: (.*)\]$", r" Default: \1.", " ".join((parameter.help or "").split()))
     default = parameter.default
-    if parameter.show_default and default not in (None, False, (), [], "") and not callable(default):
+    known = not callable(default) and default not in (None, (), [], "")
+    if parameter.required and parameter.param_type_name == "option":
+        said += " Required."
+    elif parameter.secondary_opts:
+        said += f" Default: {(parameter.opts if default else parameter.secondary_opts)[0]}."
+    elif parameter.show_default and known and not isinstance(default, bool):
         said += f" Default: {default}."
     return f"| {named} | {_plain(said)} |"
 

@@ -73,6 +73,7 @@ def _trained(rank: int, folder: str, trial: Trial) -> float:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timeout
     )
     parallel = DistributedDataParallel(model)
+    parallel.config = model.config  # where the loss of a mixture of experts looks
     optimizer = optimizers.build_optimizer(parallel, spec)
     share = tasks.SEQUENCES // RANKS
     for step in range(steps):

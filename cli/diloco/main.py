@@ -181,8 +181,8 @@ def chaos(
         typer.Option(
             "--set-arm",
             metavar="ARM:PATH=VALUE",
-            help="The same for one arm alone (ours or a baseline), so that each runs at its own best settings: "
-            "--set-arm ddp:training.optimizer.lr=6e-3",
+            help="Change one field below training.optimizer or sync for one arm alone (ours or a baseline), so "
+            "that each runs at its own best settings: --set-arm ddp:training.optimizer.lr=6e-3",
         ),
     ] = [],  # noqa: B006
     quick: Annotated[
@@ -315,7 +315,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Directory of a run of the same model, or a layout.json, as the export of your own loop has.",
+            help="Directory of a run of the same model, or of an export of your own loop; or a layout.json.",
         ),
     ] = None,
     round_trip_seconds: Annotated[

@@ -21,7 +21,7 @@ ISOTROPIC_BELOW = 10**8
 """Trained parameters from which on ``auto`` is RDA."""
 
 # Nesterov's (lr, momentum), and the rate of plain steps.
-_LINEAGE = (0.7, 0.9)
+_DILOCO = (0.7, 0.9)
 _PRETRAINED = (1.0, 0.0)
 _ISOTROPIC = (1.4, 0.5)
 _PLAIN, _PLAIN_ISOTROPIC, _ADAPTIVE = 1.0, 2.0, 0.001
@@ -58,7 +58,7 @@ def merge_text(method: Method, outer: OuterSettings) -> str:
 
 def outer_settings(outer: OuterSpec, method: Method, pretrained: bool = False) -> OuterSettings:
     """The outer optimizer's settings after merges by ``method``. ``pretrained``: the weights were trained before."""
-    lr, momentum = _ISOTROPIC if method == "isotropic" else _PRETRAINED if pretrained else _LINEAGE
+    lr, momentum = _ISOTROPIC if method == "isotropic" else _PRETRAINED if pretrained else _DILOCO
     if outer.optimizer == "sgd":
         lr = _PLAIN_ISOTROPIC if method == "isotropic" else _PLAIN
     elif outer.optimizer != "nesterov":

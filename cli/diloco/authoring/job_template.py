@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 _BUILT_IN_DATA = "python-stdlib"
-_LONG_RUN = 2000  # steps of a learner from which the settings of the paper's lineage are meant
+_LONG_RUN = 2000  # steps of a learner from which DiLoCo's own settings are meant
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,12 +158,17 @@ def _schedule(options: CompareOptions, job: DiLoCoJob, seconds: float) -> tuple[
 
 
 def _arm_overrides(given: Sequence[str], arms: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Each arm's own overrides. Raises CommandError for one of an arm that there is not."""
+    """Each arm's own overrides. Raises CommandError for an arm that there is not, and for what all have alike."""
     own: dict[str, tuple[str, ...]] = dict.fromkeys(arms, ())
     for text in given:
         name, colon, override = text.partition(":")
         if not colon or name not in own:
             raise CommandError(f"--set-arm {text}: write ARM:PATH=VALUE, where ARM is one of {', '.join(arms)}")
+        if not override.startswith(("training.optimizer.", "sync.")):
+            raise CommandError(
+                f"--set-arm {text}: one arm's own settings are below training.optimizer and sync; model, data, batch,"
+                " seed, stop and faults are the same for all"
+            )
         own[name] = (*own[name], override)
     return own
 

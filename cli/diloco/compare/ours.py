@@ -59,7 +59,7 @@ async def run_ours(plan: Comparison, folder: Path, tell: Tell) -> Record:
     if code != 0:
         end = "\n".join(tail(log, 8))
         raise ArmError(f"diloco run ended with {code}; the end of {log}:\n{end}")
-    return _read_record(plan, workdir, meter)
+    return read_record(plan, workdir, meter)
 
 
 async def _follow(process: Child, plan: Comparison, workdir: Workdir, meter: CpuMeter, tell: Tell) -> int | None:
@@ -83,7 +83,7 @@ def _learner_bytes(report: Report) -> int:
     return sum(row.bytes_up + row.bytes_down for row in report.learners or ())
 
 
-def _read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
+def read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
     report = read_document(Report, read_bounded(workdir.report, MOST_REPORT_BYTES))
     steps = [
         StepEnd(worker.learner, row["time"])

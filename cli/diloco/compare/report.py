@@ -54,7 +54,7 @@ def figures_of_all(arms: Mapping[str, ArmResult]) -> dict[str, dict[str, tuple[f
 
 def make_rows(arms: Mapping[str, ArmResult]) -> list[Row]:
     """A row for each figure of ours that is known and each baseline: ``value`` ours, ``baseline`` theirs, ``ratio``
-    ours to theirs (both None: there is none), ``against`` whose."""
+    ours to theirs (None: theirs is 0, or unknown), ``against`` whose."""
     known = figures_of_all(arms)
     ours = known.pop(OURS, {})
     rows = []
@@ -62,8 +62,8 @@ def make_rows(arms: Mapping[str, ArmResult]) -> list[Row]:
         for name, (value, unit) in ours.items():
             if value is None:
                 continue
-            other = theirs.get(name, (None, unit))[0] or None
-            ratio = None if other is None else value / other
+            other = theirs.get(name, (None, unit))[0]
+            ratio = value / other if other else None
             rows.append(
                 {"name": name, "value": value, "unit": unit, "against": baseline, "baseline": other, "ratio": ratio}
             )
@@ -102,7 +102,8 @@ def conditions(plan: Comparison, arms: Mapping[str, ArmResult], cores: int) -> l
         "Goodput is the tokens in the model at the end times the pace's seconds for a token, of all learners' time"
         " (docs/algorithm.md). Recovery is counted without the repair.",
         "Ours counts bytes as they are sent; data-parallel's are those of a ring all-reduce of float32 gradients.",
-        "Arms have the job's optimizers and rates, but for what is named below as one's alone. No rate was searched.",
+        "Every arm has the job's optimizers and rates, except where a line below says *alone*. This command searches no"
+        " rates.",
     ]
     late = [name for name, arm in arms.items() if arm.cpu_share > MOST_CPU_SHARE]
     if late:

@@ -38,8 +38,8 @@ def no_kubeconfig() -> Finding:
     """That there is none: a warning where the environment names one."""
     named = os.environ.get("KUBECONFIG")
     if named:
-        return Finding("cluster", "reach", "warning", f"KUBECONFIG={named}: there is no such file", "correct it")
-    return Finding("cluster", "reach", "ok", "no kubeconfig: it is needed for jobs in clusters alone")
+        return Finding("cluster", "reach", "warning", f"KUBECONFIG={named}: no such file", "correct or unset it")
+    return Finding("cluster", "reach", "ok", "no kubeconfig: it is needed only for jobs in clusters")
 
 
 def check_cluster(where: Where) -> Iterator[Finding]:
@@ -50,7 +50,7 @@ def check_cluster(where: Where) -> Iterator[Finding]:
         cluster = where.open_one()
         version = cluster.get("/version").get("gitVersion")
     except ClusterError as error:
-        yield Finding("cluster", "reach", bad, str(error), "" if where.given else "needed for jobs in clusters alone")
+        yield Finding("cluster", "reach", bad, str(error), "" if where.given else "needed only for jobs in clusters")
         return
     yield Finding("cluster", "reach", "ok", f"{cluster.server}, {version}, namespace {cluster.namespace}")
     try:

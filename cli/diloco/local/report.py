@@ -57,7 +57,9 @@ def _from_file(path: Path) -> ResultDocument:
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
-        raise CommandError(f"{path} is not JSON (line {error.lineno}): name a report.json") from error
+        raise CommandError(
+            f"{path} is not JSON (line {error.lineno}): name a report.json, or what a measurement printed with --json"
+        ) from error
     except (ValueError, DocumentError, ReportError) as error:
         raise CommandError(
             f"{path} is neither a run's report.json nor figures that a measurement printed with --json: {error}"

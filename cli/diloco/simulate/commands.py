@@ -19,11 +19,13 @@ simulate = CommandLine(
     name="simulate",
     help="""Simulate fleets and links: what a job would do, without the machines.
 
-    diloco simulate goodput
+    Examples:
 
-    diloco simulate goodput --chips 5000 --mtbi 180d --recovery 60s
+        diloco simulate goodput
 
-    diloco simulate bandwidth
+        diloco simulate goodput --chips 5000 --mtbi 180d --recovery 60s
+
+        diloco simulate bandwidth
 """,
 )
 
@@ -142,8 +144,7 @@ def goodput(
             min=0.1,
             max=10,
             metavar="NUMBER",
-            help="Shape of the repair times' distribution, an exponentiated Weibull "
-            f"({published.REPAIR_SHAPE.source}).",
+            help=f"First shape of the repair times' distribution; {published.REPAIR_SHAPE.source}.",
         ),
     ] = published.REPAIR_SHAPE.value,
     repair_power: Annotated[
@@ -152,7 +153,7 @@ def goodput(
             min=0.1,
             max=20,
             metavar="NUMBER",
-            help=f"Second shape of that distribution, its exponent ({published.REPAIR_POWER.source}).",
+            help=f"Second shape of that distribution; {published.REPAIR_POWER.source}.",
         ),
     ] = published.REPAIR_POWER.value,
     spares: Annotated[int, typer.Option(min=0, metavar="SLICES", help="Slices that stand by, for each learner.")] = 0,

@@ -10,23 +10,12 @@ import pytest
 from repository import ROOT
 
 MOST_WORDS = 30  # in a sentence
-_SHORT = (
-    *(
-        "README",
-        "regions",
-        "results",
-        "concepts",
-        "data",
-        "faq",
-        "tutorial",
-        "your-own-loop",
-        "coming-from-ddp",
-        "lora",
-    ),
-    *("running-locally", "running-in-a-cluster", "choosing", "monitoring", "troubleshooting", "object-storage"),
-    *("gpu-machines", "operator", "slurm", "clouds", "comparison", "what-happens-when", "commands"),
-)
-SHORT = ("README.md", *(f"docs/{name}.md" for name in _SHORT))
+_SHORT = """
+    README regions results concepts data faq tutorial your-own-loop coming-from-ddp lora running-locally
+    running-in-a-cluster choosing monitoring troubleshooting object-storage gpu-machines operator slurm clouds
+    comparison what-happens-when commands
+"""
+SHORT = ("README.md", *(f"docs/{name}.md" for name in _SHORT.split()))
 HABITS = re.compile(r"(?i)\b(?:goes on|go on|going on|went on|is told|says so|whoever|somebody|nobody|the cure)\b")
 READ_FIRST = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml")),

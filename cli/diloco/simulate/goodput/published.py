@@ -48,9 +48,9 @@ RESTART = Parameter(85.0, "fit: rigid data-parallel, from a failure to the next 
 RIGID_STEP = Parameter(8.0, "fit: rigid data-parallel, as --step")
 REPAIR_MEAN = Parameter(600.0, "fit: the table allows some minutes to a quarter of an hour")
 REPAIR_SHAPE = Parameter(
-    0.7, "the distribution (exponentiated Weibull) is published, this is not: most are short, few long"
+    0.7, "the exponentiated Weibull is published, this value is not: most repairs are short, few long"
 )
-REPAIR_POWER = Parameter(2.0, "as the shape: next to no repair takes no time")
+REPAIR_POWER = Parameter(2.0, "not published either: almost no repair takes no time")
 
 # Learners of unequal speed: one half slower. Eight learners, 18 % and a variance of 10 % are published; how many are
 # slow, and that the variance is that of single steps, is not.

@@ -42,6 +42,8 @@ def test_in_a_cluster_there_are_kills_alone() -> None:
         (["--set", "regions.0.spares=1"], "no baseline has spare machines"),
         (["--set-arm", "torchft:sync.outer.lr=0.5"], "write ARM:PATH=VALUE, where ARM is one of ours, ddp"),
         (["--set-arm", "ddp:training.optimizer.rate=1"], "spec.training.optimizer.rate"),
+        (["--set-arm", "ddp:regions.0.learners=2"], "below training.optimizer and sync; model, data, batch"),
+        (["--set-arm", "ddp:training.batch.sequences=4"], "are the same for all"),
         (["--context", "x", "--chaos", "5s:pause:learner-0:3s"], "in a cluster pods are deleted"),
         (["--context", "x", "--json"], "leave out --compare, --report, --quick, --json"),
         (["--context", "x", "--compare", "ddp"], "nothing is compared"),

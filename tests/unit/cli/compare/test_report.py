@@ -82,7 +82,7 @@ def test_a_baseline_that_reached_nothing_has_no_ratio() -> None:
     nothing = replace(arm("ddp", 0, 60.0), goodput=0.0, losses=[], final_loss=None)
     report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": nothing}, {}, {}, 2)
     row = next(row for row in report["rows"] if row["name"] == "goodput")
-    assert (row["baseline"], row["ratio"]) == (None, None)
+    assert (row["baseline"], row["ratio"]) == (0.0, None)
     assert "–" in render_markdown(ResultDocument.model_validate(report))
 
 

@@ -276,7 +276,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_only_where_it_was_named(tmp_
 def test_a_kubeconfig_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = Where((), None, None)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    assert not has_kubeconfig(nobody) and "there is no such file" in bad(iter([no_kubeconfig()]))["warning reach"]
+    assert not has_kubeconfig(nobody) and "no such file" in bad(iter([no_kubeconfig()]))["warning reach"]
     monkeypatch.delenv("KUBECONFIG")
     assert no_kubeconfig().level == "ok"
     where(tmp_path, 1)
