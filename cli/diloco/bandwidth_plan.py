@@ -226,7 +226,7 @@ def text(found: dict[str, Any]) -> str:
     count = f"{found['parameters']:,}"
     lines = [
         f"{found['job']}: {learners} learner{'s' * (learners != 1)}, {count} trained parameters in "
-        f"{found['fragments']} fragments, each merged every {found['every']} steps",
+        f"{found['fragments']} fragment{'s, each' * (found['fragments'] > 1)} merged every {found['every']} steps",
         f"  steps of {seconds_text(found['step_seconds'])}, an exchange overlaps {found['overlap']}; "
         f"learners compute {found['utilisation']:.3g} of the time"
         + (f"; round trip {seconds_text(found['round_trip_seconds'])}" * (found["round_trip_seconds"] > 0)),

@@ -478,7 +478,7 @@ class World:
         why = "not here" if (epoch, version) != (ask.epoch, ask.version) else ""
         if not why:
             why = self.core.check_version_upload(ask.connection, p, epoch, version, rows)
-            assert "nobody asked" in why or not why, why
+            assert "was not asked for" in why or not why, why
         if why or self.chance(self.setup.refusals):
             self.handle(ev.LostVersionFailed(ask.connection, p))
             return

@@ -373,7 +373,7 @@ class Core:
         self._admission.refuse_other_models(now)  # before anything is announced to them
         self._actions.add(ev.Persist())
         self._actions.add(*(state.announcement(fragment) for fragment in range(state.rounds.fragments)))
-        self.record_event(EventKind.INITIALISED, f"version 0 is durable: {state.rounds.fragments} fragments")
+        self.record_event(EventKind.INITIALISED, f"version 0 is durable (fragments: {state.rounds.fragments})")
 
     def _advance(self, now: float) -> None:
         """Do whatever is due, from what is known. Idempotent."""

@@ -126,7 +126,7 @@ def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house
     hub.start().serves()
     for pod in pods:
         assert pod.ends(30) == 0
-        assert "the job goes on" in pod.text()
+        assert "the job continues" in pod.text()
         pod.start()
     hub.waits_until(lambda s: s["phase"] == "training" and s["quorum"]["active"] == 2, "the resumed job")
     hub.waits_until(lambda s: s["tokens"]["trained"] > tokens["trained"] + 100, "training")
