@@ -137,8 +137,9 @@ def summary_text(job: DiLoCoJob, source: str = "", refused_here: bool = False, p
         f"  name      {job.metadata.name}",
         f"  trains    {_trained(job)} until {stop}",
         f"  learners  {spec.slots} ({regions}), quorum {spec.quorum}",
-        f"  sync      {sync.fragments} fragment{'s, each' * (sync.fragments > 1)} every {sync.every} steps, overlap {sync.overlap}, "
-        f"{sync.compression.up} up, {sync.compression.down} down" + (", deterministic" if sync.deterministic else ""),
+        f"  sync      {sync.fragments} fragment{'s, each' * (sync.fragments > 1)} every {sync.every} steps, "
+        f"overlap {sync.overlap}, {sync.compression.up} up, {sync.compression.down} down"
+        + (", deterministic" if sync.deterministic else ""),
         f"  merges    {_merges(spec, parameters)}",
         f"  evaluated {evaluated}",
         f"  digest    {spec_digest(job)[:16]}",

@@ -321,7 +321,7 @@ def test_learners_that_cannot_live_fail_the_job(start: Callable[..., Run]) -> No
     change = "  learners: {command: [sh, -c, 'echo broken on purpose; exit 7']}\n"
     run = start("--set", "training.evaluation=null", change=change)
     assert run.ends(60) == 1, run.everything()
-    assert "failurePolicy.maxReplacements: 3" in run.output and "broken on purpose" in run.output
+    assert "failurePolicy.maxReplacements, 3" in run.output and "broken on purpose" in run.output
     assert "Traceback" not in run.output
     assert run.report()["outcome"] == "failed"
     assert not psutil.pid_exists(run.process.pid)

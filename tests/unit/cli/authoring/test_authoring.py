@@ -44,9 +44,11 @@ def test_the_version_by_an_option_and_by_a_word() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands_and_fields(shell: str) -> None:
-    code, script = diloco("--show-completion", shell)
-    assert code == 0 and "_DILOCO_COMPLETE" in script
+def test_shells_complete_commands_and_fields(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell is the one that the program was started from, which a test need not have."""
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, shell))
+    code, script = diloco("--show-completion")
+    assert code == 0 and f"_DILOCO_COMPLETE=complete_{shell}" in script
 
 
 def test_completion_in_a_shell() -> None:
