@@ -6,18 +6,16 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import page_tables
 import typer
 
 from diloco.main import app
-from diloco_protocol.common.files import write_whole
 
 _OPENING = """\
 # Commands
@@ -55,7 +53,7 @@ def _prose(text: str) -> str:
     """Paragraphs as they are; indented ones, the examples, as one block of code."""
     blocks: list[str] = []
     code: list[str] = []
-    for paragraph in [*re.split(r"\n\s*\n", text.replace("\b", "")), ""]:
+    for paragraph in [*re.split(r"\n\s*\n", text), ""]:
         lines = paragraph.strip("\n").splitlines()
         if lines and all(line.startswith("    ") for line in lines):
             code += [line[4:] for line in lines]
@@ -93,23 +91,5 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--write", type=Path, metavar="FILE")
-    how.add_argument("--check", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    wanted = page()
-    if arguments.write:
-        write_whole(arguments.write, wanted.encode(), mode=0o644)
-    elif arguments.check:
-        if not arguments.check.is_file() or arguments.check.read_text(encoding="utf-8") != wanted:
-            print(f"{arguments.check} is not what the commands say now: run make tables", file=sys.stderr)
-            return 1
-    else:
-        print(wanted)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page_tables.write_or_check("tools/command_pages.py", page()))

@@ -6,16 +6,14 @@ exits 1 if the file differs. A test keeps docs/job.md current.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+import page_tables
 from pydantic.fields import FieldInfo
 
-from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
 from diloco_protocol.spec.explain import words
 from diloco_protocol.spec.job import DiLoCoJob
@@ -100,20 +98,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools/job_reference.py", description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if that file is not the page")
-    chosen = parser.parse_args(arguments)
-    text = page()
-    if chosen.write is not None:
-        write_whole(chosen.write, text.encode("utf-8"))
-    elif chosen.check is not None:
-        if not chosen.check.is_file() or chosen.check.read_text(encoding="utf-8") != text:
-            print(f"{chosen.check} is not current: run make docs")
-            return 1
-    else:
-        sys.stdout.write(text)
-    return 0
+    return page_tables.write_or_check("tools/job_reference.py", page(), arguments)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Run by ``contracts.py`` and ``operator_tables.py``: ``--write PAGE`` puts the ta
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,23 @@ def fill_page(text: str, tables: Mapping[str, str]) -> str:
             raise ValueError(f"the page lacks the marks of {name}")
         text = f"{head}{begin}\n\n{table}\n\n{end}{tail}"
     return text
+
+
+def write_or_check(program: str, text: str, arguments: list[str] | None = None) -> int:
+    """Print, write or check a page that is written whole; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if that file is not the page")
+    chosen = parser.parse_args(arguments)
+    if chosen.write is not None:
+        write_whole(chosen.write, text.encode("utf-8"))
+    elif chosen.check is not None:
+        if not chosen.check.is_file() or chosen.check.read_text(encoding="utf-8") != text:
+            print(f"{chosen.check} is not current: run make docs")
+            return 1
+    else:
+        sys.stdout.write(text)
+    return 0
 
 
 def main(program: str, tables: Mapping[str, str], arguments: list[str] | None = None) -> int:

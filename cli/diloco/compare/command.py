@@ -107,8 +107,21 @@ def compare(options: CompareOptions) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"--report {folder}: {error.strerror or error}; name a folder that can be written") from None
-    common = _Common(overrides, job, schedule, seconds)
-    return asyncio.run(_compare_all(options, baselines, common, jobs, own, folder))
+    progress = ArmProgress(seconds, list(own))
+    pace = asyncio.run(_pace(options, job, folder, progress))
+    mtbf = mean_seconds_between_kills(schedule, seconds)
+    plan = Comparison(options.job, overrides, job, schedule, seconds, mtbf, pace)
+    progress.say(f"{len(schedule)} faults in {seconds:g} s; a step takes {pace.step_seconds:g} s")
+    plans = {name: replace(plan, job=jobs[name], overrides=(*overrides, *own[name])) for name in own}
+    arms, failed = asyncio.run(_run_arms(plans, folder, progress))
+    report = document(plan, arms, failed, own, len(os.sched_getaffinity(0)))
+    page = ResultDocument.model_validate(report)
+    write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_text(folder / "report.md", render_markdown(page))
+    write_text(folder / "report.html", render_html(page))
+    print_text(json.dumps(report, indent=1) if options.as_json else render_markdown(page), flush=True)
+    progress.say(f"the report is in {folder}")
+    return FAILED if failed else COMPLETE
 
 
 def pod_schedule(options: CompareOptions) -> tuple[str, tuple[Fault, ...]]:
@@ -173,47 +186,19 @@ def _arm_overrides(given: Sequence[str], arms: Sequence[str]) -> dict[str, tuple
     return own
 
 
-@dataclass(frozen=True, slots=True)
-class _Common:
-    """What all arms share. ``overrides``: those with which ``job`` was read."""
-
-    overrides: tuple[str, ...]
-    job: DiLoCoJob
-    schedule: tuple[Fault, ...]
-    seconds: float
-
-
-async def _compare_all(
-    options: CompareOptions,
-    baselines: list[str],
-    common: _Common,
-    jobs: Mapping[str, DiLoCoJob],
-    own: Mapping[str, tuple[str, ...]],
-    folder: Path,
-) -> int:
-    schedule, seconds = common.schedule, common.seconds
-    progress = ArmProgress(seconds, [OURS, *baselines])
-    pace = await _pace(options, common.job, folder, progress)
-    mtbf = mean_seconds_between_kills(schedule, seconds)
-    plan = Comparison(options.job, common.overrides, common.job, schedule, seconds, mtbf, pace)
-    progress.say(f"{len(schedule)} faults in {seconds:g} s; a step takes {pace.step_seconds:g} s")
+async def _run_arms(
+    plans: Mapping[str, Comparison], folder: Path, progress: ArmProgress
+) -> tuple[dict[str, ArmResult], dict[str, str]]:
+    """Each arm by its own plan, one after another: results by name, and why the others have none."""
     arms: dict[str, ArmResult] = {}
     failed: dict[str, str] = {}
-    for name in [OURS, *baselines]:
+    for name, plan in plans.items():
         try:
-            arm_plan = replace(plan, job=jobs[name], overrides=(*plan.overrides, *own[name]))
-            arms[name] = await _arm(name, arm_plan, folder, progress)
+            arms[name] = await _arm(name, plan, folder, progress)
         except ArmError as error:
             failed[name] = str(error).splitlines()[0]
             print_text(f"error: {name}: {error}", file=sys.stderr)
-    report = document(plan, arms, failed, own, len(os.sched_getaffinity(0)))
-    page = ResultDocument.model_validate(report)
-    write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    write_text(folder / "report.md", render_markdown(page))
-    write_text(folder / "report.html", render_html(page))
-    print_text(json.dumps(report, indent=1) if options.as_json else render_markdown(page), flush=True)
-    progress.say(f"the report is in {folder}")
-    return FAILED if failed else COMPLETE
+    return arms, failed
 
 
 async def _pace(options: CompareOptions, job: DiLoCoJob, folder: Path, progress: ArmProgress) -> Pace:

@@ -50,7 +50,7 @@ REPAIR_MEAN = Parameter(600.0, "fit: the table allows some minutes to a quarter 
 REPAIR_SHAPE = Parameter(
     0.7, "the exponentiated Weibull is published, this value is not: most repairs are short, few long"
 )
-REPAIR_POWER = Parameter(2.0, "not published either: almost no repair takes no time")
+REPAIR_POWER = Parameter(2.0, "not published: hardly any repair takes no time")
 
 # Learners of unequal speed: one half slower. Eight learners, 18 % and a variance of 10 % are published; how many are
 # slow, and that the variance is that of single steps, is not.
