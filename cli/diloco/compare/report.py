@@ -102,8 +102,8 @@ def conditions(plan: Comparison, arms: Mapping[str, ArmResult], cores: int) -> l
         "Goodput is the tokens in the model at the end times the pace's seconds for a token, of all learners' time"
         " (docs/algorithm.md). Recovery is counted without the repair.",
         "Ours counts bytes as they are sent; data-parallel's are those of a ring all-reduce of float32 gradients.",
-        'Every arm has the job\'s optimizers and rates, except where a line below says "alone". This command searches no'
-        " rates.",
+        'Every arm has the job\'s optimizers and rates, except where a line below says "alone". This command searches'
+        " no rates.",
     ]
     late = [name for name, arm in arms.items() if arm.cpu_share > MOST_CPU_SHARE]
     if late:
