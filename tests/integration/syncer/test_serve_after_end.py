@@ -188,9 +188,10 @@ async def test_the_model_of_a_complete_job_is_written_once(
         assert found == syncer.job and layout == LAYOUT and versions == [1, 1]
         assert sorted(tensors) == sorted(merged)
         assert all(np.array_equal(tensors[name], values) for name, values in merged.items())
-        await until(lambda: json.loads(syncer.get("/report"))["output"] is not None)
+        # The report is written before the model is, and once more after it.
+        await until(lambda: json.loads((syncer.store / "report.json").read_text())["output"] == output_of(syncer))
         report = json.loads((syncer.store / "report.json").read_text())
-        assert report["output"] == output_of(syncer) and report["output"]["size"] > 0
+        assert report["output"]["size"] > 0 and json.loads(syncer.get("/report")) == report
         # A syncer that comes later finds it written, and leaves it alone.
         with given(env):
             open_store(place).delete("layout.json")
