@@ -10,6 +10,7 @@ Needs the package ``torchft``.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,8 +22,14 @@ def is_installed() -> bool:
     return importlib.util.find_spec("torchft") is not None
 
 
+def log_errors_only() -> None:
+    """Keep torchft's log of each quorum out of the terminal, unless RUST_LOG asks for it. Before it is imported."""
+    os.environ.setdefault("RUST_LOG", "error")
+
+
 def serve_lighthouse(replicas: int) -> tuple[Any, str]:
     """A lighthouse that waits for all replicas, and its address. It serves until it is shut down or let go of."""
+    log_errors_only()
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer("127.0.0.1:0", replicas, join_timeout_ms=60_000, quorum_tick_ms=20)
@@ -57,6 +64,7 @@ def train(
 ) -> None:
     """Train until the process is killed. ``step`` makes one inner step, given its number. ``outer``: the outer rate and
     momentum. Replicas are ranked by their names, so that each one's link is that of its rank."""
+    log_errors_only()
     import torch
     from torch import distributed
     from torchft.local_sgd import DiLoCo
