@@ -11,7 +11,7 @@ groups but ``outer`` vary the default: isotropic merges and Nesterov 0.5. Groups
 * ``stragglers``: K = 1 and K = M, without and with the grace window, one learner 18 % slower;
 * ``cadence``: H, P and τ;
 * ``encoding``: float32 to 2 bit and sparse (bench/trials/sparse.py), without and with error feedback;
-* ``inner``: AdamW and Muon, each beside data-parallel training with the same.
+* ``inner``: AdamW and Muon, the latter with several inner rates, each beside data-parallel training with the same.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def encoding_arms(base: Trial) -> Iterator[Arm]:
 
 
 def inner_arms(base: Trial) -> Iterator[Arm]:
-    for inner in ("adamw", "muon"):
-        yield arm(inner, base, {}, inner=inner)
+    yield arm("adamw", base, {}, inner="adamw")  # at the task's inner rate, which bench/quality.py finds to be its best
+    for rate in (2e-3, 4e-3, 8e-3, 16e-3):
+        yield arm(f"muon, inner rate {rate:g}", base, {}, inner="muon", rate=rate)
 
 
 GROUPS = {
