@@ -25,10 +25,10 @@ class Row:
     above: float
 
 
-def rows() -> list[Row]:
-    table = RESULTS.split("<!-- quality with the defaults: generated -->")[1].split("<!-- quality")[0]
+def rows(name: str = "quality with the defaults") -> list[Row]:
+    table = RESULTS.split(f"<!-- {name}: generated -->")[1].split("<!-- quality")[0]
     found = re.findall(r"^\| (\w+), (\w+) \| (\d+) \| (\d+) \|.*\| ([+-][\d.]+) %", table, re.M)
-    assert len(found) > 30
+    assert len(found) > (30 if name == "quality with the defaults" else 5)
     return [Row(kind, size, int(merges), int(learners), float(above)) for kind, size, merges, learners, above in found]
 
 
@@ -53,6 +53,19 @@ def test_vision_is_called_worse_where_the_table_has_it_worse() -> None:
     for learners, word in ((4, "four"), (8, "eight")):
         assert re.search(rf"\b{short[learners]:.0f} % above [^,.]*with {word} learners|"
                          rf"\b{short[learners]:.0f} % above with {word}\b", line), word  # fmt: skip
+
+
+def test_the_page_for_choosing_has_the_figures_of_four_learners() -> None:
+    defaults, dilocos = rows(), rows("quality with DiLoCo's settings")
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (dense|mixture of experts) \| ([\d,]+) \| ([\d.]+) % below \| (.*) \|$", page, re.M)
+    assert len(shown) == 5
+    for words, steps, below, other in shown:
+        case = ("dense" if words == "dense" else "moe", "small", int(steps.replace(",", "")) // 24, 4)
+        of = {(row.kind, row.size, row.merges, row.learners): row.above for row in defaults}
+        of_dilocos = {(row.kind, row.size, row.merges, row.learners): row.above for row in dilocos}
+        assert of[case] == -float(below), case
+        assert other == (f"{of_dilocos[case]:.0f} % above" if case in of_dilocos else "not run"), case
 
 
 def test_no_page_says_that_the_paper_prints_dilocos_settings() -> None:
