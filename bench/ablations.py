@@ -27,7 +27,7 @@ from typing import Any
 
 from trials.cells import RESULTS, Cache, Trial, common_losses, run_trials
 from trials.reports import ablation_report, show_trials
-from trials.search import best_rate, of_seeds, tuned
+from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
 
 LENGTHS = {"outer": (6, 40, 200)}  # of a group, in merges of each fragment
@@ -140,8 +140,8 @@ def encoding_arms(base: Trial) -> Iterator[Arm]:
 
 
 def inner_arms(base: Trial) -> Iterator[Arm]:
-    yield arm("adamw", base, {}, inner="adamw")  # at the task's inner rate, which bench/quality.py finds to be its best
-    for rate in (2e-3, 4e-3, 8e-3, 16e-3):
+    yield arm("adamw", base, {}, inner="adamw")  # at the task's inner rate: for dense models bench/quality.py found it best
+    for rate in INNER_RATES[1:]:  # of 0.002 to 0.016 the lowest was the worst
         yield arm(f"muon, inner rate {rate:g}", base, {}, inner="muon", rate=rate)
 
 

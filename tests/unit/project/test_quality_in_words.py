@@ -56,16 +56,17 @@ def test_vision_is_called_worse_where_the_table_has_it_worse() -> None:
 
 
 def test_the_page_for_choosing_has_the_figures_of_four_learners() -> None:
-    defaults, dilocos = rows(), rows("quality with DiLoCo's settings")
+    defaults, dilocos = (
+        {(row.kind, row.size, row.merges, row.learners): row.above for row in rows(name)}
+        for name in ("quality with the defaults", "quality with DiLoCo's settings")
+    )
     page = (DOCS / "choosing.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| (dense|mixture of experts) \| ([\d,]+) \| ([\d.]+) % below \| (.*) \|$", page, re.M)
     assert len(shown) == 5
     for words, steps, below, other in shown:
         case = ("dense" if words == "dense" else "moe", "small", int(steps.replace(",", "")) // 24, 4)
-        of = {(row.kind, row.size, row.merges, row.learners): row.above for row in defaults}
-        of_dilocos = {(row.kind, row.size, row.merges, row.learners): row.above for row in dilocos}
-        assert of[case] == -float(below), case
-        assert other == (f"{of_dilocos[case]:.0f} % above" if case in of_dilocos else "not run"), case
+        assert defaults[case] == -float(below), case
+        assert other == (f"{dilocos[case]:.0f} % above" if case in dilocos else "not run"), case
 
 
 def test_no_page_says_that_the_paper_prints_dilocos_settings() -> None:
