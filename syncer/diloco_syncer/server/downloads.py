@@ -72,21 +72,26 @@ class Downloads:
             request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(request.format)
             if _is_for_newcomers(request):  # the job is small, and nobody knows who they are
-                await services.write_download(self._send(request), context)
+                await services.write_download(self._send(request, self.authorizer.find_place(context)), context)
                 return
             if why := self.sessions.check_process(request.process, peer, context):
                 # Who has no session any more joins again, and then asks again.
                 joined = why[0] != TransferRefusal.NOT_JOINED
                 code = grpc.StatusCode.PERMISSION_DENIED if joined else grpc.StatusCode.FAILED_PRECONDITION
                 await context.abort(code, why[1])
+            # Looked up now: a learner that takes the last version may leave before the whole of it was sent.
+            place, slot = self.sessions.find_place(self.sessions.find_process(request.process))
             async with self.queue.await_turn(request.process):
-                await services.write_download(self._send(request), context)
+                await services.write_download(self._send(request, place, slot), context)
         except TooManyDownloads:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many downloads at once: try again later")
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    async def _send(self, request: sync_pb2.DownloadRequest) -> AsyncGenerator[bytes, None]:
+    async def _send(
+        self, request: sync_pb2.DownloadRequest, place: str, slot: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """The messages that answer a request, counted for ``place`` and ``slot`` (traffic.py)."""
         receipt = self._find_receipt(request)
         data, versions, word = await self._find(request)
         if data is None:
@@ -109,8 +114,8 @@ class Downloads:
             sent = wanted
         finally:
             whole_sent = downloads is not None and downloads.end_part(*key, sent, time.monotonic())
+        self.traffic.count_sent(place, slot, sent)
         connection = self.sessions.find_process(request.process)
-        self.traffic.count_sent(*self.sessions.find_place(connection), sent)
         if whole_sent and connection is not None and request.epoch == self.core.epoch:
             self.emit(ev.VersionSent(connection.number, request.fragment, request.version))
 

@@ -87,6 +87,7 @@ class Uploads:
         if receive is None:
             raise WireError("the header does not say what is uploaded")
         connection = self.sessions.find_process(header.process)
+        place, slot = self.sessions.find_place(connection)
 
         async def read(key: Hashable, allocate: Callable[[], Array]) -> Array | None:
             meter = Meter() if connection is None else connection.link.up
@@ -97,7 +98,7 @@ class Uploads:
                 received = header.bytes
             finally:
                 meter.end(time.monotonic(), received)
-            self.traffic.count_received(*self.sessions.find_place(connection), header.bytes)
+            self.traffic.count_received(place, slot, header.bytes)
             return whole
 
         return await receive(header, 0 if connection is None else connection.number, read)

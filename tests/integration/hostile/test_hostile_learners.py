@@ -63,6 +63,11 @@ async def ended(learner: Learner) -> str:
     return str(learner.of_kind("refusal")[0].reason)
 
 
+def bytes_down_of(syncer: SyncerProcess, region: str) -> int:
+    """Payload sent to a region since the job began."""
+    return next(int(row["bytes_down"]) for row in syncer.status()["regions"] if row["name"] == region)
+
+
 # ------------------------------------------------------------------ whose slot an upload is for
 
 
@@ -94,8 +99,10 @@ async def test_only_the_process_that_holds_a_slot_uploads_for_it(
         request = kinds(job="raw", what=what, epoch=1)
         with pytest.raises(bulk.TransferError, match="has no session: join first"):
             await bulk.download(thief.channel, request, metadata=thief.metadata)
+    sent = bytes_down_of(syncer, "us-2")
     header, job = await bulk.download(thief.channel, kinds(what=kinds.JOB), metadata=thief.metadata)
     assert header.found and job.size
+    await until(lambda: bytes_down_of(syncer, "us-2") == sent + job.size)  # of its certificate's region
     assert syncer.status()["versions"] == before
     # What the victim itself pushes still counts: nobody has used up its numbers.
     assert (await victim.send(victim.push(0, 0))).accepted

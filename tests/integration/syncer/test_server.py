@@ -451,6 +451,34 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(sync
     await run()
 
 
+async def test_what_a_learner_took_that_left_meanwhile_is_its_regions(syncer: SyncerProcess) -> None:
+    """Bytes are counted once a download was sent whole; its learner may have ended by then."""
+    size = 1 << 25  # more than gRPC sends ahead of a reader
+    async with Clients(syncer) as clients:
+        a = clients(0)
+        await a.join()
+        await a.initialise(frozen=bytes(size))
+        await a.ready()
+        b = clients(1)
+        await b.join()
+        wanted = sync_pb2.DownloadRequest
+        download: Any = b.channel.unary_stream(services.DOWNLOAD)(
+            wanted(format=limits.FORMAT, job="raw", process=b.process, what=wanted.FROZEN).SerializeToString()
+        )
+        assert sync_pb2.DownloadHeader.FromString(await download.read()).bytes == size
+        before = syncer.status()
+        b.call.cancel()
+        await until(lambda: syncer.status()["sessions"] == before["sessions"] - 1)
+        assert syncer.status()["bytes_down"] == before["bytes_down"]
+        while await download.read() is not aio.EOF:
+            pass
+        await until(lambda: syncer.status()["bytes_down"] == before["bytes_down"] + size)
+        document = syncer.status()
+        assert [(row["name"], row["bytes_down"]) for row in document["regions"]] == [("local", document["bytes_down"])]
+        slots = [sum(row["bytes_down"] for row in status["slots"]) for status in (before, document)]
+        assert slots[1] == slots[0] + size
+
+
 async def test_welcome_comes_first_whatever_is_said_to_all_meanwhile(syncer: SyncerProcess) -> None:
     async with Clients(syncer) as clients:
         a = await clients.first()

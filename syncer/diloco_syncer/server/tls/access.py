@@ -21,6 +21,7 @@ from diloco_protocol.documents import TlsStatus
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_protocol.wire import limits
+from diloco_syncer.runtime.traffic import NOBODY
 from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter, TooManyCalls
 from diloco_syncer.server.tls.listener import TlsListener
 
@@ -65,6 +66,10 @@ class CallAuthorizer:
         """Count the bytes of the call's connection for ``place`` from now on (traffic.py)."""
         if self.listener is not None:
             self.listener.assign_place(context.peer(), place)
+
+    def find_place(self, context: Any) -> str:
+        """For which place the bytes of the call's connection are counted (traffic.py)."""
+        return NOBODY if self.listener is None else self.listener.find_place(context.peer())
 
     async def refuse(
         self,

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from diloco_protocol.vocabulary import ConnectionRefusal
+from diloco_syncer.runtime.traffic import NOBODY
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class TlsConnection:
         self._heard = self._ending = self._closed = False
         self.key = ""  # gRPC's name for this connection, once it is accepted
         self.received = self.sent = 0  # bytes at the outer socket, as TLS has them
-        self.place = ""  # where they are counted: a region mostly (traffic.py)
+        self.place = NOBODY  # where they are counted: a region mostly (traffic.py)
         self.counted = (0, 0)  # of them, those that were counted for another place before
         self._loop.add_reader(front, self._safely, self._handshake)
 

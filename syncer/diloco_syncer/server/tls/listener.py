@@ -45,6 +45,7 @@ from diloco_protocol.common.http_server import listening_socket, split_address
 from diloco_protocol.security import identity
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.vocabulary import ConnectionRefusal
+from diloco_syncer.runtime.traffic import NOBODY
 from diloco_syncer.server.tls.connection import HandshakeRefused, ReadBuffers, TlsConnection
 from diloco_syncer.server.tls.connection_limits import Peer, RefusalCounter, allowance_of
 
@@ -217,6 +218,11 @@ class TlsListener:
             _add(self._closed_bytes, connection)
             connection.counted, connection.place = counted, place
 
+    def find_place(self, called: str) -> str:
+        """For which place the bytes of a call's connection are counted now; ``called``: gRPC's name of the peer."""
+        connection = self._by_peer.get(called)
+        return NOBODY if connection is None else connection.place
+
     def bytes_by_place(self) -> dict[str, tuple[int, int]]:
         """By place, (bytes received, bytes sent) since this listener was made, TLS included."""
         with self._counting:
@@ -356,7 +362,7 @@ class TlsListener:
             ) from error
         self._handshakes.pop(connection, None)
         named = {one.region for one in names if one.region in self._regions}
-        connection.place = named.pop() if len(named) == 1 else ""
+        connection.place = named.pop() if len(named) == 1 else NOBODY
         with self._counting:
             self._open[connection] = peer
         self._by_peer[f"unix-abstract:{name}"] = connection
