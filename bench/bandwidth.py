@@ -114,6 +114,7 @@ class CellFailed(Exception):
 
 
 def main() -> None:
+    common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--arm", action="append", choices=sorted(ARMS), help="only these arms")
     parser.add_argument("--mbit", action="append", type=float, help="only these rates, instead of the five")

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -47,6 +49,15 @@ def arguments(description: str) -> argparse.ArgumentParser:
         help="threads for ours and for the references alike (default: the cores of this process)",
     )
     return parser
+
+
+def end_on_sigterm() -> None:
+    """From now on SIGTERM ends this program as Ctrl-C does: what it started is ended, its files are removed."""
+
+    def end(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def times(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -111,6 +111,7 @@ class Need:
 
 
 def main() -> None:
+    common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument(
         "--only", metavar="UP/DOWN", action="append", help="only these encodings, such as int4/bfloat16"

@@ -75,6 +75,7 @@ def quick_arms(seconds: float) -> dict[str, list[Arm]]:
 
 
 def main() -> int:
+    common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--only", choices=("speeds", "scavenging"), help="one of the two parts")
     parser.add_argument("--seconds", type=float, help="of each run (default: 60, with --quick 7)")

@@ -64,6 +64,7 @@ WAIT_SECONDS = 900.0
 
 
 def main() -> None:
+    common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--millions", type=int, nargs="*", default=[50, 200], help="parameters, in millions")
     args = parser.parse_args()

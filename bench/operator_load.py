@@ -282,6 +282,7 @@ def say(text: str, again: bool = False) -> None:
 
 
 def main() -> None:
+    common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--jobs", type=int, metavar="N", help=f"jobs (default {JOBS}; quick: {QUICK_JOBS})")
     parser.add_argument("--pods", type=int, default=PODS, metavar="N", help=f"of each job (default {PODS})")

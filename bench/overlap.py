@@ -50,6 +50,7 @@ LAYER_MILLIONS = (4 * WIDTH**2 + 3 * WIDTH * INNER) / 1e6
 
 
 def main() -> None:
+    common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--millions", type=int, help="parameters of the model, in millions (default: the demo's, 0.9)")
     args = parser.parse_args()

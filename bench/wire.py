@@ -311,6 +311,7 @@ def tell(pipes: list[Connection], word: str) -> None:
 
 
 def main() -> None:
+    common.end_on_sigterm()
     args = common.arguments(__doc__ or "").parse_args()
     elements = (1 if args.quick else 8) << 20  # of each fragment: 4 or 32 MiB
     rounds = 2 if args.quick else 9
