@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from repository import ROOT as ROOT
@@ -40,6 +41,15 @@ def run(*command: str, check: bool = True, timeout: float = 120, stdin: str | No
             f"{' '.join(command)}: exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )
     return done.stdout
+
+
+def delete_at_end(config: pytest.Config, delete: Callable[[], object]) -> None:
+    """Delete clusters when all tests have ended, unless KEEP is set.
+
+    It takes minutes on a slow disk, for which the last test's time limit is not meant.
+    """
+    if not os.environ.get("KEEP"):
+        config.add_cleanup(lambda: delete())
 
 
 def until(what: str, condition: Callable[[], Any], timeout: float, every: float = 0.5) -> Any:
@@ -260,7 +270,7 @@ class LocalKube(Cluster):
         return received, sent
 
     def down(self) -> None:
-        run(self._program, "down", self.name, timeout=180)
+        run(self._program, "down", self.name, timeout=600)
 
 
 class Kind(Cluster):
@@ -301,7 +311,7 @@ class Kind(Cluster):
         return run("docker", "exec", self.nodes()[number], *command)
 
     def down(self) -> None:
-        run("kind", "delete", "cluster", "--name", self._kind, timeout=180)
+        run("kind", "delete", "cluster", "--name", self._kind, timeout=600)
 
 
 class Current(Cluster):

@@ -17,7 +17,7 @@ import pytest
 
 from repository import ROOT
 
-from .clusters import Cluster, open_cluster, until
+from .clusters import Cluster, delete_at_end, open_cluster, until
 from .jobs import Job, small_job
 from .operator_shell import kube, kube_bare, operate
 
@@ -66,13 +66,13 @@ def bare_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     if isinstance(found, str):
         pytest.skip(found)
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    if type(found).__name__ != "Current":
+        delete_at_end(request.config, found.down)
     roles = ROLES if "cluster" in wanted else ROLES[:1] if "empty" in wanted else ()
     with ThreadPoolExecutor(1) as one_after_another:
         if not os.environ.get("IMAGES_LOADED"):
             found.loading = {role: one_after_another.submit(found.load, images(role)) for role in roles}
         yield found
-    if not os.environ.get("KEEP") and type(found).__name__ != "Current":
-        found.down()
 
 
 def wait_for_images(cluster: Cluster, *roles: str) -> None:

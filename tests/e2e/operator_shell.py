@@ -36,7 +36,7 @@ from diloco_protocol.wire.control_auth import NonceCache, sign_reply, verify_cal
 from repository import ROOT
 from status_documents import job_report, status_document
 
-from .clusters import Cluster, open_cluster, until
+from .clusters import Cluster, delete_at_end, open_cluster, until
 
 CRD = ROOT / "manifests" / "crd.yaml"
 NS = "default"
@@ -313,15 +313,14 @@ def apply_errors(observed: Observed) -> dict[Ref, tuple[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def kube_bare() -> Iterator[Cluster]:
+def kube_bare(request: pytest.FixtureRequest) -> Cluster:
     found = open_cluster(os.environ.get("SHELL_CLUSTER", "lkshell"), nodes=1)
     if isinstance(found, str):
         pytest.skip(found)
     if "api" not in found.can:
         pytest.skip("a cluster of the tests' own is needed, whose API server may be stopped")
-    yield found
-    if not os.environ.get("KEEP"):
-        found.down()
+    delete_at_end(request.config, found.down)
+    return found
 
 
 @pytest.fixture

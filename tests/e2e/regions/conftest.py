@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ..clusters import delete_at_end
 from ..jobs import Job
 from .world import EU, HUB, US, RunJob, World
 
@@ -22,13 +21,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     made = World(f"r{int(time.time()) % 100000}", tmp_path_factory.mktemp("regions"))
+    delete_at_end(request.config, made.destroy_all)
     made.begin(HUB, EU, US)
-    yield made
-    if not os.environ.get("KEEP"):
-        with ThreadPoolExecutor(len(made.clusters)) as pool:
-            list(pool.map(made.destroy, list(made.clusters)))
+    return made
 
 
 @pytest.fixture

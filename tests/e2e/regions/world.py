@@ -69,6 +69,11 @@ class World:
         self.clusters.pop(name).down()
         self.destroyed.add(name)
 
+    def destroy_all(self) -> None:
+        """All at once."""
+        with ThreadPoolExecutor(max(1, len(self.clusters))) as pool:
+            list(pool.map(self.destroy, list(self.clusters)))
+
     # ------------------------------------------------------------- jobs
 
     def address(self, port: int = NODE_PORT) -> str:
