@@ -3,7 +3,9 @@
 The whole model is one fragment, merged every ``sync.every`` steps with the job's outer rate and momentum, in float32
 and in buckets. A merge that fails discards the steps since the last one; a newcomer takes its state live from a healthy
 replica at its first merge. Settings are those that lose least: one replica is enough, the lighthouse notices a silent
-one after ``SILENT_SECONDS`` and waits for a late one as long.
+one after ``SILENT_SECONDS`` and waits for all that are not silent. If it waited for less than the time between two
+merges, a replica that began in the middle of it would never come into step with the others: of three, two would merge
+and the third would wait, each in turn (docs/results.md).
 
 The package ``torchft`` has to be installed, with what it needs.
 """
@@ -31,6 +33,7 @@ from diloco_worker.baselines.states import TrainState
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 1.0
+LATE_SECONDS = 60.0  # torchft's own default
 CALL_SECONDS = 20.0
 QUORUM_SECONDS = 600.0
 
@@ -39,8 +42,13 @@ def serve_lighthouse(settings: BaselineSettings) -> int:
     """Serve the lighthouse until killed. It stands for a machine that does not fail."""
     from torchft.coordination import LighthouseServer
 
-    silent = round(SILENT_SECONDS * 1000)
-    server = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=silent, quorum_tick_ms=50, heartbeat_timeout_ms=silent)
+    server = LighthouseServer(
+        "127.0.0.1:0",
+        1,
+        join_timeout_ms=round(LATE_SECONDS * 1000),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=round(SILENT_SECONDS * 1000),
+    )
     port = server.address().rpartition(":")[2]
     write_whole(settings.store_address, json.dumps(f"http://127.0.0.1:{port}").encode())
     while True:
