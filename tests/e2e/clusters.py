@@ -43,13 +43,13 @@ def run(*command: str, check: bool = True, timeout: float = 120, stdin: str | No
     return done.stdout
 
 
-def delete_at_end(config: pytest.Config, delete: Callable[[], object]) -> None:
+def delete_at_end(config: pytest.Config, delete: Callable[[], None]) -> None:
     """Delete clusters when all tests have ended, unless KEEP is set.
 
     It takes minutes on a slow disk, for which the last test's time limit is not meant.
     """
     if not os.environ.get("KEEP"):
-        config.add_cleanup(lambda: delete())
+        config.add_cleanup(delete)
 
 
 def until(what: str, condition: Callable[[], Any], timeout: float, every: float = 0.5) -> Any:

@@ -80,7 +80,7 @@ class Downloads:
                 code = grpc.StatusCode.PERMISSION_DENIED if joined else grpc.StatusCode.FAILED_PRECONDITION
                 await context.abort(code, why[1])
             # Looked up now: a learner that takes the last version may leave before the whole of it was sent.
-            place, slot = self.sessions.find_place(self.sessions.find_process(request.process))
+            place, slot = self.sessions.find_place_and_slot(self.sessions.find_process(request.process))
             async with self.queue.await_turn(request.process):
                 await services.write_download(self._send(request, place, slot), context)
         except TooManyDownloads:

@@ -127,7 +127,7 @@ class Sessions:
         """The newest connection of a process, if one is open."""
         return next((c for c in reversed(self._connections.values()) if c.process == process), None)
 
-    def find_place(self, connection: Connection | None) -> tuple[str, int | None]:
+    def find_place_and_slot(self, connection: Connection | None) -> tuple[str, int | None]:
         """The place and the slot to which transfers of a connection's process are counted."""
         if connection is None:
             return NOBODY, None

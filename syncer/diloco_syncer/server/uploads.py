@@ -87,7 +87,7 @@ class Uploads:
         if receive is None:
             raise WireError("the header does not say what is uploaded")
         connection = self.sessions.find_process(header.process)
-        place, slot = self.sessions.find_place(connection)
+        place, slot = self.sessions.find_place_and_slot(connection)
 
         async def read(key: Hashable, allocate: Callable[[], Array]) -> Array | None:
             meter = Meter() if connection is None else connection.link.up

@@ -5,7 +5,7 @@ and in buckets. A merge that fails discards the steps since the last one; a newc
 replica at its first merge. Settings are those that lose least: one replica is enough, the lighthouse notices a silent
 one after ``SILENT_SECONDS`` and waits for all that are not silent. If it waited for less than the time between two
 merges, a replica that began in the middle of it would never come into step with the others: of three, two would merge
-and the third would wait, each in turn (docs/results.md).
+and the third would wait, each in turn (docs/decisions/066).
 
 The package ``torchft`` has to be installed, with what it needs.
 """
