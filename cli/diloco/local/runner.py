@@ -51,6 +51,7 @@ from diloco.processes.worker_specs import (
     worker_specs,
 )
 from diloco.syncer_client import SyncerClient, SyncerError
+from diloco_protocol.documents import Report
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ControlMethod, JobPhase
 
@@ -174,7 +175,7 @@ class Runner:
                 signal.signal(number, signal.SIG_IGN)  # only the report is left to write
         return RunResult(
             outcome,
-            self.watch.report,
+            self.watch.report or self._stored_report(),
             self.view.status,
             self.injector.done,
             self.watch.events,
@@ -346,8 +347,15 @@ class Runner:
             return "suspended"
         if self.watch.ended:
             return self.watch.phase
+        report = self._stored_report()
+        if report is None:
+            return None
+        return "suspended" if report.outcome == "interrupted" else report.outcome
+
+    def _stored_report(self) -> Report | None:
+        """The report that the last syncer left if it ended the job: it may be gone before anyone could ask it."""
         address = self.syncer.address()
-        return self.workdir.ended_in(int(address["epoch"])) if address is not None else None
+        return None if address is None else self.workdir.last_report(int(address["epoch"]))
 
     async def _keep_worker(self, worker: WorkerSpec) -> None:
         while not self._stopping:

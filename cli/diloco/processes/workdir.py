@@ -68,13 +68,10 @@ class Workdir:
             return None
         return Path(directory) if isinstance(directory, str) else None
 
-    def ended_in(self, epoch: int) -> str | None:
-        """The phase in which the syncer of this epoch ended the job, from the report that it leaves
-        in the store then; None: it has not."""
+    def last_report(self, epoch: int) -> Report | None:
+        """The report that the syncer of this epoch left in the store when it ended the job; None: it has not."""
         report = _read_report(self.store / "report.json")
-        if report is None or report.syncer.epoch != epoch:
-            return None
-        return "suspended" if report.outcome == "interrupted" else report.outcome
+        return report if report is not None and report.syncer.epoch == epoch else None
 
     def runner(self) -> int | None:
         """The process id of the run that has the directory; None: none has. A run that ends by itself leaves none."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from runs import JOB
 
-from diloco.local import run, runner
+from diloco.local import run
 from diloco.local.runner import Runner
 from diloco.processes import watchdog
 
@@ -61,13 +61,62 @@ def test_a_syncer_that_hangs_is_killed_and_replaced(
     assert "has not answered for 2 s; it is killed" in capsys.readouterr().out
 
 
+class PausedEvaluator:
+    """An evaluator that stands still until it is told to go on: the job does not end meanwhile."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+
+    def pause(self, one: Runner) -> bool:
+        """Pause it once it runs; whether that is done."""
+        if not self._pid and "evaluator" in one.running:
+            self._pid = one.running["evaluator"].pid
+            os.kill(self._pid, signal.SIGSTOP)
+        return self._pid > 0
+
+    def resume(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+
 @pytest.mark.slow
 def test_a_syncer_that_is_told_to_stop_while_the_job_ends_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    sent = signalled(monkeypatch, signal.SIGTERM, lambda r: r.watch.closing)
+    poll, evaluator, told = Runner._poll, PausedEvaluator(), list[int]()
+
+    async def watched(self: Runner) -> bool:
+        answered, syncer = await poll(self), self.running.get("syncer")
+        if evaluator.pause(self) and self.watch.closing and syncer is not None:
+            if not told:
+                told.append(syncer.pid)
+                os.kill(syncer.pid, signal.SIGTERM)
+            elif syncer.pid not in told:
+                evaluator.resume()
+        return answered
+
+    monkeypatch.setattr(Runner, "_poll", watched)
     assert run.run(job(tmp_path, 60)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert sent and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
+    assert told and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
     assert report["final_loss"] is not None and report["syncer"]["epoch"] == 2
+
+
+@pytest.mark.slow
+def test_a_syncer_that_ends_the_job_unheard_leaves_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poll, evaluator, deaf = Runner._poll, PausedEvaluator(), list[float]()
+
+    async def unheard(self: Runner) -> bool:
+        answered = not deaf and await poll(self)
+        self.view.serving = answered
+        if evaluator.pause(self) and self.watch.closing and not deaf:
+            deaf.append(time.monotonic())
+            evaluator.resume()
+        return answered
+
+    monkeypatch.setattr(Runner, "_poll", unheard)
+    assert run.run(job(tmp_path, 60)) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    stored = json.loads((tmp_path / "run" / "store" / "report.json").read_text())
+    assert deaf and report["outcome"] == "complete" and report["syncer"]["epoch"] == 1
+    assert report["final_loss"] == stored["final_loss"] is not None
+    assert report["tokens"] == stored["tokens"] and report["ledger"] == stored["ledger"]
