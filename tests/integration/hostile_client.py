@@ -62,7 +62,7 @@ class Learner(Client):
     async def join(self, raw: bytes = b"", **changes: Any) -> sync_pb2.SyncerMessage:
         self.call = self.channel.stream_stream(services.SESSION)(metadata=self.metadata)
         await self.call.write(raw or self.said(**changes))
-        first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
+        first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 60))
         if first.HasField("welcome"):
             self.welcome = first.welcome
             self._reader = asyncio.create_task(self._read())
@@ -74,7 +74,7 @@ class Learner(Client):
         return first.refusal.reason, first.refusal.fatal
 
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        return await bulk.upload(self.channel, header, payload, timeout=20, metadata=self.metadata)
+        return await bulk.upload(self.channel, header, payload, timeout=60, metadata=self.metadata)
 
     async def download(self, request: sync_pb2.DownloadRequest, size: int) -> Any:
         return await bulk.download(self.channel, request, size=size, metadata=self.metadata)

@@ -79,7 +79,7 @@ class Syncer:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -87,18 +87,18 @@ class Syncer:
 
     def status(self) -> dict[str, Any]:
         address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
-        with urllib.request.urlopen(f"http://{address}/status", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://{address}/status", timeout=60) as reply:
             return conforming(StatusDocument, json.load(reply))
 
     def report(self) -> dict[str, Any]:
         address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
-        with urllib.request.urlopen(f"http://{address}/report", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://{address}/report", timeout=60) as reply:
             return conforming(Report, json.load(reply))
 
     def last_report(self) -> dict[str, Any]:
         """What the syncer wrote when the job was over."""
         assert self.process is not None
-        assert self.process.wait(30) == 0
+        assert self.process.wait(60) == 0
         document: dict[str, Any] = json.loads((self.folder / "store" / "report.json").read_bytes())
         return document
 
@@ -128,10 +128,10 @@ class Syncer:
         }
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        assert time.monotonic() < end or condition(), f"waited {seconds} s for {what}"
         time.sleep(0.01)
 
 

@@ -92,15 +92,17 @@ def make_job(
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+    while True:
+        late = time.monotonic() >= end  # before the last look: this process may have stood still
+        if found := condition():
+            return found
+        assert not late, f"waited {seconds} s for {what}"
         time.sleep(0.02)
-    return found
 
 
 def get(url: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             return int(reply.status), bytes(reply.read())
     except urllib.error.HTTPError as error:
         return error.code, error.read()

@@ -103,14 +103,14 @@ class SyncerProcess:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def terminate(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
-    def wait(self, seconds: float = 20) -> int:
+    def wait(self, seconds: float = 60) -> int:
         assert self.process is not None
         return self.process.wait(seconds)
 
@@ -119,11 +119,11 @@ class SyncerProcess:
             self.kill()
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://{self.addresses['http']}/status", timeout=10) as page:
+        with urllib.request.urlopen(f"http://{self.addresses['http']}/status", timeout=60) as page:
             return conforming(StatusDocument, json.load(page))
 
     def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://{self.addresses['http']}{path}", timeout=10) as page:
+        with urllib.request.urlopen(f"http://{self.addresses['http']}{path}", timeout=60) as page:
             return bytes(page.read())
 
     async def call(self, method: str, **body: Any) -> sync_pb2.CallReply:
@@ -134,21 +134,22 @@ class SyncerProcess:
 
 
 async def send_call(channel: aio.Channel, call: sync_pb2.SignedCall) -> sync_pb2.CallReply:
-    raw = await channel.unary_unary("/diloco.v1.Control/Call")(call.SerializeToString(), timeout=10)
+    raw = await channel.unary_unary("/diloco.v1.Control/Call")(call.SerializeToString(), timeout=60)
     return sync_pb2.CallReply.FromString(raw)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float, explain: Callable[[], str] = str) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {explain()}"
+        assert time.monotonic() < end or condition(), f"not within {seconds} s: {explain()}"
         time.sleep(0.02)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
+async def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end or condition(), f"not within {seconds} s"
+        await asyncio.sleep(0.01)
 
 
 class Client:
@@ -157,7 +158,9 @@ class Client:
     def __init__(self, syncer: SyncerProcess, ordinal: int = 0, process: str = "") -> None:
         self.syncer, self.ordinal = syncer, ordinal
         self.process = process or secrets.token_hex(8)
-        self.options = channels.channel_options(bulk=True)
+        # With gRPC's own limit for a connection (20 s): this client does not try again, as a learner would.
+        options = channels.channel_options(bulk=True)
+        self.options = [(name, value) for name, value in options if "reconnect_backoff" not in name]
         self.channel = aio.insecure_channel(syncer.addresses["sync"], options=self.options)
         self.call: Any = None
         self.heard: list[sync_pb2.SyncerMessage] = []
@@ -185,7 +188,7 @@ class Client:
         }
         self.call = self.channel.stream_stream(services.SESSION)()
         await self.say(join=sync_pb2.Join(**(fields | changes)))
-        first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 10))
+        first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 60))
         assert first.WhichOneof("kind") in ("welcome", "refusal"), first
         if first.HasField("welcome"):
             self.welcome = first.welcome
@@ -222,7 +225,7 @@ class Client:
         )
 
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        return await bulk.upload(self.channel, header, payload, timeout=20)
+        return await bulk.upload(self.channel, header, payload, timeout=60)
 
     async def initialise(self, frozen: bytes = b"frozen bytes") -> None:
         part = sync_pb2.Initial

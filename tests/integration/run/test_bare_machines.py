@@ -43,7 +43,7 @@ class Program:
     def output(self) -> str:
         return self.log.read_text()
 
-    def ends(self, seconds: float = 100.0) -> int:
+    def ends(self, seconds: float = 240.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -81,11 +81,12 @@ def certificates(folder: Path, job: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., Program]) -> None:
     """The job trains until all has happened that shall: only the syncer at the end is told of a stop that is near."""
     (tmp_path / "corpus.txt").write_text(WORDS * 2000)
     text = JOB.format(steps=1, learners=2).replace("stop: {steps: 1}", "stop: {tokens: 1e12}")
+    text = text.replace("timeoutSeconds: 60", "timeoutSeconds: 3")  # nobody else tells the syncer of one that is killed
     text = text.replace("[corpus.txt]", f"[{tmp_path}/corpus.txt]")
     job = tmp_path / "job.yaml"
     job.write_text(text)
@@ -110,7 +111,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
 
     def slots() -> list[dict[str, Any]]:
         address = json.loads(address_file.read_text())["http"]
-        with urllib.request.urlopen(f"http://{address}/status", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{address}/status", timeout=60) as page:
             last.update(json.load(page))
         found: list[dict[str, Any]] = last["slots"]
         return found
@@ -124,6 +125,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     # One has no job file: it gets the job from the hub, and its region from the certificate.
     leaving, killed = join("leaving"), join("killed", job, "--region", "local")
     until(lambda: all(slot["merged_pushes"] > 0 for slot in slots()), "a merge of both")
+    before = {slot["process"] for slot in slots()}
     (worker,) = [child for child in killed.children() if "diloco_worker" in " ".join(child.cmdline())]
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.wait(10)
@@ -131,7 +133,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     third = join("third")  # while the first is there, whose optimizer's state it takes over
 
     def successors() -> list[dict[str, Any]]:
-        return [slot for slot in slots() if slot["incarnations"] == 2 and slot["state"] == "active"]
+        return [slot for slot in slots() if slot["process"] not in before and slot["state"] == "active"]
 
     until(successors, "a successor of the killed one")
     merged = successors()[0]["merged_pushes"]
@@ -143,14 +145,14 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     served.close()
     near = ("--set", "training.stop.tokens=150000")
     served = serve("succeeding", sync, *near)
-    assert served.ends(90) == 0, served.output
+    assert served.ends() == 0, served.output
     assert third.ends() == 0, third.output
     report = json.loads((tmp_path / "hub" / "report.json").read_bytes())
     assert report["outcome"] == "complete" and report["final_loss"] is not None
     tokens = report["tokens"]
     assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"] >= 150_000
-    # Each has taken a seat, and the third a second one, of the succeeding syncer.
-    assert sum(row["incarnations"] for row in report["learners"]) == 4
+    # Each has taken a seat, and the third a second one, of the succeeding syncer; more where one was silent for 3 s.
+    assert sum(row["incarnations"] for row in report["learners"]) >= 4
     dropped = {reason for row in report["ledger"] for reason in row["reasons"]}
     assert dropped <= {"died", "overlap", "stale"}, "who left in good order dropped nothing"
     handed = json.loads((tmp_path / "leaving" / "job.json").read_text())
@@ -192,7 +194,7 @@ def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Pr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_third_learner_trains_beyond_the_two_of_the_job(tmp_path: Path, start: Callable[..., Program]) -> None:
     """It joins, is merged and leaves, under one syncer; each region's learners have their own batch."""
     (tmp_path / "corpus.txt").write_text(WORDS * 2000)
@@ -215,7 +217,7 @@ def test_a_third_learner_trains_beyond_the_two_of_the_job(tmp_path: Path, start:
             time.sleep(0.05)
 
     def slots() -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"http://{known['http']}/status", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{known['http']}/status", timeout=60) as page:
             last.update(json.load(page))
         return list(last["slots"])
 
@@ -260,5 +262,5 @@ def test_without_certificates_the_join_token_keeps_others_out(tmp_path: Path, st
         assert refused.ends() == 1 and "the join token is missing or wrong" in refused.output
         assert "--join-token-file" in refused.output
     guest = start("guest", "learner", "join", sync, "--join-token-file", token, "--workdir", "guest")
-    assert served.ends(100) == 0 and guest.ends() == 0, served.output + guest.output
+    assert served.ends() == 0 and guest.ends() == 0, served.output + guest.output
     assert json.loads((tmp_path / "hub" / "report.json").read_bytes())["final_loss"] is not None, "the evaluator too"

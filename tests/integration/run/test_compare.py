@@ -15,12 +15,12 @@ from diloco.compare.plan import Comparison, Pace, job_overrides
 from diloco.local.chaos.schedule import parse
 from diloco.validate import read_job_file
 
-SECONDS, STEP, TOKENS = 8.0, 0.1, 4 * 32
+STEP, TOKENS = 0.1, 4 * 32
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(200)]
 
 
-def train(name: str, folder: Path, chaos: str, seconds: float = SECONDS) -> ArmResult:
+def train(name: str, folder: Path, chaos: str, seconds: float) -> ArmResult:
     job_file = folder / "job.yaml"
     job_file.write_text(JOB.format(steps=1, learners=2))
     words = " ".join(f"word{n % 97} and {n * 7919 % 1000}" for n in range(20_000))
@@ -36,10 +36,10 @@ def train(name: str, folder: Path, chaos: str, seconds: float = SECONDS) -> ArmR
 
 
 def test_rigid_waits_for_the_machine_and_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    got = train("ddp", tmp_path, "2s:kill:learner-1:1.5s")
+    got = train("ddp", tmp_path, "2s:kill:learner-1:1.5s", seconds=20.0)
     (fault,) = got.recoveries
     assert fault.stall_seconds >= 1.4, "nobody trains while one machine is away"
-    assert fault.back_seconds is not None and got.uptime < 0.9
+    assert fault.back_seconds is not None and got.uptime < 0.95
     # Checkpoints are some steps apart. A step that one rank ended and the killed one did not is in the state.
     assert -TOKENS <= got.trained_tokens - got.kept_tokens <= 10 * 2 * TOKENS
     assert got.bytes > 0 and got.losses[-1][2] < got.losses[0][2]
@@ -50,7 +50,9 @@ def test_elastic_goes_on_without_the_machine_and_with_it_again(tmp_path: Path) -
     got = train("ddp-elastic", tmp_path, "3s:kill:learner-1:12s", seconds=35.0)
     worlds = {row["time"]: row["world"] for row in read_rows(tmp_path / "arm" / "steps-0.jsonl")}
     groups = [world for world, _ in groupby(worlds[time] for time in sorted(worlds))]
-    assert groups == [2, 1, 2], "the survivor trains alone while the other is away, and both do after its return"
+    order = iter(groups)  # a rank that is silent for a while makes further groups
+    found = all(world in order for world in (2, 1, 2))
+    assert found, f"the survivor trains alone while the other is away, and both do after its return: {groups}"
     (fault,) = got.recoveries
     assert fault.stall_seconds < 12.0 and fault.back_seconds is not None
     # The survivor kept what it had at each change of the group: at most the step in flight is lost, of each rank.

@@ -40,7 +40,7 @@ spec:
     device: cpu
     stop: {{{stop}}}
     evaluation: {{fraction: 0.01, everyTokens: 50000, batches: 8}}
-  sync: {{fragments: 12, every: 12, overlap: 2}}
+  sync: {{fragments: 12, every: 12, overlap: 2, heartbeat: {{timeoutSeconds: 60}}}}
   regions: [{{learners: 3}}]
 """
 FRAGMENTS = 12
@@ -137,8 +137,8 @@ def test_ten_kills_of_learners(start: Callable[..., Run], capsys: pytest.Capture
         at += rng.uniform(5, 8)
         target = rng.choice([i for i in range(3) if i != target])  # the other two survive this one
         schedule.append(f"{at:.2f}s:kill:local-{target}")
-    run = start("--chaos", ",".join(schedule), text=JOB.format(stop=f"seconds: {math.ceil(at) + 12}"))
-    assert run.ends(240) == 0, run.everything()
+    run = start("--chaos", ",".join(schedule), text=JOB.format(stop=f"seconds: {math.ceil(at) + 18}"))
+    assert run.ends() == 0, run.everything()
     report = run.report()
     assert report["outcome"] == "complete"
     faults = report["faults"]
@@ -243,9 +243,9 @@ def test_syncers_killed_lose_no_acknowledged_merge(
 
 
 def test_sigterm_drops_nothing(start: Callable[..., Run]) -> None:
-    chaos = "4s:term:local-1,9s:term:local-2,14s:term:local-1,19s:term:local-0"
-    run = start("--chaos", chaos, text=JOB.format(stop="seconds: 28"))
-    assert run.ends(150) == 0, run.everything()
+    chaos = "4s:term:local-1,9s:term:local-2,17s:term:local-1,22s:term:local-0"
+    run = start("--chaos", chaos, text=JOB.format(stop="seconds: 36"))
+    assert run.ends() == 0, run.everything()
     report = run.report()
     assert report["outcome"] == "complete" and len(report["faults"]) == 4
     assert all(fault[f"{part}_seconds"] is not None for fault in report["faults"] for part in PARTS)

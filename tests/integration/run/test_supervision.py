@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from runs import JOB
 from diloco.local import run
 from diloco.local.runner import Runner
 from diloco.processes import watchdog
+from diloco.processes.supervisor import Kind
+from diloco.processes.worker_specs import WorkerSpec
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(autouse=True)
@@ -34,68 +37,76 @@ def job(folder: Path, steps: int) -> run.RunOptions:
     return run.RunOptions(folder / "job.yaml", folder / "run")
 
 
-def signalled(monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runner], bool]) -> list[float]:
-    """Send the syncer this signal once, when ``when`` holds after a poll; the times it was sent."""
-    poll, sent = Runner._poll, list[float]()
+class HeldEnd:
+    """An end of the job that waits for its evaluator: learners start when it has joined, and it stands still from its
+    first score on until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._pid, keep = 0, Runner._keep_worker
+
+        async def begin_after_evaluator(one: Runner, worker: WorkerSpec) -> None:
+            while worker.kind is Kind.LEARNER and (one.view.status is None or not one.view.status.evaluators):
+                await asyncio.sleep(0.05)
+            await keep(one, worker)
+
+        monkeypatch.setattr(Runner, "_keep_worker", begin_after_evaluator)
+
+    def holds(self, one: Runner) -> bool:
+        """Whether the job cannot end now; call it after each poll."""
+        if not self._pid and "evaluator" in one.running and one.view.status and one.view.status.eval_loss:
+            self._pid = one.running["evaluator"].pid
+            os.kill(self._pid, signal.SIGSTOP)
+        return self._pid > 0
+
+    def release(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+
+def signal_syncer(
+    monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runner], bool], also: Callable[[bool], None]
+) -> list[int]:
+    """Send the first syncer this signal, once ``when`` holds after a poll, and let the job end when the next one runs.
+    ``also`` is called with True at the first and with False at the second. The process id it was sent to."""
+    poll, end, told = Runner._poll, HeldEnd(monkeypatch), list[int]()
 
     async def watched(self: Runner) -> bool:
-        answered = await poll(self)
-        if not sent and "syncer" in self.running and when(self):
-            os.kill(self.running["syncer"].pid, number)
-            sent.append(time.monotonic())
+        answered, syncer = await poll(self), self.running.get("syncer")
+        if end.holds(self) and syncer is not None:
+            if not told and when(self):
+                told.append(syncer.pid)
+                os.kill(syncer.pid, number)
+                also(True)
+            elif told and syncer.pid not in told:
+                end.release()
+                also(False)
         return answered
 
     monkeypatch.setattr(Runner, "_poll", watched)
-    return sent
+    return told
 
 
 @pytest.mark.slow
 def test_a_syncer_that_hangs_is_killed_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 2.0)
-    sent = signalled(monkeypatch, signal.SIGSTOP, lambda r: r.view.status is not None and r.view.status.merges > 2)
-    assert run.run(job(tmp_path, 150)) == 0
+    patience = watchdog.SILENT_SECONDS  # of all but the one that hangs
+
+    def be_impatient(wanted: bool) -> None:
+        monkeypatch.setattr(watchdog, "SILENT_SECONDS", 2.0 if wanted else patience)
+
+    told = signal_syncer(monkeypatch, signal.SIGSTOP, lambda r: True, be_impatient)
+    assert run.run(job(tmp_path, 600)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert sent and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
+    assert told and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
     assert "has not answered for 2 s; it is killed" in capsys.readouterr().out
-
-
-class PausedEvaluator:
-    """An evaluator that stands still until it is told to go on: the job does not end meanwhile."""
-
-    def __init__(self) -> None:
-        self._pid = 0
-
-    def pause(self, one: Runner) -> bool:
-        """Pause it once it runs; whether that is done."""
-        if not self._pid and "evaluator" in one.running:
-            self._pid = one.running["evaluator"].pid
-            os.kill(self._pid, signal.SIGSTOP)
-        return self._pid > 0
-
-    def resume(self) -> None:
-        os.kill(self._pid, signal.SIGCONT)
 
 
 @pytest.mark.slow
 def test_a_syncer_that_is_told_to_stop_while_the_job_ends_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poll, evaluator, told = Runner._poll, PausedEvaluator(), list[int]()
-
-    async def watched(self: Runner) -> bool:
-        answered, syncer = await poll(self), self.running.get("syncer")
-        if evaluator.pause(self) and self.watch.closing and syncer is not None:
-            if not told:
-                told.append(syncer.pid)
-                os.kill(syncer.pid, signal.SIGTERM)
-            elif syncer.pid not in told:
-                evaluator.resume()
-        return answered
-
-    monkeypatch.setattr(Runner, "_poll", watched)
-    assert run.run(job(tmp_path, 60)) == 0
+    told = signal_syncer(monkeypatch, signal.SIGTERM, lambda r: r.watch.closing, lambda first: None)
+    assert run.run(job(tmp_path, 600)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert told and report["outcome"] == "complete" and report["syncer"]["restarts"] == 1
     assert report["final_loss"] is not None and report["syncer"]["epoch"] == 2
@@ -103,18 +114,19 @@ def test_a_syncer_that_is_told_to_stop_while_the_job_ends_is_started_again(
 
 @pytest.mark.slow
 def test_a_syncer_that_ends_the_job_unheard_leaves_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poll, evaluator, deaf = Runner._poll, PausedEvaluator(), list[float]()
+    """The runner hears nothing more from the moment when the stop is reached."""
+    poll, end, deaf = Runner._poll, HeldEnd(monkeypatch), list[float]()
 
     async def unheard(self: Runner) -> bool:
         answered = not deaf and await poll(self)
         self.view.serving = answered
-        if evaluator.pause(self) and self.watch.closing and not deaf:
+        if end.holds(self) and self.watch.closing and not deaf:
             deaf.append(time.monotonic())
-            evaluator.resume()
+            end.release()
         return answered
 
     monkeypatch.setattr(Runner, "_poll", unheard)
-    assert run.run(job(tmp_path, 60)) == 0
+    assert run.run(job(tmp_path, 600)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     stored = json.loads((tmp_path / "run" / "store" / "report.json").read_text())
     assert deaf and report["outcome"] == "complete" and report["syncer"]["epoch"] == 1

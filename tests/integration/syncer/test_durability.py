@@ -19,7 +19,7 @@ from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, record_name
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from diloco_syncer.store.open import open_store
 from diloco_worker import load_merged
 from s3_service import environment, given
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 STAY = ("--stay", "--export", "127.0.0.1:0")
 FROZEN = {"table": np.arange(6, dtype=np.float16).reshape(2, 3)}
