@@ -49,7 +49,7 @@ from diloco_syncer.store.tape import Tape
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 10.0  # the longest stay after the end
-REPORT_SECONDS = 3.0  # how long a caller may take to fetch the report after the end
+REPORT_SECONDS = 3.0  # how long a caller may take to fetch the report after the end, and waits until it is made
 DROP_SECONDS = 5.0  # between two searches for superseded versions that are not being downloaded
 SWEEP_SECONDS = 10.0  # between two searches for uploads that are not continued
 SPOOL_SECONDS = 5.0  # how long the end waits for offers to become durable
@@ -87,7 +87,8 @@ class Syncer:
         self._checkpoints = checkpoints
         self._stay = stay
         self._report_fetched = False
-        self._final_report: Report | None = None  # once the job has ended
+        self._final_report: Report | None = None  # once the job has ended, and that is durable
+        self._final_report_made = asyncio.Event()
         self._refused = Counter[str](runtime.get("refused"))  # uploads, by reason
         self._imbalances = 0  # rows of the ledger that were not exact at the last checkpoint
         self.driver = Driver(core, loop)
@@ -266,6 +267,7 @@ class Syncer:
         document = self.status_page.report()
         earlier = await asyncio.to_thread(self._checkpoints.read_report, document.outcome) if again else None
         self._final_report = earlier or document
+        self._final_report_made.set()
         if earlier is None:
             await self.durability.checkpoint()
             await self._write_report(document)
@@ -313,8 +315,11 @@ class Syncer:
             return self._final_report
         return self.status_page.report()
 
-    def fetch_report(self) -> Report:
-        """The report, for the caller for whom an ended syncer waits."""
+    async def fetch_report(self) -> Report:
+        """The report, for the caller for whom an ended syncer waits. Of a job that has ended it is the one of its end,
+        which is made once the end is durable. Raises TimeoutError if that takes ``REPORT_SECONDS``."""
+        if self.core.phase in ENDED_PHASES:
+            await asyncio.wait_for(self._final_report_made.wait(), REPORT_SECONDS)
         document = self.report()
         self._report_fetched = True
         return document

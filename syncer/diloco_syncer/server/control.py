@@ -45,14 +45,15 @@ def _text(body: dict[str, Any], name: str, default: str | None = None) -> str:
 
 @dataclass(repr=False)
 class Control:
-    """The Control service. ``key`` signs calls and replies; ``status`` and ``report`` return documents."""
+    """The Control service. ``key`` signs calls and replies; ``status`` and ``report`` return documents, ``report``
+    raises TimeoutError while that of the job's end is not made."""
 
     key: bytes
     core: Core
     emit: Callable[[ev.Event], None]
     checkpoint: Callable[[], Awaitable[None]]
     status: Callable[[], StatusDocument]
-    report: Callable[[], Report]
+    report: Callable[[], Awaitable[Report]]
     nonces: NonceCache = field(default_factory=lambda: NonceCache(since_ms=time.time_ns() // 1_000_000))
     _refusals: RefusalCounter = field(default_factory=RefusalCounter)
 
@@ -103,7 +104,10 @@ class Control:
             self.emit(ev.EndRequested(phase, _text(body, "message", "")))
             return json.dumps({"phase": self.core.phase.value}).encode()
         if method in (ControlMethod.REPORT, ControlMethod.STATUS):
-            document = self.report() if method == ControlMethod.REPORT else self.status()
+            try:
+                document = await self.report() if method == ControlMethod.REPORT else self.status()
+            except TimeoutError as error:
+                raise BadCall("the report of the job's end is not made yet: call again") from error
             return bounded(document, limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
         raise BadCall(f"method {method[:80]!r} is none of {', '.join(ControlMethod)}")
 

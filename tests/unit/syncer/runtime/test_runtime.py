@@ -18,12 +18,14 @@ import pytest
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.documents import Report
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer import startup
+from diloco_syncer import syncer as syncer_module
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime import global_model, initial_model
 from diloco_syncer.runtime.driver import RESTART
@@ -41,7 +43,7 @@ from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 from shell_figures import SHELL
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 KEY = b"k" * 32
 LAYOUT = Layout.build([Tensor("w", (64, 8), "float32", False)], fragments=2)
 JOB = """
@@ -204,7 +206,7 @@ class Bench:
         return {"slot": slot.index, "incarnation": slot.incarnation, "push": push}
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -217,7 +219,7 @@ def held_up(syncer: Syncer) -> Any:
 
     def wait() -> None:
         begun.set()
-        assert gate.wait(20)
+        assert gate.wait(60)
 
     syncer.durability._thread.submit(wait)
     try:
@@ -467,10 +469,31 @@ async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
             (tmp_path / "report.json").unlink()
         async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
             assert bench.syncer.core.phase is JobPhase.COMPLETE
-            bench.syncer.fetch_report()
-            assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 5) == 0
+            await bench.syncer.fetch_report()
+            assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 60) == 0
         assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "complete"
         assert lost or (tmp_path / "report.json").read_bytes() == before
+
+
+async def test_the_report_of_an_end_is_given_when_the_end_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        syncer = bench.syncer
+        assert (await syncer.fetch_report()).outcome == "running", "of a job that goes on: as it stands"
+        with held_up(syncer):
+            syncer.core.slots[0].step = 5
+            syncer.driver.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
+            await until(lambda: syncer.core.phase is JobPhase.COMPLETE)
+            monkeypatch.setattr(syncer_module, "REPORT_SECONDS", 0.01)
+            with pytest.raises(TimeoutError):
+                await syncer.fetch_report()
+            monkeypatch.undo()
+            fetched = asyncio.create_task(syncer.fetch_report())
+        await until(lambda: (tmp_path / "report.json").exists())
+        assert await fetched == Report.model_validate_json((tmp_path / "report.json").read_bytes())
 
 
 # ------------------------------------------------------------------ the optimizer's state
@@ -595,7 +618,7 @@ async def test_a_control_call_cannot_be_made_again_to_the_syncer_that_follows(tm
             syncer.driver.handle,
             syncer.durability.checkpoint,
             syncer.status_page.status,
-            syncer.report,
+            syncer.fetch_report,
         )
         return await control.call(call.SerializeToString(), Context())
 
