@@ -72,7 +72,7 @@ class _Client:
         self._children[child.name] = child
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env, ARGUMENTS: json.dumps(arguments)}
         self.request(op="spawn", id=child.name, env=env, log=str(log))
-        assert child.started.wait(60), "the fork server started no child"
+        assert child.started.wait(300), "the fork server started no child"  # it loads torch first
         return child
 
     def request(self, **request: Any) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from documents import conforming
 from grpc import aio
 from hostile_client import Learner, Learners
 from syncer_client import SyncerProcess, raw_job, until
 
+from diloco_protocol.documents import StatusDocument
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_syncer.server.tls import connection_limits
@@ -26,6 +30,19 @@ from parties import Parties
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 REGIONS = "regions=[{name: eu-1, learners: 1}, {name: us-2, learners: 1}, {name: asia-3, learners: 1}]"
+
+
+async def status_of(syncer: SyncerProcess) -> dict[str, Any]:
+    """The status as it is now: a signed call makes it anew. The page is kept for a moment, and may be older than what a
+    test has done since."""
+    return conforming(StatusDocument, json.loads((await syncer.call("status")).body))
+
+
+async def until_status(syncer: SyncerProcess, holds: Callable[[dict[str, Any]], Any], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds(status := await status_of(syncer)):
+        assert time.monotonic() < end, f"not within {seconds} s: {status}"
+        await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +66,7 @@ def syncer(tmp_path_factory: pytest.TempPathFactory, parties: Parties) -> Iterat
 async def learners(syncer: SyncerProcess) -> AsyncIterator[Learners]:
     async with Learners(syncer) as made:
         yield made
-    await until(lambda: syncer.status()["sessions"] == 0)
+    await until_status(syncer, lambda now: now["sessions"] == 0)
 
 
 @pytest.fixture
@@ -63,9 +80,9 @@ async def ended(learner: Learner) -> str:
     return str(learner.of_kind("refusal")[0].reason)
 
 
-def bytes_down_of(syncer: SyncerProcess, region: str) -> int:
+def bytes_down_of(status: dict[str, Any], region: str) -> int:
     """Payload sent to a region since the job began."""
-    return next(int(row["bytes_down"]) for row in syncer.status()["regions"] if row["name"] == region)
+    return next(int(row["bytes_down"]) for row in status["regions"] if row["name"] == region)
 
 
 # ------------------------------------------------------------------ whose slot an upload is for
@@ -80,7 +97,7 @@ async def test_only_the_process_that_holds_a_slot_uploads_for_it(
     await victim.train(2)
     seated = learners(folders["us"], "us-2")
     await seated.take_part()
-    before = syncer.status()["versions"]
+    before = (await status_of(syncer))["versions"]
     for folder in (folders["us"], folders["eu"]):
         nobody = learners(folder)
         assert (await nobody.push_as(victim, "")).reason == "not-joined"
@@ -99,11 +116,11 @@ async def test_only_the_process_that_holds_a_slot_uploads_for_it(
         request = kinds(job="raw", what=what, epoch=1)
         with pytest.raises(bulk.TransferError, match="has no session: join first"):
             await bulk.download(thief.channel, request, metadata=thief.metadata)
-    sent = bytes_down_of(syncer, "us-2")
+    sent = bytes_down_of(await status_of(syncer), "us-2")
     header, job = await bulk.download(thief.channel, kinds(what=kinds.JOB), metadata=thief.metadata)
     assert header.found and job.size
-    await until(lambda: bytes_down_of(syncer, "us-2") == sent + job.size)  # of its certificate's region
-    assert syncer.status()["versions"] == before
+    await until_status(syncer, lambda now: bytes_down_of(now, "us-2") == sent + job.size)  # of its certificate's region
+    assert (await status_of(syncer))["versions"] == before
     # What the victim itself pushes still counts: nobody has used up its numbers.
     assert (await victim.send(victim.push(0, 0))).accepted
 
@@ -117,13 +134,13 @@ async def test_a_process_id_is_no_key_to_its_slot(
     await victim.train(1)
     slot, incarnation = victim.welcome.seat.slot, victim.welcome.seat.incarnation
     victim.call.cancel()
-    await until(lambda: syncer.status()["slots"][slot]["state"] == "suspect")
+    await until_status(syncer, lambda now: now["slots"][slot]["state"] == "suspect")
     thief = learners(folders["us"], "us-2", victim.process)
     first = await thief.join(previous_incarnation=incarnation, tenure=incarnation, slot=slot)
     assert not (first.welcome.HasField("seat") and first.welcome.seat.slot == slot), first
     assert (await victim.join(previous_incarnation=incarnation)).HasField("refusal")  # its id is in use
     thief.call.cancel()
-    await until(lambda: syncer.status()["sessions"] == 0)
+    await until_status(syncer, lambda now: now["sessions"] == 0)
     back = (await victim.join(previous_incarnation=incarnation, tenure=incarnation, slot=slot)).welcome
     assert back.seat.slot == slot and back.seat.continuing
 
@@ -134,7 +151,7 @@ async def test_a_region_holds_no_more_slots_than_the_job_gives_it(
     greedy = [learners(folders["us"], "us-2") for _ in range(6)]
     firsts = [await each.join(ordinal=ordinal) for ordinal, each in enumerate(greedy)]
     assert [first.welcome.standby for first in firsts] == [False] + [True] * 5, firsts
-    rows = syncer.status()["slots"]
+    rows = (await status_of(syncer))["slots"]
     assert [row["region"] for row in rows if row["state"] == "active"] == ["us-2"]
     # The others find their own slots free.
     for name, region in (("eu", "eu-1"), ("asia", "asia-3")):
@@ -147,7 +164,7 @@ async def test_a_region_holds_no_more_slots_than_the_job_gives_it(
     for each in greedy[2:]:
         await each.close()
     # The slot would go to one of these, and stay its own for the whole of a heartbeat's timeout.
-    await until(lambda: syncer.status()["standby"] == 0)
+    await until_status(syncer, lambda now: now["standby"] == 0)
     await greedy[1].close()
     assert (await syncer.call("process-ended", region="us-2", ordinal=1, process=greedy[1].process, reason="")).ok
 
@@ -173,7 +190,7 @@ async def test_there_are_no_more_evaluators_than_one_and_a_broken_one(
         assert (await each.join(role=sync_pb2.ROLE_EVALUATOR)).welcome.observer
     for each in made[:2]:
         assert await ended(each) == "superseded"
-    assert syncer.status()["evaluators"] == 2
+    await until_status(syncer, lambda now: now["evaluators"] == 2)
 
 
 async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
@@ -188,7 +205,9 @@ async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
         await each.take_part()
     await donor.train(1)
     step = donor.welcome.seat.slot_step + donor.steps
-    await until(lambda: any(slot["region"] == "eu-1" and slot["step"] >= step for slot in syncer.status()["slots"]))
+    await until_status(
+        syncer, lambda now: any(slot["region"] == "eu-1" and slot["step"] >= step for slot in now["slots"])
+    )
     await newcomer.say(peer_state_wanted=sync_pb2.PeerStateWanted())
     await until(lambda: donor.of_kind("peer_state_request"))
     transfer, state = donor.of_kind("peer_state_request")[0].transfer, random.Random(3).randbytes(1000)
@@ -214,7 +233,9 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
     silent = learners(folders["us"], "us-2")
     calls: list[Any] = [silent.channel.stream_stream(services.UPLOAD)(metadata=silent.metadata) for _ in range(most)]
     calls += [silent.channel.stream_stream(services.SESSION)(metadata=silent.metadata) for _ in range(20)]
-    await until(lambda: sum(call.done() for call in calls) >= 20 or refusals(syncer, "too-many-calls") >= 20)
+    await until_status(
+        syncer, lambda now: sum(call.done() for call in calls) >= 20 or refusals(now, "too-many-calls") >= 20
+    )
     other = learners(folders["eu"])
     await other.take_part()
     await other.train(1)
@@ -222,12 +243,12 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
     for call in calls:
         call.cancel()
     again = learners(folders["us"], "us-2")
-    await until(lambda: syncer.status()["sessions"] == 1)
+    await until_status(syncer, lambda now: now["sessions"] == 1)
     await again.take_part()
 
 
-def refusals(syncer: SyncerProcess, reason: str) -> int:
-    return int(syncer.status()["tls"]["refused"].get(reason, 0))
+def refusals(status: dict[str, Any], reason: str) -> int:
+    return int(status["tls"]["refused"].get(reason, 0))
 
 
 # ------------------------------------------------------------------ impossible numbers
@@ -248,7 +269,7 @@ async def test_impossible_reports_end_their_session_and_nothing_else(
 ) -> None:
     honest = learners(folders["eu"])
     await honest.take_part()
-    tokens = syncer.status()["tokens"]["trained"]
+    tokens = (await status_of(syncer))["tokens"]["trained"]
     for name, fields in NONSENSE.items():
         liar = learners(folders["us"], "us-2")
         assert (await liar.take_part()).HasField("seat"), name
@@ -258,7 +279,7 @@ async def test_impossible_reports_end_their_session_and_nothing_else(
         await liar.say(report=sync_pb2.Report(**(rows | fields)))
         assert await ended(liar) == "bad-message", name
         await liar.close()
-    assert honest.ended == "" and syncer.status()["tokens"]["trained"] == tokens
+    assert honest.ended == "" and (await status_of(syncer))["tokens"]["trained"] == tokens
     # What a push says of itself.
     liar = learners(folders["us"], "us-2")
     await liar.take_part()
@@ -272,7 +293,7 @@ async def test_impossible_reports_end_their_session_and_nothing_else(
     # It is not in the state: the job goes on, and so does a restarted syncer.
     await honest.train(2)
     assert (await honest.send(honest.push(1, 0))).accepted
-    assert syncer.status()["tokens"]["pending"] >= 0
+    assert (await status_of(syncer))["tokens"]["pending"] >= 0
 
 
 async def test_whatever_is_said_in_a_session_ends_at_most_that_session(
@@ -326,11 +347,11 @@ async def test_whatever_is_said_in_a_session_ends_at_most_that_session(
             pass  # it has been shown out
         await liar.close()
         assert not syncer.exited, syncer.text()
-    status = syncer.status()
+    status = await status_of(syncer)
     assert status["phase"] == "training" and all(row["tokens"] < 1 << 53 for row in status["slots"])
     assert honest.ended == "" and "a fault of this program" not in syncer.text(), syncer.text()
     await honest.train(1)
-    await until(lambda: syncer.status()["slots"][honest.welcome.seat.slot]["steps"] >= 1)
+    await until_status(syncer, lambda now: now["slots"][honest.welcome.seat.slot]["steps"] >= 1)
 
 
 async def test_a_syncer_that_heard_all_that_starts_again(
@@ -342,4 +363,4 @@ async def test_a_syncer_that_heard_all_that_starts_again(
     async with again:
         honest = again(folders["eu"])
         await honest.take_part()
-        assert syncer.status()["phase"] in ("training", "waiting")
+        assert (await status_of(syncer))["phase"] in ("training", "waiting")

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from operator import ge
+from operator import ge, gt
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from learner_process import Rows, Syncer, make_job, one_step, small_model, until
 import tape_reader
 from diloco_protocol.arrays import codec
 from diloco_syncer.store.directory import DirectoryStore
-from diloco_syncer.store.records import MergeRecord, record_name, theta_digest
+from diloco_syncer.store.records import MergeRecord, parse_record_name, record_name, theta_digest
 from diloco_worker import Learner
 
 pytestmark = pytest.mark.timeout(120)
@@ -97,9 +97,18 @@ def broadcast_of(store: Path, fragment: int, version: int, service: Syncer) -> s
     return theta_digest(codec.decode(codec.encode(theta, encoding), encoding, theta.size))
 
 
-def holds_merged_version(learner: Learner) -> bool:
-    """Whether what the syncer announced has come to it: a merge is one before its broadcast is."""
-    return any(fragment.base_version for fragment in learner._synchronizer.adoption.report().fragments)
+def recorded_versions(store: Path) -> list[int]:
+    """The newest version of each fragment of which there is a record."""
+    newest = [0] * 3
+    for path in (store / "records").iterdir():
+        if found := parse_record_name(f"records/{path.name}"):
+            newest[found[0]] = max(newest[found[0]], found[1])
+    return newest
+
+
+def held_versions(learner: Learner) -> list[int]:
+    """Of each fragment, what has come to it of what the syncer announced: a merge is one before its broadcast is."""
+    return [fragment.base_version for fragment in learner._synchronizer.adoption.report().fragments]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +133,7 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     copy = newest = None
+    copied = list[int]()
     before = 0
     with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
         for batch in learner.batches(Rows(40_000)):
@@ -135,10 +145,12 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
             now = {"merges": 0} | status(service)
             if copy is None and now["merges"] >= 4:
                 copy = copy_of(service)
+                copied = recorded_versions(copy)
                 if epochs_too:
                     service.kill()
                     service.start()
-            elif copy and newest is None and now["merges"] >= 16:
+            elif copy and newest is None and now["merges"] >= 16 and all(map(gt, held_versions(learner), copied)):
+                # Of every fragment something is lost that the learner holds.
                 before = now["merges"]
                 service.kill()
                 newest = put_back(service, copy, () if epochs_too else ("epochs", "tape"))
@@ -192,7 +204,7 @@ def test_an_emptied_store_is_rebuilt_from_the_learner(service: Syncer) -> None:
             if learner.step % 20:
                 continue
             now = {"merges": 0} | status(service)
-            if not versions and now["merges"] >= enough and holds_merged_version(learner):
+            if not versions and now["merges"] >= enough and any(held_versions(learner)):
                 versions = now["versions"]
                 before = now["merges"]
                 service.kill()

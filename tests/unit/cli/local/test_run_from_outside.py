@@ -18,6 +18,7 @@ from pydantic import RootModel
 from typer.testing import CliRunner
 
 from diloco.local.log_files import event_in, is_running, line_time
+from diloco.local.metrics_log import MetricsLog
 from diloco.main import app
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco_protocol.common.http_server import HttpServer, json_page
@@ -199,16 +200,6 @@ def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
 # ------------------------------------------------------------------ status --watch
 
 
-class Pages:
-    """A status page that tells another thing at each look."""
-
-    def __init__(self, *documents: Any) -> None:
-        self._documents = [document.model_dump(mode="json") for document in documents]
-
-    def next(self) -> RootModel[Any]:
-        return RootModel(self._documents.pop(0) if len(self._documents) > 1 else self._documents[0])
-
-
 def event(n: int, message: str, kind: str = "joined") -> dict[str, Any]:
     return {"n": n, "time": time.time() + 60, "kind": kind, "slot": 0, "incarnation": 1, "message": message}
 
@@ -218,8 +209,11 @@ async def test_a_run_is_watched_until_it_is_over(run: Workdir, phase: str, code:
     first = status_document(job="tiny", phase="training", step=3, versions=[1], events=[event(1, "east-0 took slot 0")])
     more = [event(1, "east-0 took slot 0"), event(2, "west-0 took slot 1")]
     last = status_document(job="tiny", phase=phase, step=9, versions=[2], events=more)
-    pages = Pages(first, first, last)
-    server = HttpServer({"/status": json_page(pages.next)})
+    sampled = MetricsLog(run.metrics_file, run.metrics, None)
+    sampled.write(first)  # of a run that has been seen a syncer that does not answer in time is asked again
+    sampled.close()
+    told = [first]
+    server = HttpServer({"/status": json_page(lambda: RootModel(told[-1].model_dump(mode="json")))})
     port = await server.start("127.0.0.1", 0)
     address = {
         "sync": "127.0.0.1:1",
@@ -231,8 +225,14 @@ async def test_a_run_is_watched_until_it_is_over(run: Workdir, phase: str, code:
     run.address.write_text(json.dumps(address))
     program = [sys.executable, "-m", "diloco.main", "status", str(run.path), "--watch"]
     watcher = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
-    said, _ = await asyncio.wait_for(watcher.communicate(), 60)
-    text = said.decode()
+    assert watcher.stdout is not None
+    text = ""
+    async with asyncio.timeout(100):
+        while "step 3" not in text and (shown := await watcher.stdout.readline()):
+            text += shown.decode()
+        told.append(last)  # now that it has shown the first: a look may be given up unread
+        text += (await watcher.stdout.read()).decode()
+        await watcher.wait()
     assert watcher.returncode == code, text
     assert text.count("joined: east-0 took slot 0") == 1 and text.count("joined: west-0 took slot 1") == 1
     assert "step 3" in text and "training" in text

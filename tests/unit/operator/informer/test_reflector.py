@@ -225,9 +225,12 @@ def test_a_connection_that_is_dead_is_noticed_and_the_watch_taken_up(
     begin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reflector, "SILENT_SECONDS", 0.2)
-    world = begin(a_list(10), [60.0], [bookmark(11), 60.0], [60.0])
-    until(lambda: len(world.asked) >= 4)
-    assert [query.get("resourceVersion") for query in world.asked[:4]] == [None, "10", "10", "11"]
+    # A bookmark may come too late, for so short a silence: then the next watch brings it.
+    world = begin(a_list(10), [60.0], *[[bookmark(11), 60.0]] * 100)
+    until(lambda: any(query.get("resourceVersion") == "11" for query in world.asked), 30.0)
+    versions = [query.get("resourceVersion") for query in world.asked]
+    before = versions.index("11")
+    assert before >= 3 and versions[:before] == [None, *["10"] * (before - 1)]
 
 
 # ------------------------------------------------------------------ jobs, which kopf watches

@@ -74,7 +74,7 @@ class Image:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,  # three workers that import and compile at once share the cores
             check=False,
         )
         for folder in (self.source, self.cache, *self.cache.rglob("*")):
@@ -90,6 +90,7 @@ def image(tmp_path: Path) -> Image:
 
 @pytest.mark.slow
 @pytest.mark.untimed
+@pytest.mark.timeout(600)
 def test_a_sealed_cache_is_read_and_one_of_other_sources_is_not_used(image: Image) -> None:
     assert "data saved" in image.run(sealed=False, classes=CLASS)
     said = image.run(sealed=True, classes=CLASS)
@@ -103,6 +104,7 @@ def test_a_sealed_cache_is_read_and_one_of_other_sources_is_not_used(image: Imag
 
 @pytest.mark.slow
 @pytest.mark.untimed
+@pytest.mark.timeout(600)
 def test_without_the_class_numba_would_not(image: Image) -> None:
     """Why the class is there: with numba's own, the same sealed cache is passed over."""
     image.run(sealed=False, classes=CLASS)
@@ -112,6 +114,7 @@ def test_without_the_class_numba_would_not(image: Image) -> None:
 
 @pytest.mark.slow
 @pytest.mark.untimed
+@pytest.mark.timeout(600)
 def test_what_was_not_built_goes_to_the_next_locator(image: Image) -> None:
     """A user's own function in a derived image: cached in the user's folder, as ever."""
     classes = f"{CLASS},UserWideCacheLocator"

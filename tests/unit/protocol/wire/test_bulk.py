@@ -354,13 +354,36 @@ def test_the_largest_report_fits_a_header() -> None:
     assert header.ByteSize() <= limits.MAX_HEADER_BYTES
 
 
+class Patience:
+    """The module ``asyncio`` as ``services`` has it: the time of a wait is up when ``over`` is set, and not before."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self.seconds: list[float] = []  # that were to be waited
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def wait(self, writes: set[asyncio.Future[Any]], timeout: float) -> tuple[set[Any], set[Any]]:
+        self.seconds.append(timeout)
+        over = asyncio.ensure_future(self.over.wait())
+        try:
+            await asyncio.wait({*writes, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+        done = {write for write in writes if write.done()}
+        return done, writes - done
+
+
 @pytest.mark.parametrize("limit", ["STALL_SECONDS", "SLOWEST_BYTES_PER_SECOND"])
 def test_a_download_that_nobody_reads_is_given_up(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it what it would send. One that is read meanwhile comes whole."""
     if limit == "STALL_SECONDS":
-        monkeypatch.setattr(limits, limit, 0.3)
+        monkeypatch.setattr(limits, limit, 7.0)
     else:
-        monkeypatch.setattr(limits, "transfer_seconds", lambda size: 0.3)
+        monkeypatch.setattr(limits, "transfer_seconds", lambda size: 7.0)
+    patience = Patience()
+    monkeypatch.setattr(services, "asyncio", patience)
 
     async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
         receiver.stored = random_bytes(48 << 20)
@@ -372,9 +395,12 @@ def test_a_download_that_nobody_reads_is_given_up(limit: str, monkeypatch: pytes
             assert sync_pb2.DownloadHeader.FromString(await call.read()).found
             stalled.append(call)
         assert receiver.downloads == 4
-        if limit == "STALL_SECONDS":
-            _, data = await bulk.download(channels[1:], sync_pb2.DownloadRequest(job="j"), timeout=20)
-            assert np.array_equal(data, receiver.stored)
+        _, data = await bulk.download(channels[1:], sync_pb2.DownloadRequest(job="j"), timeout=20)
+        assert np.array_equal(data, receiver.stored)
+        while receiver.downloads > 4:  # the last byte has come before the server has seen it off
+            await asyncio.sleep(0.01)
+        assert receiver.downloads == 4
+        patience.over.set()
         while receiver.downloads:
             await asyncio.sleep(0.01)
         for call in stalled:
@@ -382,5 +408,6 @@ def test_a_download_that_nobody_reads_is_given_up(limit: str, monkeypatch: pytes
                 while await call.read() is not aio.EOF:
                     pass  # what had come before
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert max(patience.seconds) <= 7.0
 
     served(test)

@@ -6,9 +6,10 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from diloco_protocol.wire.records import Announcement, Payload, PushPlan, Seat, 
 from diloco_worker import Learner, device
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import Vector, build_layout
+from diloco_worker.net import connection as connection_module
 from diloco_worker.net import inbox
 from diloco_worker.net.bulk_channels import BulkChannels
 from diloco_worker.net.client import SyncerClient
@@ -173,6 +175,76 @@ def test_the_phases_are_those_of_the_wire() -> None:
     names = {name.removeprefix("PHASE_").lower() for name in sync_pb2.PhaseName.DESCRIPTOR.values_by_name}
     assert names - STOPPED_PHASES == {"unspecified", "waiting", "training", "holding"}
     assert names >= STOPPED_PHASES == FINISHING_PHASES | ENDED_PHASES
+
+
+# ------------------------------------------------------------------ when it tries again
+
+
+class Tries:
+    """``serve`` over a clock of its own: connection ``n`` lasts ``lasts(n)`` seconds, and in number ``count`` the
+    process closes. ``pauses``: seconds before each further one; ``times``: when they began, since the start."""
+
+    def __init__(
+        self, one: SyncerConnection, lasts: Callable[[int], float], count: int, address: str | None = "a:1"
+    ) -> None:
+        self.now, self.tries = 1000.0, 0
+        self.pauses: list[float] = []
+        self.times: list[float] = []
+        self._one, self._lasts, self._count = one, lasts, count
+        self._settings = SimpleNamespace(address=lambda: address)
+
+    async def _connect(self, address: str) -> str:
+        self.now += self._lasts(self.tries)
+        self.tries += 1
+        self._one._closing = self.tries == self._count
+        return "away"
+
+    async def _sleep(self, seconds: float) -> None:
+        if self._settings.address() is None:  # which no try follows
+            self.tries += 1
+            self._one._closing = self.tries == self._count
+        self.times.append(self.now - 1000)
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    async def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(connection_module.asyncio, "sleep", self._sleep)
+        monkeypatch.setattr(self._one, "_connect", self._connect)
+        monkeypatch.setattr(self._one, "_settings", self._settings)
+        await self._one.serve(0)
+
+
+@pytest.mark.parametrize("swallowed", [0.0, 2.0], ids=["refused at once", "swallowed for 2 s"])
+async def test_a_syncer_that_is_replaced_is_tried_about_once_a_second_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch, made: tuple[SyncerConnection, inbox.Inbox], swallowed: float
+) -> None:
+    tries = Tries(made[0], lambda n: swallowed if n else 100.0, 120)
+    await tries.serve(monkeypatch)
+    for n in range(5):
+        assert min(0.5, 0.05 * 2**n) <= tries.pauses[n] <= min(1.0, 0.1 * 2**n), "the first follow each other quickly"
+    minute = [pause for pause, at in zip(tries.pauses, tries.times, strict=True) if at < 160]
+    assert len(minute) > 60 / (1.0 + swallowed) and all(0.5 <= pause <= 1.0 for pause in minute[5:])
+    later = [pause for pause, at in zip(tries.pauses, tries.times, strict=True) if at >= 160]
+    assert len(later) > 10 and all(2.5 <= pause <= 5.0 for pause in later)
+    assert len({*later}) > 10, "learners do not come all at once"
+
+
+async def test_a_session_that_lasted_starts_the_tries_anew(
+    monkeypatch: pytest.MonkeyPatch, made: tuple[SyncerConnection, inbox.Inbox]
+) -> None:
+    tries = Tries(made[0], lambda n: {100: 9.9, 110: 10.1}.get(n, 0.0), 115)
+    await tries.serve(monkeypatch)
+    assert all(2.5 <= pause <= 5.0 for pause in tries.pauses[98:110])
+    assert tries.pauses[110] <= 0.1 and tries.pauses[111] <= 0.2 and tries.pauses[113] <= 1.0
+
+
+async def test_where_no_address_is_known_yet_the_file_is_looked_at_once_a_second(
+    monkeypatch: pytest.MonkeyPatch, made: tuple[SyncerConnection, inbox.Inbox]
+) -> None:
+    tries = Tries(made[0], lambda n: 0.0, 200, address=None)
+    await tries.serve(monkeypatch)
+    assert tries.times[-1] > 90 and all(0.5 <= pause <= 1.0 for pause in tries.pauses[5:])
 
 
 # ------------------------------------------------------------------ what it tells of where it stands

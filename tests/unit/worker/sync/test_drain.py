@@ -11,6 +11,7 @@ import pytest
 
 from diloco_protocol.vocabulary import JobPhase, PushRefusal, TransferRefusal
 from diloco_protocol.wire.records import Announcement, Payload
+from diloco_worker import learner
 from diloco_worker.core.adoption import Adoption, AdoptionConfig
 from diloco_worker.net.inbox import PushAnswered
 from diloco_worker.sync import drain
@@ -144,6 +145,16 @@ def test_patience_ends_without_progress_and_begins_anew_with_it(monkeypatch: pyt
     one.at[late] = lambda: one.push_answers.update({(0, 1): PushAnswered(0, 1, True, "", "")})
     assert one.drain(monkeypatch) == [(1, 16, "no acknowledgement in time")]
     assert one.seconds == pytest.approx(late + PATIENCE_SECONDS, abs=0.2)
+
+
+def test_without_a_syncer_it_ends_within_the_grace_period_that_pods_have_unless_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Scripted(2, lambda fragment, n: TAKEN)
+    one.connected = False
+    assert one.drain(monkeypatch) == [(fragment, 16, "no acknowledgement in time") for fragment in range(2)]
+    assert one.seconds == pytest.approx(PATIENCE_SECONDS, abs=0.11)
+    assert one.seconds + learner._FAREWELL_SECONDS < 25, "of 30 s; the rest is for the program's own end"
 
 
 def test_a_drain_that_comes_on_for_ever_ends(monkeypatch: pytest.MonkeyPatch) -> None:
