@@ -111,8 +111,15 @@ def test_one_broken_learner_of_three_fails_no_job_that_merges_without_it(tmp_pat
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_the_end(tmp_path: Path) -> None:
-    program = LOOP.replace("loss = lss", "time.sleep(0.1)\n        loss = 1.0 if learner.step < 12 else xyz")
-    program = f"import time\n{program}"
+    # However late the first merge comes: a learner pauses at its 16th step alone, before the job's stop.
+    merged = (
+        "import json, pathlib, time, urllib.request\n\ndef merged():\n"
+        "    address = json.loads(pathlib.Path('run/address.json').read_text())['http']\n"
+        "    with urllib.request.urlopen(f'http://{address}/status', timeout=60) as reply:\n"
+        "        return json.load(reply)['merges'] > 0\n"
+    )
+    step = "time.sleep(0.1)\n        loss = 1.0 if learner.step < 12 or not merged() else xyz"
+    program = merged + LOOP.replace("loss = lss", step)
     error = "NameError: name 'xyz' is not defined"
     done = run(tmp_path, program, 1, "--set", "failurePolicy.maxReplacements=3")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -35,6 +35,29 @@ spec:
   sync: {fragments: 4, every: 8, overlap: 1}
   regions: [{learners: 2}]
 """
+# Its first process trains until there is a merge, from which faults count their seconds, and then waits to be killed.
+# The second one trains to the job's end.
+WAITS_ONCE = """
+import json, pathlib, time, urllib.request
+import torch
+import diloco_worker
+
+def merged():
+    address = json.loads(pathlib.Path("run/address.json").read_text())["http"]
+    with urllib.request.urlopen(f"http://{address}/status", timeout=60) as reply:
+        return json.load(reply)["merges"] > 0
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+first = pathlib.Path("first")
+waits = not first.exists()
+first.touch()
+with diloco_worker.Learner.from_environment(model, optimizer) as learner:
+    for batch in learner.batches([torch.ones(4)] * 1000):
+        while waits and merged():
+            time.sleep(0.1)
+        learner.after_step(tokens=1, loss=1.0)
+"""
 
 # The programs kill themselves, of which the kernel counts nothing where its counts can be read.
 KILLED = re.compile(r"killed by (a person, or by a service that watches memory|the system, probably out of memory) \(")
@@ -77,7 +100,8 @@ def test_h6_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_h6_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog and runs away\n" * 2000)
-    done = run(tmp_path, TRAINED, "--chaos", "1s:kill:learner")
+    (tmp_path / "train.py").write_text(WAITS_ONCE)
+    often = ("--set", "sync.every=4", "--set", "sync.fragments=2")
+    done = run(tmp_path, JOB, *often, "--chaos", "1s:kill:learner")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SIGKILL" in done.stdout and "killed by " not in done.stdout

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from diloco_worker.standalone.merged import load_merged
 
 
 @pytest.fixture
-def closed() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+def closed() -> Iterator[str]:
+    """Bound and not listening: connections are refused, and no other program can have the port meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
 def diloco(*words: str) -> tuple[int, str]:

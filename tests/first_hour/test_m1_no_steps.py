@@ -54,6 +54,16 @@ def test_m1_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
     assert event["slot"] == 0 and "has finished no step" in event["message"]
 
 
+# It ends when one more learner has been told of: this one.
+PROGRAM = """
+import pathlib, time
+
+told = pathlib.Path("told")
+before = told.stat().st_size
+while told.stat().st_size == before:
+    time.sleep(0.05)
+raise SystemExit("trained alone")
+"""
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
@@ -70,8 +80,17 @@ spec:
 def test_m1_a_loop_that_asks_for_no_batches_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    told = tmp_path / "told"
+    told.touch()
+
+    def tell(name: str, log: object) -> str:
+        with told.open("a") as lines:
+            lines.write(f"{name}\n")
+        return unjoined.unjoined_text(name, log)
+
     monkeypatch.setattr(unjoined, "UNJOINED_SECONDS", 1.0)
-    (tmp_path / "train.py").write_text("import time\ntime.sleep(4)\nraise SystemExit('trained alone')\n")
+    monkeypatch.setattr("diloco.local.runner.unjoined_text", tell)
+    (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "job.yaml").write_text(JOB)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

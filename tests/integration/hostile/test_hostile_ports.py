@@ -54,7 +54,7 @@ async def test_unsigned_calls_of_any_size_cost_little_memory_and_few_lines(synce
     assert peak_mib(syncer) - before < 100
     codes = set(await asyncio.gather(*(call(number, small) for number in range(200))))
     assert grpc.StatusCode.PERMISSION_DENIED in codes and grpc.StatusCode.OK not in codes, codes
-    assert syncer.text().count("control call refused") == 1
+    assert 1 <= syncer.text().count("control call refused") <= 3  # a line in ten seconds
     for channel in channels:
         await channel.close()
     async with aio.insecure_channel(syncer.addresses["control"]) as channel:

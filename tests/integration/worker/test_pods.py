@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from pods import Hub, Pod, get, make_job, wait_for
 
 from diloco_protocol.spec.load import job_to_json
+from diloco_worker.sync.drain import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -54,23 +56,42 @@ def announce(hub: Hub, phase: str) -> None:
     asyncio.run(hub.call("announce", phase=phase, message="enough of it"))
 
 
+def end_without_a_drain(pod: Pod) -> None:
+    """SIGTERM ends a process that holds no slot: it has nothing to hand over, and waits for no syncer."""
+    code, _ = pod.terminate(60)
+    assert code == 0, pod.text()[-3000:]
+    for words in ("were not taken over", "could not be told"):
+        assert words not in pod.text()
+
+
 @pytest.mark.slow
 def test_learners_idle_at_the_end_and_a_new_pod_does_too(house: House) -> None:
-    hub = house.hub(stop={"steps": 150})
+    # Both are needed for a merge, so neither reaches the stop before the other is back with the syncer.
+    settings: dict[str, object] = {"quorum": 2, "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 60}}
+    hub = house.hub(**settings)
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]
+    for pod in pods:
+        pod.waits_until(lambda s: s["step"], "a first step")
     # A pod's process id begins with the pod's UID: the operator finds its slot by that.
-    pods[0].waits_until(lambda s: s["step"], "a first step")
-    status = hub.status()
-    found = {row["process"][:32]: row for row in status["slots"]}
-    assert set(found) <= {pod.uid.replace("-", "") for pod in pods}
-    assert all(len(row["process"]) == 48 for row in found.values())
+    processes = [row["process"] for row in hub.status()["slots"]]
+    assert {process[:32] for process in processes} == {pod.uid.replace("-", "") for pod in pods}
+    assert all(len(process) == 48 for process in processes)
+    # The stop is set while no syncer is there: without one a learner makes 16 steps, so that none is past it.
+    assert hub.terminate()[0] == 0
+    stop = max(pod.status()["step"] for pod in pods) + 100
+    hub.change(make_job(stop={"steps": stop}, **settings))  # type: ignore[arg-type]
+    hub.start().serves()
+    ends = []
     for pod in pods:
         end = pod.waits_until(
             lambda s: s["phase"] == "complete" and s["idle"] and s["connected"] and s, "the job's end"
         )
         assert (end["joined"], end["refused"], end["slot"]) == (True, None, None)
-        assert 0 < end["step"] <= 160 and end["tokens"] > 0 and end["loss"] > 0
+        assert end["step"] > 0 and end["tokens"] > 0 and end["loss"] > 0
         assert pod.page("/readyz")[0] == pod.page("/healthz")[0] == 200
+        ends.append(end["step"])
+    # Alone for 16 steps after each of the last broadcasts, of which there is one per fragment.
+    assert stop <= max(ends) <= stop + 3 * 16, (stop, ends)
     report = hub.report()
     assert report["tokens"]["trained"] == report["tokens"]["merged"]
     # It came to nobody's mind to train on: a pod that is made anew now finds the end.
@@ -78,9 +99,9 @@ def test_learners_idle_at_the_end_and_a_new_pod_does_too(house: House) -> None:
     late.waits_until(lambda s: s["phase"] == "complete" and s["idle"], "the end, for a newcomer")
     assert late.status()["step"] == 0
     assert hub.report()["tokens"] == report["tokens"]
+    assert [pod.status()["step"] for pod in pods] == ends, "nobody has trained on"
     for pod in [*pods, late]:
-        code, seconds = pod.terminate()
-        assert code == 0 and seconds < 5, (code, seconds)
+        end_without_a_drain(pod)
         lines = pod.lines()  # JSON throughout
         assert {"time", "level", "job", "region", "ordinal", "slot", "message"} <= set(lines[-1])
         assert all(line["job"] == "pods" and line["ordinal"] == int(pod.env["DILOCO_ORDINAL"]) for line in lines)
@@ -96,8 +117,7 @@ def test_an_end_that_is_announced_is_shown_and_idled_through(house: House, phase
     announce(hub, phase)
     end = pod.waits_until(lambda s: s["idle"] and s["phase"] == phase and s["connected"] and s, "the end")
     assert end["message"] == "enough of it"
-    code, seconds = pod.terminate()
-    assert code == 0 and seconds < 5
+    end_without_a_drain(pod)
 
 
 @pytest.mark.slow
@@ -120,8 +140,7 @@ def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house
     for pod in pods:
         pod.waits_until(lambda s: not s["connected"], "the loss")
         assert pod.status()["phase"] == "suspended" and pod.page("/readyz")[0] == 200
-    code, seconds = late.terminate()
-    assert code == 0 and seconds < 3  # it held nothing
+    end_without_a_drain(late)
     # Resumed: who idles has no loop any more and makes room; its pod starts it again.
     hub.start().serves()
     for pod in pods:
@@ -133,31 +152,31 @@ def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house
     assert hub.status()["tokens"]["dropped"] == 0
 
 
-@pytest.mark.parametrize(
-    ("env", "least", "most"),
-    [
-        ({"DILOCO_DRAIN_SECONDS": "2"}, 1, 12),
-        pytest.param({}, 15, 27, marks=pytest.mark.slow),  # within the grace period that pods have unless told
-    ],
-)
-def test_a_drain_without_a_syncer_is_bounded(house: House, env: dict[str, str], least: float, most: float) -> None:
+@pytest.mark.parametrize("limit", [2.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_drain_without_a_syncer_is_bounded(house: House, limit: float | None) -> None:
+    """By DILOCO_DRAIN_SECONDS, else by the drain's own patience, whose exact end tests/unit/worker/sync has."""
+    env = {} if limit is None else {"DILOCO_DRAIN_SECONDS": str(limit)}
     hub = house.hub(learners=1)
     pod = house.pod(hub, 0, **env)
     pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
     hub.kill()
     pod.waits_until(lambda s: not s["connected"], "the loss of the syncer")
-    code, seconds = pod.terminate()
-    assert code == 0 and least < seconds < most, seconds
+    code, seconds = pod.terminate(120)
+    assert code == 0 and "no acknowledgement in time" in pod.text() and "could not be told" in pod.text()
+    if limit is None:
+        assert seconds > PATIENCE_SECONDS
+    else:
+        assert limit / 2 < seconds < PATIENCE_SECONDS, "the limit is shorter than the drain's patience"
 
 
 @pytest.mark.slow
-def test_a_drain_with_a_syncer_loses_nothing_and_is_quick(house: House) -> None:
+def test_a_drain_with_a_syncer_loses_nothing_and_is_confirmed(house: House) -> None:
     hub = house.hub(learners=2)
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]
     for pod in pods:
         pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
-    code, seconds = pods[0].terminate()
-    assert code == 0 and seconds < 10
+    code, _ = pods[0].terminate(60)
+    assert code == 0 and "drained: slot" in pods[0].text()
     hub.waits_until(lambda s: sorted(row["state"] for row in s["slots"]) == ["active", "drained"], "the drain")
     assert hub.status()["tokens"]["dropped"] == 0
 
@@ -195,11 +214,14 @@ def test_the_built_in_programs_as_pods(house: House, tmp_path: Path) -> None:
     goes as it likes, a syncer too, and both idle at the end."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("how vexingly quick daft zebras jump over the lazy dog, again and again\n" * 2000)
-    hub = house.hub(learners=1, stop={"tokens": 120_000}, corpus=corpus)
+    hub = house.hub(learners=1, stop={"tokens": 100_000_000}, corpus=corpus)
+    assert hub.process is not None
+    hub.process.send_signal(signal.SIGSTOP)  # so that the learner cannot join before it is looked at
     learner = house.pod(hub, DILOCO_WORKDIR=str(tmp_path / "learner"))
     early = wait_for(learner.status, "the status port", 60)
     assert (early["joined"], early["phase"], early["role"]) == (False, "waiting", "learner")
     assert learner.page("/readyz")[0] == 503 and learner.page("/healthz")[0] == 200
+    hub.process.send_signal(signal.SIGCONT)
     evaluator = house.pod(hub, DILOCO_ROLE="evaluator", DILOCO_WORKDIR=str(tmp_path / "evaluator"))
     scored = evaluator.waits_until(lambda s: s["loss"] and s["tokens"] and s, "a first score")
     assert (scored["role"], scored["slot"], scored["connected"]) == ("evaluator", None, True)
@@ -213,17 +235,19 @@ def test_the_built_in_programs_as_pods(house: House, tmp_path: Path) -> None:
     evaluator.kill()
     hub.waits_until(lambda s: s["step"] > before + 10 and s["evaluators"] == 0, "training without it")
     again = house.pod(hub, DILOCO_ROLE="evaluator", DILOCO_WORKDIR=str(tmp_path / "evaluator"))
+    # The stop comes near only now, as all that was awaited is awaited in a job that trains.
+    stop = hub.status()["tokens"]["trained"] + 40_000
+    hub.restart(make_job(learners=1, stop={"tokens": stop}, corpus=corpus))
     end = hub.waits_until(lambda s: s["phase"] == "complete" and s, "the end", 120)
     assert end["loss"] == end["eval_loss"][-1][1] < end["eval_loss"][0][1]
     for pod in (learner, again):
         pod.waits_until(lambda s: s["phase"] == "complete" and s["idle"] and s["connected"], "the end, idle")
     assert again.status()["loss"] == pytest.approx(end["loss"])
-    # Told to end while it loads, and when it idles: at once.
+    # Told to end while it loads, and when it idles.
     loading = house.pod(hub, DILOCO_ROLE="evaluator")
     wait_for(loading.status, "its status port", 60)
     for pod in (loading, learner, again):
-        code, seconds = pod.terminate()
-        assert code == 0 and seconds < 6, (pod.text()[-500:], seconds)
+        end_without_a_drain(pod)
         assert all(line["job"] == "pods" for line in pod.lines())
 
 
@@ -243,9 +267,10 @@ def blackhole() -> tuple[str, list[socket.socket]]:
 
 
 @pytest.mark.slow
-def test_learners_are_back_soon_after_their_syncer(house: House) -> None:
+def test_learners_are_back_after_their_syncer(house: House) -> None:
     """A syncer's pod that is replaced, at the same address and at another one; and an address that swallows
-    all connections for a while, as a Service may whose endpoint has gone."""
+    all connections for a while, as a Service may whose endpoint has gone. How soon they try again is in
+    tests/unit/worker/net/test_client.py."""
     hub = house.hub(learners=2)
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]
     for pod in pods:
@@ -258,7 +283,7 @@ def test_learners_are_back_soon_after_their_syncer(house: House) -> None:
     hub.kill()
     wait_for(lambda: not any(pod.status().get("connected") for pod in pods), "the loss")
     hub.start().serves()
-    wait_for(back, "all to be back within 2 s of the syncer's serving", 2.0)
+    wait_for(back, "all to be back with the syncer")
     # Elsewhere: the address file is a link into a folder that is swapped, as a mounted ConfigMap's.
     epoch, swallowing = 3, blackhole()
     for pod in pods:
@@ -283,7 +308,7 @@ def test_learners_are_back_soon_after_their_syncer(house: House) -> None:
         volume = pod.log.with_suffix(".volume")
         (volume / "..new").symlink_to("b")
         os.replace(volume / "..new", volume / "..data")
-    wait_for(back, "all to be back within 5 s of the new address", 5.0)
+    wait_for(back, "all to be back at the new address")
     for sock in swallowing[1]:
         sock.close()
     assert all(pod.running for pod in pods)
