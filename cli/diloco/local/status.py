@@ -29,11 +29,16 @@ _KILLED = (
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})(?:/status)?/?")
 
 
+class UnansweredRun(CommandError):
+    """The run goes on, its syncer does not answer, and nothing is known of it yet."""
+
+
 def read_status(where: str | None) -> StatusDocument | Report:
     """The status document of the job whose run directory or syncer's address this is.
 
     None: the newest run below ./runs. An address is that of the status page (HTTP) or of
-    the syncer's own port. Of a run that is not going on it is the last report. Raises CommandError.
+    the syncer's own port. Of a run that is not going on it is the last report. Raises CommandError, of which
+    UnansweredRun tells of a run that has just begun.
     """
     if (address := _as_address(where)) is not None:
         return _from_address(address)
@@ -60,6 +65,10 @@ def read_status(where: str | None) -> StatusDocument | Report:
             report = report.model_copy(update={"outcome": "killed", "message": before})
         return report
     except FileNotFoundError as error:
+        if workdir.runner() is not None:
+            raise UnansweredRun(
+                f"the run in {workdir.path} goes on, but its syncer does not answer yet{unread}: ask again"
+            ) from error
         raise CommandError(
             f"the run in {workdir.path} is not running and has left no report{unread}; `diloco run` continues it"
         ) from error

@@ -7,8 +7,8 @@ import time
 
 from diloco.console import COMPLETE, FAILED, CommandError, print_text
 from diloco.local.screen import RunView, Screen, make_screen
+from diloco.local.status import UnansweredRun, ended_words, read_status
 from diloco.local.status import as_json as json_of
-from diloco.local.status import ended_words, read_status
 from diloco.local.summary import summary
 from diloco.local.watch import EVENT_STYLES, QUIET_EVENTS
 from diloco.text_console import TextConsole
@@ -16,7 +16,7 @@ from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase
 
 POLL_SECONDS = 1.0
-SILENT_SECONDS = 60.0  # of a syncer that has answered before: it may be starting again
+SILENT_SECONDS = 60.0  # of a syncer that is starting, perhaps again
 
 
 def watch_status(where: str | None, as_json: bool) -> int:
@@ -29,12 +29,14 @@ def watch_status(where: str | None, as_json: bool) -> int:
         while True:
             try:
                 document = read_status(where)
-            except CommandError:
-                if view is None or time.monotonic() > heard + SILENT_SECONDS:
+            except CommandError as error:
+                late = time.monotonic() > max(heard, looking_since) + SILENT_SECONDS
+                if late or (view is None and not isinstance(error, UnansweredRun)):
                     raise
-                view.serving = False
-                if screen is not None:
-                    screen.update(view)
+                if view is not None:
+                    view.serving = False
+                    if screen is not None:
+                        screen.update(view)
                 time.sleep(POLL_SECONDS)
                 continue
             if isinstance(document, Report) and document.outcome == "running":  # its syncer is away, for now

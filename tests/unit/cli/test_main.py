@@ -267,9 +267,9 @@ def without_roots_rights(*arguments: str | Path) -> tuple[int, str]:
 def test_status_of_a_run_that_is_over(tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
-        code, output = diloco("status", workdir.path)
-        assert code == 2 and "has left no report" in output
-        workdir.report.write_text(job_report(outcome="complete", merges=12, final_loss=1.5).model_dump_json())
+    code, output = diloco("status", workdir.path)
+    assert code == 2 and "is not running and has left no report" in output
+    workdir.report.write_text(job_report(outcome="complete", merges=12, final_loss=1.5).model_dump_json())
     code, output = diloco("status", workdir.path)
     assert code == 0 and "not running" in output and "complete" in output and "1.500 at the end" in output
     code, output = diloco("status", workdir.path, "--json")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ from pydantic import RootModel
 from typer.testing import CliRunner
 
 from diloco.local.log_files import event_in, is_running, line_time
-from diloco.local.metrics_log import MetricsLog
 from diloco.main import app
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco_protocol.common.http_server import HttpServer, json_page
@@ -204,29 +204,30 @@ def event(n: int, message: str, kind: str = "joined") -> dict[str, Any]:
     return {"n": n, "time": time.time() + 60, "kind": kind, "slot": 0, "incarnation": 1, "message": message}
 
 
+def write_address(run: Workdir, http_port: int) -> None:
+    other = "127.0.0.1:1"
+    address = {"sync": other, "control": other, "http": f"127.0.0.1:{http_port}", "pid": os.getpid(), "epoch": 1}
+    run.address.write_text(json.dumps(address))
+
+
 @pytest.mark.parametrize(("phase", "code"), [("complete", 0), ("suspended", 0), ("failed", 1)])
 async def test_a_run_is_watched_until_it_is_over(run: Workdir, phase: str, code: int) -> None:
     first = status_document(job="tiny", phase="training", step=3, versions=[1], events=[event(1, "east-0 took slot 0")])
     more = [event(1, "east-0 took slot 0"), event(2, "west-0 took slot 1")]
     last = status_document(job="tiny", phase=phase, step=9, versions=[2], events=more)
-    sampled = MetricsLog(run.metrics_file, run.metrics, None)
-    sampled.write(first)  # of a run that has been seen a syncer that does not answer in time is asked again
-    sampled.close()
     told = [first]
     server = HttpServer({"/status": json_page(lambda: RootModel(told[-1].model_dump(mode="json")))})
     port = await server.start("127.0.0.1", 0)
-    address = {
-        "sync": "127.0.0.1:1",
-        "control": "127.0.0.1:1",
-        "http": f"127.0.0.1:{port}",
-        "pid": os.getpid(),
-        "epoch": 1,
-    }
-    run.address.write_text(json.dumps(address))
     program = [sys.executable, "-m", "diloco.main", "status", str(run.path), "--watch"]
-    watcher = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
-    assert watcher.stdout is not None
     text = ""
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # a syncer that does not answer yet
+        mute.setblocking(False)
+        write_address(run, mute.getsockname()[1])
+        watcher = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(100):
+            (await asyncio.get_running_loop().sock_accept(mute))[0].close()
+    write_address(run, port)
+    assert watcher.stdout is not None
     async with asyncio.timeout(100):
         while "step 3" not in text and (shown := await watcher.stdout.readline()):
             text += shown.decode()
@@ -237,6 +238,11 @@ async def test_a_run_is_watched_until_it_is_over(run: Workdir, phase: str, code:
     assert text.count("joined: east-0 took slot 0") == 1 and text.count("joined: west-0 took slot 1") == 1
     assert "step 3" in text and "training" in text
     await server.stop()
+
+
+def test_of_a_run_that_has_just_begun_it_is_said_that_it_goes_on(run: Workdir) -> None:
+    code, said = diloco("status", run.path)
+    assert code == 2 and "goes on, but its syncer does not answer yet: ask again" in said
 
 
 def test_of_a_run_that_is_over_the_watch_shows_the_report(run: Workdir) -> None:
