@@ -23,6 +23,12 @@ OUTCOMES: dict[str, tuple[str, int]] = {
     JobPhase.SUSPENDED: ("interrupted", 130),
 }
 
+
+def ended_phase(report: Report) -> str:
+    """The phase in which a syncer ended the job of which this is its last report."""
+    return next((phase for phase, (outcome, _) in OUTCOMES.items() if outcome == report.outcome), report.outcome)
+
+
 REFUSED = "refused"  # before anything was started: no report is written
 
 

@@ -28,7 +28,7 @@ from diloco.local.chaos.injector import Injector
 from diloco.local.chaos.proxy import Proxy
 from diloco.local.chaos.schedule import Fault, FaultSchedule
 from diloco.local.metrics_log import MetricsLog
-from diloco.local.outcome import OUTCOMES, REFUSED, RunOutcome, RunResult
+from diloco.local.outcome import OUTCOMES, REFUSED, RunOutcome, RunResult, ended_phase
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
 from diloco.local.worker_start import WorkerStarter
@@ -348,9 +348,7 @@ class Runner:
         if self.watch.ended:
             return self.watch.phase
         report = self._stored_report()
-        if report is None:
-            return None
-        return "suspended" if report.outcome == "interrupted" else report.outcome
+        return None if report is None else ended_phase(report)
 
     def _stored_report(self) -> Report | None:
         """The report that the last syncer left if it ended the job: it may be gone before anyone could ask it."""

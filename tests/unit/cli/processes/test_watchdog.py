@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.local.outcome import ended_phase
 from diloco.processes.watchdog import SILENT_SECONDS, START_SECONDS, Watchdog, progress
 from diloco.processes.workdir import Workdir
 from status_documents import job_report
@@ -63,13 +64,13 @@ def test_progress_rises_with_work_and_stands_with_none() -> None:
 def test_the_report_in_the_store_says_that_its_syncer_ended_the_job(tmp_path: Path, outcome: str, phase: str) -> None:
     workdir = Workdir(tmp_path)
     workdir.store.mkdir()
-    assert workdir.ended_in(1) is None
+    assert workdir.last_report(1) is None
     report = job_report(outcome=outcome, syncer={"epoch": 2, "restarts": 1, "peak_rss_bytes": 1})
     (workdir.store / "report.json").write_text(report.model_dump_json())
-    assert workdir.ended_in(2) == phase
-    assert workdir.ended_in(3) is None  # an earlier life's: this one was only asked to stop
+    assert workdir.last_report(2) == report and ended_phase(report) == phase
+    assert workdir.last_report(3) is None  # an earlier life's: this one was only asked to stop
     (workdir.store / "report.json").write_text("{")
-    assert workdir.ended_in(2) is None
+    assert workdir.last_report(2) is None
 
 
 def test_the_next_process_is_judged_by_its_own_start() -> None:
