@@ -67,7 +67,7 @@ def read_status(where: str | None) -> StatusDocument | Report:
     except FileNotFoundError as error:
         if workdir.runner() is not None:
             raise UnansweredRun(
-                f"the run in {workdir.path} goes on, but its syncer does not answer yet{unread}: ask again"
+                f"the run in {workdir.path} is running, but its syncer does not answer yet{unread}: ask again"
             ) from error
         raise CommandError(
             f"the run in {workdir.path} is not running and has left no report{unread}; `diloco run` continues it"
