@@ -18,7 +18,7 @@ import yaml
 from repository import ROOT
 from status_documents import job_report, kept_report
 
-from .clusters import Cluster, until
+from .clusters import FAILURES, Cluster, until
 from .conftest import without_operator
 from .jobs import GROUP, small_job
 
@@ -124,6 +124,24 @@ class Shell:
         """As `apply` does, without waiting for an operator that is not there."""
         self.cluster.kubectl("apply", "--server-side", "--field-manager=diloco", "-n", self.namespace, "-f", str(path))
 
+    def _note_generations(self) -> None:
+        for job in self.cluster.items(f"{GROUP}/dilocojobs"):
+            metadata, status = job["metadata"], job.get("status") or {}
+            seen = {"status": {"observedGeneration": metadata["generation"]}}
+            if status.get("observedGeneration") != metadata["generation"]:
+                self.cluster.kubectl(
+                    "patch",
+                    "dilocojob",
+                    metadata["name"],
+                    "-n",
+                    metadata["namespace"],
+                    "--subresource=status",
+                    "--type=merge",
+                    "-p",
+                    json.dumps(seen),
+                    check=False,
+                )
+
     @contextlib.contextmanager
     def operator(self) -> Iterator[None]:
         """Somebody who notes every job's generation, as an operator would, and does nothing else."""
@@ -131,22 +149,9 @@ class Shell:
 
         def note() -> None:
             while not over.wait(0.3):
-                for job in self.cluster.items(f"{GROUP}/dilocojobs"):
-                    metadata, status = job["metadata"], job.get("status") or {}
-                    seen = {"status": {"observedGeneration": metadata["generation"]}}
-                    if status.get("observedGeneration") != metadata["generation"]:
-                        self.cluster.kubectl(
-                            "patch",
-                            "dilocojob",
-                            metadata["name"],
-                            "-n",
-                            metadata["namespace"],
-                            "--subresource=status",
-                            "--type=merge",
-                            "-p",
-                            json.dumps(seen),
-                            check=False,
-                        )
+                # A read or a write without an answer is repeated at the next turn; the thread must not end by it.
+                with contextlib.suppress(*FAILURES):
+                    self._note_generations()
 
         thread = threading.Thread(target=note, daemon=True)
         thread.start()

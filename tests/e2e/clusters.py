@@ -7,19 +7,21 @@ a cluster that is made; KEEP=1 leaves it running, and a running one is used agai
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
 import signal
 import ssl
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
@@ -52,19 +54,69 @@ def delete_at_end(config: pytest.Config, delete: Callable[[], None]) -> None:
         config.add_cleanup(delete)
 
 
+# What a command or a request raises that failed, or got no answer in time.
+FAILURES = (CommandFailed, OSError, http.client.HTTPException, subprocess.TimeoutExpired)
+PATIENCE = 60.0  # seconds for which a read outside of ``until`` is repeated
+T = TypeVar("T")
+_repeated = threading.local()  # ``depth``: how many callers repeat what this thread reads now
+
+
+@contextlib.contextmanager
+def _repeating() -> Iterator[None]:
+    """Reads raise their first failure meanwhile: who called them repeats them."""
+    _repeated.depth = getattr(_repeated, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _repeated.depth -= 1
+
+
 def until(what: str, condition: Callable[[], Any], timeout: float, every: float = 0.5) -> Any:
-    """Wait for the first true value of ``condition``; errors count as false and are told at the end."""
+    """Wait for the first true value of ``condition``; errors count as false and are told at the end.
+
+    It looks once more when the time is over, as one look may have taken all of it.
+    """
     end, error = time.monotonic() + timeout, None
-    while time.monotonic() < end:
+    while True:
+        is_last = time.monotonic() >= end
         try:
-            value = condition()
+            with _repeating():
+                value = condition()
             error = None
             if value:
                 return value
-        except (CommandFailed, OSError, KeyError, IndexError, ValueError) as problem:
+        except (*FAILURES, KeyError, IndexError, ValueError) as problem:
             error = problem
-        time.sleep(every)
-    raise AssertionError(f"after {timeout:.0f} s: not {what}" + (f" ({error})" if error else ""))
+        if is_last:
+            raise AssertionError(f"after {timeout:.0f} s: not {what}" + (f" ({error})" if error else ""))
+        time.sleep(max(0.0, min(every, end - time.monotonic())))
+
+
+def is_answer(error: Exception) -> bool:
+    """Whether the server has answered, and would answer the same again: there is no such thing, or it is forbidden."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code < 500 and error.code != 429
+    return "(NotFound)" in str(error) or "(Forbidden)" in str(error)
+
+
+def read_patiently(read: Callable[[], T], is_final: Callable[[Exception], bool] = is_answer) -> T:
+    """What ``read`` returns. Without an answer it is repeated for PATIENCE seconds, as a busy machine's API server or
+    syncer may stand still for some. Below ``until``, which repeats it as well, it is not.
+
+    Raises what ``read`` raises: at once where ``is_final`` says that it would raise the same again.
+    """
+    if getattr(_repeated, "depth", 0):
+        return read()
+    end = time.monotonic() + PATIENCE
+    while True:
+        is_last = time.monotonic() >= end
+        try:
+            with _repeating():
+                return read()
+        except (OSError, http.client.HTTPException) as error:
+            if is_last or is_final(error):
+                raise
+        time.sleep(0.5)
 
 
 # Links that ``without_link`` cuts, as rules of iptables in a node's own network. The API server of kind and localkube
@@ -135,7 +187,10 @@ class Cluster:
     # ------------------------------------------------------------- the API, quickly
 
     def raw(self, path: str, timeout: float = 5) -> bytes:
-        """GET below the API server. Raises OSError."""
+        """GET below the API server, repeated while there is no answer within ``timeout``. Raises OSError."""
+        return read_patiently(lambda: self._get(path, timeout))
+
+    def _get(self, path: str, timeout: float) -> bytes:
         if self._token is None:  # client certificates: kubectl knows how
             try:
                 return self.kubectl("get", "--raw", path, timeout=timeout + 5).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .clusters import Cluster, CommandFailed, until
+from .clusters import Cluster, CommandFailed, read_patiently, until
 
 GROUP = "/apis/diloco.io/v1alpha1"
 # Three learners, the syncer and the evaluator together stay below 1.2 cores.
@@ -139,7 +140,10 @@ class Job:
         ):
             text = self.cluster.kubectl(*words, "-n", self.namespace, check=False)
             parts.append(f"$ kubectl {' '.join(words)}\n{text[-4000:]}")
-        for pod in self.pods():
+        pods: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError):  # the failure that this is told for is the one to raise
+            pods = self.pods()
+        for pod in pods:
             name = pod["metadata"]["name"]
             text = self.cluster.kubectl("logs", name, "-n", self.namespace, "--tail=8", check=False)
             parts.append(f"$ kubectl logs {name}\n{text[-1500:]}")
@@ -178,9 +182,16 @@ class Job:
 
     def page(self, path: str) -> dict[str, Any]:
         """A page of the syncer, through the API server. Raises OSError, KeyError."""
+        return dict(json.loads(self.page_text(path)))
+
+    def page_text(self, path: str) -> str:
+        """The page as it is. A pod that is not found was replaced after it was looked up: its successor is asked."""
+        return read_patiently(lambda: self._get(path), lambda error: False)
+
+    def _get(self, path: str) -> str:
         name = self.syncer_pod()["metadata"]["name"]
         base = f"/api/v1/namespaces/{self.namespace}/pods/{name}:7702/proxy"
-        return dict(json.loads(self.cluster.raw(base + path)))
+        return self.cluster.raw(base + path).decode()
 
     def training(self) -> dict[str, Any]:
         return self.page("/status")

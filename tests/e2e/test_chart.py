@@ -117,6 +117,11 @@ def left(cluster: Cluster, release: str) -> list[str]:
     return cluster.kubectl("get", kinds, "-A", "-l", f"app.kubernetes.io/instance={release}", "-o", "name").split()
 
 
+def wait_nothing_left(cluster: Cluster, release: str) -> None:
+    """After an uninstall. Helm does not wait for the pods of the hook's Job, which Kubernetes deletes after it."""
+    until(f"nothing of {release} is left", lambda: not left(cluster, release), 60)
+
+
 # ------------------------------------------------------------------
 
 
@@ -162,7 +167,7 @@ def test_installed_upgraded_uninstalled_and_installed_again(
     assert before is not None and key is not None
 
     helm_uninstall(empty, "diloco")
-    assert left(empty, "diloco") == []
+    wait_nothing_left(empty, "diloco")
     assert finalizers(empty, where, "kept") == {ANOTHERS}, "ours, and nobody else's, is taken off"
     after = empty.api(f"/apis/diloco.io/v1alpha1/namespaces/{where}/dilocojobs/kept")
     assert after is not None and after["spec"] == before["spec"]
@@ -183,7 +188,7 @@ def test_installed_upgraded_uninstalled_and_installed_again(
     looked_after(empty, where, "kept")
     empty.helm("test", "training", "-n", SYSTEM, "--timeout", "90s")
     helm_uninstall(empty, "training")
-    assert left(empty, "training") == []
+    wait_nothing_left(empty, "training")
     assert finalizers(empty, where, "kept") == {ANOTHERS}
 
 
@@ -248,7 +253,7 @@ def test_namespaced_mode(empty: Cluster, namespaces: list[str]) -> None:
     helm_uninstall(empty, "diloco")
     assert finalizers(empty, inside, "ours") == set()
     assert finalizers(empty, outside, "not-ours") == {OURS, ANOTHERS}, "not in the release's scope"
-    assert left(empty, "diloco") == []
+    wait_nothing_left(empty, "diloco")
 
 
 @pytest.mark.ci

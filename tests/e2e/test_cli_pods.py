@@ -222,10 +222,16 @@ def test_logs_are_followed_into_the_next_pod(pods: Shell) -> None:
 
 @pytest.mark.ci
 def test_status_with_the_syncers_page(pods: Shell) -> None:
-    said = pods("status", "tiny")
-    for words in ("training", "local-1", "777", "1,234 of", "2 active, 1 needed", "not Ready (LearnersMissing)"):
-        assert words in said, said
-    document = json.loads(pods("status", "tiny", "--json"))
+    # The command gives the page some seconds, and prints what it has without it.
+    def status() -> bool:
+        said = pods("status", "tiny")
+        words = ("training", "local-1", "777", "1,234 of", "2 active, 1 needed", "not Ready (LearnersMissing)")
+        if all(each in said for each in words):
+            return True
+        raise ValueError(f"it says {said}")
+
+    until("the status has the syncer's page", status, 60)
+    document = until("as JSON too", lambda: (d := json.loads(pods("status", "tiny", "--json")))["slots"] and d, 60)
     assert document["running"] is True and document["slots"][0]["step"] == 777
     assert document["resource"]["metadata"]["name"] == "tiny"
     assert "learner local-1: Started" in pods("events", "tiny")

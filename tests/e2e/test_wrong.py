@@ -10,6 +10,7 @@ import pytest
 
 from .clusters import Cluster, CommandFailed, until
 from .jobs import Job, pod_template, small_job
+from .test_common_ends import merged_since
 
 ci = pytest.mark.ci
 ONE = [{"name": "local", "learners": 1}]
@@ -64,23 +65,31 @@ def test_a_foreign_object_of_the_same_name(cluster: Cluster, namespace: str) -> 
 
 
 @ci
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_children_deleted_by_hand(cluster: Cluster, start: Any) -> None:
     job: Job = start("pruned", learners=2)
     before = job.in_merges(2)
-    for kind in ("statefulset/pruned-local", "service/pruned-syncer", "configmap/pruned-settings"):
-        cluster.kubectl("delete", kind, "-n", job.namespace, "--wait=false")
-    for kind in ("statefulsets", "services", "configmaps"):
-        until(f"{kind} are back", lambda kind=kind: len(objects(job, kind)) >= 1, 60)
-    after = job.in_merges(2)
-    assert after["merges"] >= before["merges"] and after["epoch"] == before["epoch"]
-    job.merging_on()
+    children = (("statefulsets", "pruned-local"), ("services", "pruned-syncer"), ("configmaps", "pruned-settings"))
+    first, pods = {child: uid_of(job, *child) for child in children}, job.identities()
+    for kind, name in children:
+        cluster.kubectl("delete", kind, name, "-n", job.namespace, "--wait=false")
+    for child in children:
+        until(f"{child} is back", lambda child=child: uid_of(job, *child) != first[child], 60)
+    # The learners' pods go with their StatefulSet. Their rows stay at the syncer meanwhile, so new ones are waited for.
+    until("both pods are new", lambda: all(job.identities()[name][0] != pods[name][0] for name in pods), 120)
+    assert merged_since(job, before)["epoch"] == before["epoch"]
     # A changed field of ours is put right; a foreign one is left.
     path = {"metadata": {"labels": {"example.com/team": "nine"}}, "spec": {"replicas": 7}}
     cluster.kubectl("patch", "statefulset", "pruned-local", "-n", job.namespace, "--type=merge", "-p", json.dumps(path))
     until("replicas are 2 again", lambda: objects(job, "statefulsets")[0]["spec"]["replicas"] == 2, 60)
     assert objects(job, "statefulsets")[0]["metadata"]["labels"]["example.com/team"] == "nine"
     job.exact()
+
+
+def uid_of(job: Job, kind: str, name: str) -> str:
+    """Of one of the job's objects. Raises KeyError."""
+    found = {one["metadata"]["name"]: str(one["metadata"]["uid"]) for one in objects(job, kind)}
+    return found[name]
 
 
 def objects(job: Job, kind: str) -> list[dict[str, Any]]:
