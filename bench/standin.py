@@ -29,6 +29,7 @@ import simulated
 from diloco_operator import names
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import POD
+from diloco_protocol.documents import Report
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import job_from_json
 from diloco_protocol.vocabulary import CONTROL_PORT, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
@@ -142,7 +143,11 @@ class StandIn:
         job.syncer.job = document
         job.syncer.begin()
         syncer, page = job.syncer, job.syncer.status_page
-        control = _Counted(secret, syncer.core, syncer.handle, syncer.checkpoint, page.status, page.report)
+
+        async def report() -> Report:
+            return page.report()
+
+        control = _Counted(secret, syncer.core, syncer.handle, syncer.checkpoint, page.status, report)
         control.heard = lambda method, body: self._heard(key, method, body)
         job.server = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES))
         job.server.add_generic_rpc_handlers([control.handler()])
