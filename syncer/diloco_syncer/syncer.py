@@ -49,7 +49,8 @@ from diloco_syncer.store.tape import Tape
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 10.0  # the longest stay after the end
-REPORT_SECONDS = 3.0  # how long a caller may take to fetch the report after the end, and waits until it is made
+REPORT_SECONDS = 3.0  # how long a caller may take to fetch the report after the end
+MAKING_SECONDS = 1.0  # how long a caller waits until the report of the end is made: less than its own patience
 DROP_SECONDS = 5.0  # between two searches for superseded versions that are not being downloaded
 SWEEP_SECONDS = 10.0  # between two searches for uploads that are not continued
 SPOOL_SECONDS = 5.0  # how long the end waits for offers to become durable
@@ -317,9 +318,9 @@ class Syncer:
 
     async def fetch_report(self) -> Report:
         """The report, for the caller for whom an ended syncer waits. Of a job that has ended it is the one of its end,
-        which is made once the end is durable. Raises TimeoutError if that takes ``REPORT_SECONDS``."""
+        which is made once the end is durable. Raises TimeoutError if that takes ``MAKING_SECONDS``."""
         if self.core.phase in ENDED_PHASES:
-            await asyncio.wait_for(self._final_report_made.wait(), REPORT_SECONDS)
+            await asyncio.wait_for(self._final_report_made.wait(), MAKING_SECONDS)
         document = self.report()
         self._report_fetched = True
         return document

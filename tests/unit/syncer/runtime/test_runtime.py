@@ -487,10 +487,10 @@ async def test_the_report_of_an_end_is_given_when_the_end_is_durable(
             syncer.core.slots[0].step = 5
             syncer.driver.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
             await until(lambda: syncer.core.phase is JobPhase.COMPLETE)
-            monkeypatch.setattr(syncer_module, "REPORT_SECONDS", 0.01)
+            monkeypatch.setattr(syncer_module, "MAKING_SECONDS", 0.01)
             with pytest.raises(TimeoutError):
                 await syncer.fetch_report()
-            monkeypatch.undo()
+            monkeypatch.setattr(syncer_module, "MAKING_SECONDS", 60.0)
             fetched = asyncio.create_task(syncer.fetch_report())
         await until(lambda: (tmp_path / "report.json").exists())
         assert await fetched == Report.model_validate_json((tmp_path / "report.json").read_bytes())
