@@ -78,8 +78,9 @@ def read_status(where: str | None) -> StatusDocument | Report:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run in the list of runs. ``state``: the phase of one that goes on, else how it ended; ``unknown``: it has left
-    nothing that can be read. ``changed``: when its state last did, Unix seconds."""
+    """A run in the list of runs. ``state``: the phase of one that goes on (``starting``: its syncer does not answer
+    yet), else how it ended; ``unknown``: it has left nothing that can be read. ``changed``: when its state last did,
+    Unix seconds."""
 
     job: str
     workdir: Path
@@ -111,6 +112,8 @@ def _run_row(path: Path) -> RunRow:
     head = (workdir.job_name() or path.name, path)
     try:
         document = read_status(str(path))
+    except UnansweredRun:
+        return RunRow(*head, "starting", True, changed)
     except CommandError:
         return RunRow(*head, "unknown", False, changed)
     tokens = document.tokens.trained

@@ -243,6 +243,8 @@ async def test_a_run_is_watched_until_it_is_over(run: Workdir, phase: str, code:
 def test_a_run_that_has_just_begun_is_said_to_be_running(run: Workdir) -> None:
     code, said = diloco("status", run.path)
     assert code == 2 and "is running, but its syncer does not answer yet: ask again" in said
+    (row,) = json.loads(diloco("list", run.path.parent, "--json")[1])["items"]
+    assert (row["state"], row["running"]) == ("starting", True)
 
 
 def test_of_a_run_that_is_over_the_watch_shows_the_report(run: Workdir) -> None:
