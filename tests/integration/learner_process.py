@@ -10,18 +10,17 @@ import logging
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from documents import conforming
 from forked import ForkedProcess, fork
+from syncer_calls import ask_report, ask_status
 
-from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
+from diloco_protocol.wire.control_auth import read_key
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_worker import Learner
 
@@ -85,15 +84,14 @@ class Syncer:
         if self.process is not None and self.process.poll() is None:
             self.kill()
 
+    def address(self, name: str) -> str:
+        return str(json.loads(self.address_file.read_text(encoding="utf-8"))[name])
+
     def status(self) -> dict[str, Any]:
-        address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
-        with urllib.request.urlopen(f"http://{address}/status", timeout=60) as reply:
-            return conforming(StatusDocument, json.load(reply))
+        return ask_status(self.address("sync"))
 
     def report(self) -> dict[str, Any]:
-        address = json.loads(self.address_file.read_text(encoding="utf-8"))["http"]
-        with urllib.request.urlopen(f"http://{address}/report", timeout=60) as reply:
-            return conforming(Report, json.load(reply))
+        return ask_report(self.address("control"), read_key(self.folder / "control.key"))
 
     def last_report(self) -> dict[str, Any]:
         """What the syncer wrote when the job was over."""

@@ -23,8 +23,9 @@ from typing import Any
 from documents import conforming
 from forked import ForkedProcess, fork
 from free_ports import free_port
+from syncer_calls import ask_report, ask_signed_status, ask_status
 
-from diloco_protocol.documents import LearnerPage, Report, StatusDocument
+from diloco_protocol.documents import LearnerPage
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import make_key
@@ -203,10 +204,12 @@ class Hub(Process):
         return f"127.0.0.1:{self.ports[name]}"
 
     def status(self) -> dict[str, Any]:
-        return conforming(StatusDocument, json.loads(get(f"http://{self.address('http')}/status")[1]))
+        if self.credentials is not None:
+            return ask_signed_status(self.address("control"), self.key)
+        return ask_status(self.address("listen"))
 
     def report(self) -> dict[str, Any]:
-        return conforming(Report, json.loads(get(f"http://{self.address('http')}/report")[1]))
+        return ask_report(self.address("control"), self.key)
 
     def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 90) -> Any:
         try:

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from documents import conforming
 from forked import ForkedProcess, fork
 from grpc import aio
+from syncer_calls import ask_signed_status, ask_status
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
-from diloco_protocol.documents import StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
@@ -69,7 +68,7 @@ class SyncerProcess:
         self.uri, self.env = uri, env or {}
         self.log = folder / "log"
         self.key = make_key(folder / "key")
-        self.starts = 0
+        self.starts, self.secure = 0, False
         (folder / "job.json").write_text(job_to_json(job))
         self.process: ForkedProcess | None = None
         self.addresses: dict[str, Any] = {}
@@ -80,6 +79,7 @@ class SyncerProcess:
 
     def launch(self, *options: str) -> None:
         self.starts += 1
+        self.secure = "--credentials" in options
         addresses = self.folder / "addresses"
         addresses.unlink(missing_ok=True)
         words = ["--job", self.folder / "job.json", "--store", self.uri or self.store, "--threads", "1"]
@@ -119,8 +119,9 @@ class SyncerProcess:
             self.kill()
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://{self.addresses['http']}/status", timeout=60) as page:
-            return conforming(StatusDocument, json.load(page))
+        if self.secure:
+            return ask_signed_status(self.addresses["control"], self.key)
+        return ask_status(self.addresses["sync"])
 
     def get(self, path: str) -> bytes:
         with urllib.request.urlopen(f"http://{self.addresses['http']}{path}", timeout=60) as page:

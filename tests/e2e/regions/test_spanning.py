@@ -42,6 +42,7 @@ class Reading:
 def read_links(world: World, job: Job) -> Reading:
     before = reported_bytes(job)
     kernel = {name: world.clusters[name].link_bytes() for name in (EU, US)}
+    time.sleep(0.6)  # the syncer keeps its pages for up to half a second: the next are of after the kernel's counts
     after, page = reported_bytes(job), job.training()
     steps = {name: sum(row["steps"] for row in page["slots"] if row["region"] == name) for name in (EU, US)}
     return Reading(before, kernel, after, time.monotonic(), steps, page["merges"])

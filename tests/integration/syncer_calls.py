@@ -1,0 +1,52 @@
+"""A syncer's documents as they are at the call.
+
+Not a test: helpers. The syncer keeps its pages for up to half a second, so a page that is looked at again and again
+(as every wait of a test does) may be of before what the test has just done.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+from documents import conforming
+
+from diloco_protocol.documents import Report, StatusDocument
+from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.vocabulary import ControlMethod
+from diloco_protocol.wire import channels, limits, sync_pb2
+from diloco_protocol.wire.control_auth import sign_call
+
+SECONDS = 60.0
+
+
+def ask_status(sync: str) -> dict[str, Any]:
+    """The status document, of a syncer without TLS. ``sync``: host:port of its sync port."""
+    raw = _call(sync, limits.STATUS_PATH, sync_pb2.StatusRequest())
+    return conforming(StatusDocument, json.loads(sync_pb2.StatusReply.FromString(raw).json))
+
+
+def ask_signed_status(control: str, key: bytes) -> dict[str, Any]:
+    """The status document, of any syncer; a syncer answers some thirty signed calls a second. ``control``: host:port
+    of its control port."""
+    return conforming(StatusDocument, _ask_signed(control, key, ControlMethod.STATUS))
+
+
+def ask_report(control: str, key: bytes) -> dict[str, Any]:
+    """The report; of a job that has ended, once that is durable."""
+    return conforming(Report, _ask_signed(control, key, ControlMethod.REPORT))
+
+
+def _ask_signed(control: str, key: bytes, method: ControlMethod) -> dict[str, Any]:
+    reply = sync_pb2.CallReply.FromString(_call(control, limits.CONTROL_PATH, sign_call(key, method, b"{}")))
+    assert reply.ok, reply.message
+    return dict(json.loads(reply.body))
+
+
+def _call(address: str, path: str, message: Any) -> bytes:
+    with Credentials().blocking_channel(address, channels.control_options()) as channel:
+        try:
+            return bytes(channel.unary_unary(path)(message.SerializeToString(), timeout=SECONDS))
+        except grpc.RpcError as error:
+            raise ConnectionError(str(error)) from error  # what a page raises too
