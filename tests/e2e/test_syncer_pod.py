@@ -13,17 +13,13 @@ from .jobs import Job
 
 def tape(job: Job) -> list[dict[str, Any]]:
     """The event tape, line by line, from the volume of the running syncer."""
-    name = job.syncer_pod()["metadata"]["name"]
-    text = job.cluster.kubectl(
-        "exec",
-        "-n",
-        job.namespace,
-        name,
-        "--",
-        "sh",
-        "-c",
-        "find /var/lib/diloco/store -name '*.jsonl' | sort | xargs cat",
-    )
+    command = "find /var/lib/diloco/store -name '*.jsonl' | sort | xargs cat"
+
+    def read() -> str:
+        name = job.syncer_pod()["metadata"]["name"]
+        return job.cluster.kubectl("exec", "-n", job.namespace, name, "--", "sh", "-c", command)
+
+    text = until("the tape", read, 60)
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 

@@ -121,7 +121,9 @@ def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_
     step = "time.sleep(0.1)\n        loss = 1.0 if learner.step < 12 or not merged() else xyz"
     program = merged + LOOP.replace("loss = lss", step)
     error = "NameError: name 'xyz' is not defined"
-    done = run(tmp_path, program, 1, "--set", "failurePolicy.maxReplacements=3")
+    # Steps enough for a look that is half a second old, as the syncer's page may be.
+    words = ("--set", "failurePolicy.maxReplacements=3", "--set", "training.stop.steps=60")
+    done = run(tmp_path, program, 1, *words)
     assert done.returncode == 1, done.stdout + done.stderr
     again = [line for line in done.stdout.splitlines() if "starting it again" in line]
     assert done.stdout.count("the end of ") == 1 and error not in again[0], "the first end shows its traceback"

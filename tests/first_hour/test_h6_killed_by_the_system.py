@@ -101,7 +101,8 @@ def test_h6_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -
 @pytest.mark.untimed
 def test_h6_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_ONCE)
-    often = ("--set", "sync.every=4", "--set", "sync.fragments=2")
+    # Steps enough for a look that is half a second old, as the syncer's page may be.
+    often = ("--set", "sync.every=4", "--set", "sync.fragments=2", "--set", "training.stop.steps=600")
     done = run(tmp_path, JOB, *often, "--chaos", "1s:kill:learner")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SIGKILL" in done.stdout and "killed by " not in done.stdout

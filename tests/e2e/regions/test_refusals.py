@@ -243,7 +243,7 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
         # A learner whose pod is deleted meanwhile comes in again.
         there = world.job(job.name, US)
         there.cluster.kubectl("delete", "pod", f"{job.name}-{US}-0", "-n", world.namespace, "--wait=false")
-        until("its successor", lambda: there.identities().keys() and there.identities() != pods[US], 120)
+        until("its successor", lambda: (now := there.identities()) and not now.items() & pods[US].items(), 120)
         contributes(job, US, 240)
         assert min(flood.counts.values()) > 20, flood.counts
     assert world.identities(job.name, EU)[EU] == pods[EU] and job.training()["tls"]["handshakes"] <= 256

@@ -3,6 +3,7 @@ and one of which is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from free_ports import free_port
 from runs import ENV, JOB
 
 from diloco_protocol.spec.load import parse_job
@@ -54,9 +56,24 @@ class Program:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            for process in [*self.children(), psutil.Process(self.process.pid)]:
-                process.kill()
-            self.process.wait(10)
+            children = self.children()
+            self.process.kill()
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
+                    child.kill()
+            self.process.wait(60)
+            end = time.monotonic() + 60
+            while not all(map(has_ended, children)):
+                assert time.monotonic() < end, children
+                time.sleep(0.05)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Perhaps nobody asks for its exit code."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture
@@ -97,7 +114,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
         place = ("--workdir", "hub", "--listen", listen, "--credentials", pki / "syncer")
         return start(name, "syncer", "serve", job, *place, "--evaluator-credentials", pki / "learners", *words)
 
-    served = serve("served", "127.0.0.1:0")
+    served = serve("served", f"127.0.0.1:{free_port()}")  # where another one listens later
     address_file = tmp_path / "hub" / "address.json"
     last: dict[str, Any] = {}
 
@@ -129,7 +146,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     (worker,) = [child for child in killed.children() if "diloco_worker" in " ".join(child.cmdline())]
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.process.wait(10)
-    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its worker's end")
+    until(lambda: has_ended(worker), "its worker's end")
     third = join("third")  # while the first is there, whose optimizer's state it takes over
 
     def successors() -> list[dict[str, Any]]:

@@ -192,8 +192,9 @@ def test_syncers_killed_lose_no_acknowledged_merge(
     moments = [rng.randint(20, 50), rng.randint(180, 210), rng.randint(340, 370)]
     chaos = ",".join(f"step={moment}:kill:syncer" for moment in moments)
     # float32 down: what is announced has the same checksum as what the record holds.
-    down = "sync.compression.down=float32"
-    run = start("--chaos", chaos, "--seed", "11", "--set", down, text=JOB.format(stop="steps: 540"))
+    # However long the next syncer takes to begin, nobody has made all the steps that it may make alone.
+    words = ("--set", "sync.compression.down=float32", "--set", "sync.staleness.maxSteps=100000")
+    run = start("--chaos", chaos, "--seed", "11", *words, text=JOB.format(stop="steps: 540"))
     listener = Listener(run)
     assert run.ends(300) == 0, run.everything()  # so many steps take as long as the machine does
     listener.stop()

@@ -190,7 +190,10 @@ def test_a_complete_job_stays_so_and_goes_on_to_a_later_stop(start: Callable[...
     # The first end's score is a point of the curve now, and the new end has its own.
     curve, further = report["eval_loss"], more.report()["eval_loss"]
     assert curve[-1][1] == report["final_loss"] and further[-1][1] == more.report()["final_loss"]
-    assert further[: len(curve)] == curve and further[-1][0] > curve[-1][0]
+    last = len(curve) - 1
+    assert further[:last] == curve[:last] and further[-1][0] > curve[-1][0]
+    # The new evaluator scores that model once more: as of the tokens that were trained by the time it had joined.
+    assert further[last][0] >= curve[last][0] and further[last][1] == curve[last][1]
     assert len({tuple(row) for row in further}) == len(further)
 
 
@@ -226,7 +229,9 @@ def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> Non
         fault = faults[name]
         times = [fault[f"{key}_seconds"] for key in ("detected", "joined", "first_step", "recovered")]
         assert None not in times, (fault, run.everything())
-        assert times == sorted(times), fault
+        # Who was cut off while it waited for a merge has one before its next step.
+        order = [*times[:2], min(times[2:])] if name[0] == "cut" else times
+        assert order == sorted(order), fault
     assert report["syncer"]["restarts"] == 1 and report["syncer"]["epoch"] == 2
     names_are_kept(report)
     assert "chaos: 9999s:kill:learner was never reached" in run.output
@@ -272,7 +277,9 @@ def test_a_hard_end_reports_what_the_job_continues_with(start: Callable[..., Run
     chaos = ("--chaos", "step=60:pause:local-1:100s") if offers else ()
     run = start(*PATIENT, *chaos, steps=100_000)
     run.waits_for("chaos: pause local-1" if offers else "first-merge: local-1")
-    if not offers:
+    if offers:  # what is written comes before the signal, which the fork server sends
+        run.until(lambda: any(child.status() == psutil.STATUS_STOPPED for child in run.children()))
+    else:
         stop_workers(run)
     run.process.send_signal(signal.SIGINT)
     run.waits_for("local-0 left with its work offered" if offers else "interrupted")
@@ -326,8 +333,15 @@ def test_what_a_command_started_goes_with_it(start: Callable[..., Run], tmp_path
     run = start(change="  learners: {command: [sh, learner.sh]}\n")
     log = run.workdir / "logs" / "local-0.log"
     run.until(lambda: log.exists() and f"started in {tmp_path} learner" in log.read_text())
+
+    def sleeps(process: psutil.Process) -> bool:
+        try:
+            return process.name() == "sleep"
+        except psutil.NoSuchProcess:  # a shell's, for $(pwd)
+            return False
+
+    run.until(lambda: any(sleeps(child) for child in run.children()))
     children = run.children()
-    assert [c for c in children if c.name() == "sleep"]
     run.process.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, [child.cmdline() for child in alive]

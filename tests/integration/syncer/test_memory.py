@@ -41,6 +41,7 @@ JOB = (
     "sync.outer.optimizer=nesterov",
     "sync.outer.lr=0.7",
     f"regions.0.learners={LEARNERS}",
+    "sync.heartbeat.timeoutSeconds=600",  # these clients report, and say nothing while others push for long
 )
 
 

@@ -51,7 +51,14 @@ def copy_of(service: Syncer) -> Path:
     copy = service.folder / "copy"
     service.process.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{service.process.pid}/task")  # one that runs may still rename a file
-    until(lambda: all(") T " in (thread / "stat").read_text() for thread in threads.iterdir()), "the stop")
+
+    def stands_still() -> bool:
+        try:
+            return all(") T " in (thread / "stat").read_text() for thread in threads.iterdir())
+        except OSError:  # a thread that has ended meanwhile
+            return False
+
+    until(stands_still, "the stop")
     try:
         shutil.copytree(service.folder / "store", copy)
     finally:

@@ -236,7 +236,14 @@ async def test_the_other_ports_survive_too(syncer: SyncerProcess, parties: Parti
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
     for made in held:
         made.close()
-    wait_for(lambda: syncer.status()["phase"] == "waiting", 10)
+
+    def answers() -> bool:
+        try:
+            return bool(syncer.status()["phase"] == "waiting")
+        except ConnectionError:  # it has not heard yet of those that left
+            return False
+
+    wait_for(answers, 60)
     async with Learners(syncer) as learners:
         assert (await learners(parties.learner("eu", "eu-1")).join()).HasField("welcome")
 

@@ -75,11 +75,11 @@ class Relay:
                 far = socket.create_connection(self._target, 5.0)
             except OSError:
                 return
-            if self._is_cut:
-                _close(near, far)
-                continue
             number = len(self._ends)
             self._ends.append((near, far))
+            if self._is_cut:  # looked at once ``cut`` finds this one too
+                _close(near, far)
+                continue
             for one, other in ((near, far), (far, near)):
                 threading.Thread(target=self._pump, args=(number, one, other), daemon=True).start()
 

