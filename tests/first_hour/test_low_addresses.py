@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 from diloco.main import app
 from diloco_worker.settings import WorkerError
 from diloco_worker.standalone.merged import load_merged
+from free_ports import closed_port
 
 
 @pytest.fixture
 def closed() -> Iterator[str]:
-    """Bound and not listening: connections are refused, and no other program can have the port meanwhile."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
+    with closed_port() as port:
+        yield f"127.0.0.1:{port}"
 
 
 def diloco(*words: str) -> tuple[int, str]:

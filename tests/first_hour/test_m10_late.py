@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     client = Canned(workdir.address, workdir.control_key)
     supervisor = Supervisor(3, random.Random(0))
     watch = StatusWatch(client, RunView("tiny"), told, supervisor, [], tmp_path, lambda: None)
-    monkeypatch.setattr(watch_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def look(seconds: float, **slot: Any) -> list[str]:
         now[0] += seconds

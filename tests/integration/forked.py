@@ -111,7 +111,7 @@ def _run_child() -> int | None:
         sys.argv = words
         return int(sys.modules[f"{words[0]}.__main__"].main() or 0)
     sys.argv = [program, *words]
-    sys.path.insert(0, str(Path(program).parent))
+    sys.path[:0] = [str(Path(program).parent), str(Path(__file__).parent.parent)]  # and what all tests share
     try:
         runpy.run_path(program, run_name="__main__")
     except Exception:

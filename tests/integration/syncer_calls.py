@@ -7,6 +7,7 @@ Not a test: helpers. The syncer keeps its pages for up to half a second, so a pa
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import grpc
@@ -30,18 +31,21 @@ def ask_status(sync: str) -> dict[str, Any]:
 def ask_signed_status(control: str, key: bytes) -> dict[str, Any]:
     """The status document, of any syncer; a syncer answers some thirty signed calls a second. ``control``: host:port
     of its control port."""
-    return conforming(StatusDocument, _ask_signed(control, key, ControlMethod.STATUS))
+    reply = _call_signed(control, key, ControlMethod.STATUS)
+    assert reply.ok, reply.message
+    return conforming(StatusDocument, json.loads(reply.body))
 
 
 def ask_report(control: str, key: bytes) -> dict[str, Any]:
     """The report; of a job that has ended, once that is durable."""
-    return conforming(Report, _ask_signed(control, key, ControlMethod.REPORT))
+    end = time.monotonic() + SECONDS
+    while not (reply := _call_signed(control, key, ControlMethod.REPORT)).ok:
+        assert "call again" in reply.message and time.monotonic() < end, reply.message
+    return conforming(Report, json.loads(reply.body))
 
 
-def _ask_signed(control: str, key: bytes, method: ControlMethod) -> dict[str, Any]:
-    reply = sync_pb2.CallReply.FromString(_call(control, limits.CONTROL_PATH, sign_call(key, method, b"{}")))
-    assert reply.ok, reply.message
-    return dict(json.loads(reply.body))
+def _call_signed(control: str, key: bytes, method: ControlMethod) -> sync_pb2.CallReply:
+    return sync_pb2.CallReply.FromString(_call(control, limits.CONTROL_PATH, sign_call(key, method, b"{}")))
 
 
 def _call(address: str, path: str, message: Any) -> bytes:

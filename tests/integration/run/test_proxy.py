@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from diloco.local.chaos.proxy import Proxy
+from free_ports import free_port
 
 
 @asynccontextmanager
@@ -90,7 +91,7 @@ async def test_a_cut_ends_by_itself_at_the_same_port() -> None:
 async def test_it_follows_the_syncer_to_another_port_and_survives_its_absence() -> None:
     async with echo_behind_proxy() as (proxy, move):
         assert await ask(proxy) == b"hello"
-        other = await asyncio.start_server(lambda _, w: (w.write(b"other"), w.close()), "127.0.0.1", 0)  # type: ignore[arg-type,return-value,func-returns-value]
+        other = await asyncio.start_server(lambda _, w: (w.write(b"other"), w.close()), "127.0.0.1", free_port())  # type: ignore[arg-type,return-value,func-returns-value]
         port = other.sockets[0].getsockname()[1]
         move(port)
         assert await ask(proxy, b"") == b"other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from grpc import aio
 from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn, until
 
 import tape_reader
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire import bulk, sync_pb2
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MAX_FILE, MergeRecord, record_name
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
@@ -121,7 +123,8 @@ async def test_the_older_of_two_syncers_gives_way(tmp_path: Path, relay: Relay, 
         # The older one finds out when it would make a merge durable, and makes none.
         await client.train(1)
         pull = await client.pulled(0, 1)
-        await client.send(client.push(0, pull.round))
+        with contextlib.suppress(aio.AioRpcError, bulk.TransferError):  # it may stop before it has answered
+            await client.send(client.push(0, pull.round))
         assert await asyncio.to_thread(one.wait) == 3
         assert two.status()["versions"] == [1, 1]
         # Started again, as a kubelet does that nobody reaches, it leaves the store alone.

@@ -390,7 +390,10 @@ async def test_control_calls(syncer: SyncerProcess) -> None:
             await syncer.call("process-ended", region="local", ordinal=0, process=a.process, reason="SIGKILL")
             await until(lambda: syncer.status()["slots"][0]["state"] == "lost")
             assert (await syncer.call("announce", phase="failed", message="enough")).ok
-            report = json.loads((await syncer.call("report")).body)
+            async with asyncio.timeout(60):
+                while not (reply := await syncer.call("report")).ok:
+                    assert "is not made yet: call again" in reply.message
+            report = json.loads(reply.body)
             assert (report["outcome"], report["message"]) == ("failed", "enough")
 
     await run()

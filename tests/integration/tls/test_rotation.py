@@ -129,7 +129,9 @@ def test_a_learner_with_anothers_certificate_says_so_and_waits_for_its_own(
     hub.start().serves()
     pod = Pod(hub, 0, "eu-1", credentials=parties.learner("mounted", "us-2")).start()
     made.append(pod)
-    told = pod.waits_until(lambda s: s["refused"] and s, "its own certificate to be looked at")
+    told = pod.waits_until(
+        lambda s: s["refused"] and "the certificate" in s["message"] and s, "its own certificate to be looked at"
+    )
     assert told["refused"]["reason"] == "credentials-unusable" and not told["joined"]
     assert "the certificate is for the learner of region us-2" in told["message"]
     assert "this learner is in region 'eu-1'" in told["message"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from free_ports import free_port
 from learner_process import Rows, Syncer, one_step, small_model, until
 
 from diloco_protocol.wire import limits
@@ -23,6 +22,7 @@ from diloco_worker import Learner
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import PushAnswered
 from diloco_worker.net.transfers import Push, Transfers
+from free_ports import free_port
 from tape_reader import read
 
 StartSyncer = Callable[..., Syncer]
@@ -52,8 +52,14 @@ class Relay:
     def silence_bulk(self) -> None:
         """From now on whatever enters the first bulk connection, which small payloads take, vanishes, and neither side
         hears of it. A session opens its own connection before those."""
-        _, first, *_ = (number for number, (near, _) in enumerate(self._ends) if near.fileno() >= 0)
-        self._silent.add(first)
+        found: list[int] = []
+
+        def opened() -> bool:
+            found[:] = [number for number, (near, _) in enumerate(self._ends) if near.fileno() >= 0]
+            return len(found) >= 2
+
+        until(opened, "a session's connections")
+        self._silent.add(found[1])
 
     def cut(self) -> None:
         """End all connections, and those that come, until ``heal``."""

@@ -87,7 +87,7 @@ def test_a_slow_initialiser_and_newcomer_keeps_its_slot(service: Syncer) -> None
         asked.append("initialised" in events(service))
 
     with initialiser(service, small_model(), before_upload):
-        assert asked == [False]
+        assert asked and not any(asked)
         await_heartbeats(service)
         slot = service.status()["slots"][0]
         assert (slot["state"], slot["incarnation"], slot["steps"]) == ("active", 1, 0)
@@ -180,7 +180,7 @@ def test_frozen_parameters_whose_download_broke_with_the_session_are_requested_a
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
         with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
             next(learner.batches(Rows()))  # which waits until the model is whole
-    assert broken == sessions[:1] and len(sessions) == 2
+    assert len(broken) == 1 and broken[0] in sessions[:-1]
     for name, parameter in given.named_parameters():
         if not parameter.requires_grad:
             assert torch.equal(model.get_parameter(name), parameter), name

@@ -19,6 +19,7 @@ from diloco.local.run import check_listen
 from diloco.main import app
 from diloco.processes.workdir import WorkdirError, claim, locked
 from diloco_protocol.spec.load import parse_job
+from free_ports import closed_port, free_port
 from repository import VERSION
 from status_documents import job_report
 
@@ -120,7 +121,7 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
         taken = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(CommandError, match=r"cannot listen there \(Address already in use\); choose another"):
             check_listen(taken)
-    check_listen(taken)
+    check_listen(f"127.0.0.1:{free_port()}")
 
 
 # ------------------------------------------------------------------ workdir
@@ -219,9 +220,8 @@ def test_status_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert diloco("status")[0] == 2 and "no run below ./runs" in diloco("status")[1]
     code, output = diloco("status", tmp_path)
     assert code == 2 and "no run's directory" in output and "host:port" in output
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"127.0.0.1:{server.getsockname()[1]}"
-    code, output = diloco("status", closed)
+    with closed_port() as port:
+        code, output = diloco("status", closed := f"127.0.0.1:{port}")
     assert code == 1 and f"nothing listens on {closed}; is the syncer up" in output and "Errno" not in output
     code, output = diloco("status", "nosuch.invalid:80")
     assert code == 1 and "the host name nosuch.invalid does not resolve here" in output and "rrno" not in output

@@ -12,7 +12,8 @@ from diloco_worker import metrics_file
 from diloco_worker.metrics_file import MetricsFile
 
 
-def test_lines_are_written_whole_and_within_a_second(tmp_path: Path) -> None:
+def test_lines_are_written_whole_and_with_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_file, "FLUSH_SECONDS", 3600.0)
     path = tmp_path / "metrics" / "a.jsonl"
     file = MetricsFile(path)
     for step in range(5):

@@ -23,6 +23,7 @@ from diloco.cluster.port_forward import forwarded
 from diloco.cluster.status import EventCursor
 from diloco.main import app
 from diloco_protocol.spec.load import load_manifest
+from free_ports import closed_port
 
 Reply = tuple[int, Any]
 Answer = Callable[[str, str], Reply]  # of method and path with query
@@ -178,11 +179,14 @@ def test_nobody_answers(tmp_path: Path) -> None:
             forwarded(cluster, "p", 7702, 0.3),
         ):
             pass
-    with pytest.raises(ClusterError, match=r"cannot be reached \(Connection refused\)") as error:
-        cluster.get("/version")
-    assert error.value.passing
-    with pytest.raises(ClusterError, match=r"opens no connection to the pod p: .*refused"), forwarded(cluster, "p", 1):
-        pass
+    with closed_port() as port:
+        cluster = connect(tmp_path, port)
+        with pytest.raises(ClusterError, match=r"cannot be reached \(Connection refused\)") as error:
+            cluster.get("/version")
+        assert error.value.passing
+        refused = pytest.raises(ClusterError, match=r"opens no connection to the pod p: .*refused")
+        with refused, forwarded(cluster, "p", 1):
+            pass
 
 
 def test_a_job_that_is_not_there_names_those_that_are(serve: Callable[[Answer], Cluster]) -> None:

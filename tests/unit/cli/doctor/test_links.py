@@ -19,6 +19,7 @@ from diloco.doctor.findings import Finding
 from diloco.doctor.links import LinkOptions, check_links
 from diloco.main import app
 from diloco_protocol.common.format_units import bits_text
+from free_ports import closed_port
 from parties import Parties
 from repository import ROOT
 
@@ -116,9 +117,8 @@ def test_silence_instead_of_a_handshake_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_closed_port_and_a_name_that_does_not_resolve() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"127.0.0.1:{server.getsockname()[1]}"
-    found = links(across(closed))
+    with closed_port() as port:
+        found = links(across(closed := f"127.0.0.1:{port}"))
     assert found["connection"].level == "warning" and f"nothing listens on {closed}" in found["connection"].said
     assert "expected before the job runs" in found["connection"].fix and "TLS" not in found
     found = links(across("nosuch.invalid"))

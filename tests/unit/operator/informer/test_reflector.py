@@ -147,21 +147,22 @@ def test_a_list_in_pages_replaces_the_cache_and_the_watch_goes_on_from_its_versi
         [event("MODIFIED", config_map("stays", 11)), event("DELETED", config_map("new", 12)), 60.0],
         before=(config_map("stays", 1), config_map("gone", 2), config_map("reborn", 3)),
     )
-    until(lambda: "job-new" in {name for _, name in world.changed} and world.names() == {"stays", "reborn"})
+    until(lambda: "job-new" in {name for _, name in world.changed.copy()} and world.names() == {"stays", "reborn"})
     listed, onward, watched = world.asked
     assert (listed["limit"], onward["continue"]) == ("100", "next") and "continue" not in listed
     assert (watched["resourceVersion"], watched["allowWatchBookmarks"]) == ("10", "true")
     assert world.cache.uids(CONFIG_MAP)["n", "reborn"] == "second"
-    assert {name for _, name in world.changed} == {"job-stays", "job-gone", "job-reborn", "job-new"}
+    assert {name for _, name in world.changed.copy()} == {"job-stays", "job-gone", "job-reborn", "job-new"}
     found = world.cache.get(CONFIG_MAP, "n", "reborn")
     assert found is not None and (found["kind"], found["apiVersion"]) == ("ConfigMap", "v1"), "as a watch has it"
     assert world.states == [(True, None)] and world.stream.heard_at is not None
 
 
 def test_what_is_put_in_while_a_list_is_read_stays(begin: Any) -> None:
-    world = begin([0.1], before=(config_map("gone", 2),))
-    world.replies += [a_list(10, more="next"), a_list(10), [60.0]]
+    replies = ([0.1], a_list(10, more="next"), a_list(10), [60.0])
+    world = begin(*replies, before=(config_map("gone", 2),), started=False)
     world.hooks[3] = lambda: world.cache.put(CONFIG_MAP, config_map("ours", 11))
+    world.stream.start()
     until(lambda: world.stream.synced)
     assert world.names() == {"ours"}
 

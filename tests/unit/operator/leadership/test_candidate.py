@@ -22,9 +22,11 @@ from diloco_operator.leadership.candidate import Candidate, LeaseStore
 from diloco_operator.leadership.election import ACT_SECONDS, LEASE_SECONDS
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Call, Key
+from diloco_operator.reconcile import syncer_poller
 from diloco_operator.reconcile.leading import run_while_leading
 from diloco_operator.reconcile.syncer_poller import SyncerPoller
 from diloco_operator.reconcile.workqueue import WorkQueue
+from free_ports import closed_port
 from operator_simulation import virtual_time
 from operator_simulation.api_server import ApiServer, SimulatedApi, SimulatedLease
 from operator_simulation.kubernetes import now
@@ -126,7 +128,6 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(candidates, "RELEASE_SECONDS", 0.3)
 
 
 @asynccontextmanager
@@ -179,7 +180,7 @@ async def test_a_leader_that_stood_still_writes_nothing_when_it_goes_on(server: 
     assert server.written == [] and server.holder() == "second"
 
 
-async def test_calls_to_the_syncer_are_the_leaders(server: Server) -> None:
+async def test_calls_to_the_syncer_are_the_leaders(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Process(server, "first")
     poller = SyncerPoller(Metrics(), 1, 0.2, lambda key: None, first.candidate.leads)
     calls = [Call("process-ended", {"process": "p"})]
@@ -188,15 +189,19 @@ async def test_calls_to_the_syncer_are_the_leaders(server: Server) -> None:
     assert asked._value.get() == 0, "not even tried"
     async with running(first):
         await until(first.candidate.leads)
-        await poller.call(("ns", "j"), "127.0.0.1", b"k", calls)
+        with closed_port() as port:
+            monkeypatch.setattr(syncer_poller, "CONTROL_PORT", port)
+            await poller.call(("ns", "j"), "127.0.0.1", b"k", calls)
     assert asked._value.get() == 1
 
 
-async def test_a_lease_is_given_back_once_writes_have_ended(server: Server) -> None:
+async def test_a_lease_is_given_back_once_writes_have_ended(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Process(server, "first"), Process(server, "second")
     async with running(first):
         await until(first.candidate.leads)
-    await first.candidate.release(lambda: False)
+    with monkeypatch.context() as patched:
+        patched.setattr(candidates, "RELEASE_SECONDS", 0.3)
+        await first.candidate.release(lambda: False)
     assert server.holder() == "first" and not first.candidate.leads(), "it ends by itself"
     async with running(first):
         await until(first.candidate.leads)

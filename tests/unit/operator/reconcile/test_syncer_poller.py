@@ -22,6 +22,7 @@ from diloco_protocol.common.http_server import HttpServer, json_page
 from diloco_protocol.documents import LearnerPage
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
+from free_ports import free_port
 from status_documents import job_report, learner_page, status_document
 
 KEY = b"k" * 64
@@ -42,7 +43,7 @@ class Syncer:
         self.free = asyncio.Event()  # unless it is set no call is answered
         self.free.set()
         self.active = self.most = 0
-        self.port = 0
+        self.port = free_port()  # where it is started again
         self._server: Any = None
 
     async def start(self) -> None:

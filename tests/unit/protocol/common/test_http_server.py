@@ -12,6 +12,7 @@ import socket
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import RootModel
@@ -27,6 +28,7 @@ from diloco_protocol.common.http_server import (
     split_address,
     text_page,
 )
+from free_ports import free_port
 from status_documents import slot_row, status_document
 
 
@@ -140,7 +142,7 @@ def test_idle_connections_keep_nobody_out_and_use_up_nothing() -> None:
         for _ in range(3):
             assert (await ask(port, b"GET /status HTTP/1.1\r\n\r\n"))[0] == 200
         served = len(os.listdir("/proc/self/fd")) - before - len(idle)
-        assert served <= http_server.MAX_CONNECTIONS
+        assert served <= http_server.MAX_CONNECTIONS + 8, "and what other threads have opened"
         assert await idle[0][0].read() == b""  # the oldest were closed
         for _, writer in idle:
             writer.close()
@@ -176,7 +178,7 @@ def test_a_process_without_descriptors_makes_room_and_goes_on(caplog: pytest.Log
             writer.close()
 
     served(test)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name in ("asyncio", http_server.__name__)]
 
 
 def test_a_connection_that_comes_while_the_server_stops_is_no_fault() -> None:
@@ -205,7 +207,7 @@ def test_a_page_that_is_asked_for_again_and_again_is_made_seldom(monkeypatch: py
         now[0] += 0.01
         return 200, "x/y", b"%d" % made[0]
 
-    monkeypatch.setattr(http_server.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=lambda: now[0]))
     kept = http_server.kept_page(page)
     for _ in range(1000):
         kept()
@@ -278,7 +280,7 @@ def test_a_page_that_fails_says_so_and_the_next_is_served() -> None:
 
 def test_pages_of_a_thread_are_served_whatever_the_caller_does() -> None:
     count = itertools.count()
-    pages = ThreadedPages({"/n": json_page(lambda: RootModel(next(count)))}, "127.0.0.1:0")
+    pages = ThreadedPages({"/n": json_page(lambda: RootModel(next(count)))}, f"127.0.0.1:{free_port()}")
     try:
         for expected in range(3):
             with urllib.request.urlopen(f"http://127.0.0.1:{pages.port}/n", timeout=5) as reply:

@@ -8,13 +8,16 @@ import socket
 import pytest
 
 from diloco_protocol.common import reach
+from free_ports import closed_port
 
 
 def test_why_an_address_is_not_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert reach.unreachable(address) == ""
-    assert f"nothing listens on {address}" in reach.unreachable(address)
+    with closed_port() as port:
+        address = f"127.0.0.1:{port}"
+        assert f"nothing listens on {address}" in reach.unreachable(address)
     assert "the host name nosuch.invalid does not resolve" in reach.unreachable("nosuch.invalid:7700")
     assert "does not resolve" in reach.unreachable(f"{'a' * 64}.invalid:7700"), "a label that is too long"
     assert reach.unreachable("[::1]:1")

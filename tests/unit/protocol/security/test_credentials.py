@@ -130,7 +130,7 @@ def calls(server_from: Credentials, clients: list[Credentials]) -> list[str]:
         for client in clients:
             async with client.aio_channel(f"127.0.0.1:{port}") as channel:
                 try:
-                    call = channel.unary_unary("/T/Ping")(b"", metadata=client.metadata(), timeout=5)
+                    call = channel.unary_unary("/T/Ping")(b"", metadata=client.metadata(), timeout=60)
                     results.append((await call).decode())
                 except aio.AioRpcError as error:
                     results.append(error.code().name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -264,13 +265,15 @@ def test_aliases_of_aliases_are_counted_in_full_and_do_not_blow_up() -> None:
     )
     merged = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
     tracemalloc.start()
-    started = time.process_time()
-    for text, said in ((wide, "values"), (deep, "nested"), (merged, "values")):
-        with pytest.raises(YamlProblem, match=said):
-            parse(text)
-    assert time.process_time() - started < 5
-    assert tracemalloc.get_traced_memory()[1] < 100e6
-    tracemalloc.stop()
+    try:
+        started = time.thread_time()
+        for text, said in ((wide, "values"), (deep, "nested"), (merged, "values")):
+            with pytest.raises(YamlProblem, match=said):
+                parse(text)
+        assert time.thread_time() - started < 5
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_second_document_is_named_by_its_line() -> None:
@@ -350,12 +353,15 @@ def test_a_large_file_is_refused_by_its_size(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     with path.open("wb") as file:
         file.truncate(100_000_000)
+    gc.collect()
     tracemalloc.start()
-    started = time.process_time()
-    assert "too large for a job file (100.0 MB" in refusal(path)
-    assert time.process_time() - started < 0.5
-    assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    tracemalloc.stop()
+    try:
+        started = time.thread_time()
+        assert "too large for a job file (100.0 MB" in refusal(path)
+        assert time.thread_time() - started < 0.5
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
     path.write_bytes(b"#" * MAX_BYTES)
     assert "empty" in refusal(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import tracemalloc
@@ -198,8 +199,11 @@ def test_the_model_is_not_in_memory_twice(tmp_path: Path) -> None:
     thetas = [np.ones(layout.elements(p), np.float32) for p in range(4)]
     file = ModelFile("job", 1, layout, thetas, [1] * 4, None)
     output = made(tmp_path / "out")
+    gc.collect()
     tracemalloc.start()
-    asyncio.run(output.write(layout, file, [1] * 4, b"{}"))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    try:
+        asyncio.run(output.write(layout, file, [1] * 4, b"{}"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
     assert output.row.size > 16_000_000 and peak < 2_000_000

@@ -433,6 +433,7 @@ async def test_a_learner_that_was_asked_and_sends_nothing_is_given_up(
         # It is told so; its session ends.
         await until(lambda: asked.closing)
         bench.syncer.driver.handle(ev.ConnectionLost(1))
+        monkeypatch.setattr(initial_model, "PATIENCE", 60.0)  # its welcome waits for the disk
         bench.connect(2, 1, "b")
         assert bench.syncer.core.initialiser == 2
         await bench.initialise("b")

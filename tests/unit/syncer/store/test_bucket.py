@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.tape import Tape, TapeError, segment_names
+from free_ports import closed_port
 from parties import Parties
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
 
@@ -240,9 +240,7 @@ def test_access_denied(guarded: S3Service) -> None:
 
 
 def test_wrong_endpoints(s3: S3Service) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with given(environment(f"http://127.0.0.1:{port}")):
+    with closed_port() as port, given(environment(f"http://127.0.0.1:{port}")):
         said = refused("s3://bucket/x")
         assert f"127.0.0.1:{port} cannot be reached (no connection)" in said and "AWS_ENDPOINT_URL" in said
     with given(environment("http://no-such-host.invalid")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import gzip
 import io
 import json
@@ -200,6 +201,7 @@ def test_memory_holds_a_record_and_not_the_file(
     (document,) = corpus.documents([file.name], tmp_path)
     format = record_format(file.name)
     assert format is not None
+    gc.collect()
     tracemalloc.start()
     try:
         assert sum(len(text) for text in records.texts(document, format, "text")) == 4_000_000

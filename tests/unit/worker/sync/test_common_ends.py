@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ class Job:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.desk = Desk(config(slots=LEARNERS, heartbeat_timeout=10.0, stop=("steps", 1_000_000)))
-        monkeypatch.setattr(optimizer_handover.time, "monotonic", lambda: self.desk.now)
+        monkeypatch.setattr(optimizer_handover, "time", SimpleNamespace(monotonic=lambda: self.desk.now))
         self.processes: dict[int, Process] = {}
         self.connections = itertools.count(1)
         for ordinal in range(LEARNERS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ class Scripted:
         return planned[0].sequence
 
     def drain(self, monkeypatch: pytest.MonkeyPatch, until: Callable[[], float] = lambda: math.inf) -> list[Any]:
-        monkeypatch.setattr(drain.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.given_up = offer_everything(self, until)  # type: ignore[arg-type]
         return self.given_up
 

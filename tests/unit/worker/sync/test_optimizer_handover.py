@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,7 +246,7 @@ def test_a_peers_state_whose_versions_never_come_is_given_up_at_the_deadline(
 ) -> None:
     """The newcomer would otherwise never make a step."""
     clock = [100.0]
-    monkeypatch.setattr(optimizer_handover.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(optimizer_handover, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     one = newcomer()
     one.handover.request_state(False)
     one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, None), ((1, 6), (2, 0))))
@@ -351,7 +352,7 @@ def test_a_patient_newcomer_waits_longer_than_the_syncer_looks_for_one(
     newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(optimizer_handover.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(optimizer_handover, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     one = newcomer()
     one.handover.request_state(False)
     one.handover.receive_state(inbox.StateDownloaded(True, None))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _RANGE = range(15_000, 30_000)  # below the NodePorts of a cluster on this machine, too
 _given: set[int] = set()
@@ -26,3 +28,12 @@ def free_port() -> int:
         except OSError:
             continue
         return port
+
+
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port of this machine that is bound and not listened at: connections are refused, and no other program can have
+    it meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
