@@ -7,10 +7,13 @@ groups but ``outer`` vary the default: isotropic merges and Nesterov 0.5. Groups
   those are that the job file cannot name), and after the isotropic merge;
 * ``adoption``: keep, overwrite, mix;
 * ``merge``: RDA, mean and isotropic, M = 2 to 16;
-* ``weights``: by tokens and quality, by tokens, uniform, with learners at 1, 1/2 and 1/4 speed;
-* ``stragglers``: K = 1 and K = M, without and with the grace window, one learner 18 % slower;
-* ``cadence``: H, P and τ;
-* ``encoding``: float32 to 2 bit and sparse (bench/trials/sparse.py), without and with error feedback;
+* ``weights``: by tokens and quality, by tokens, uniform, with learners at 1, 1/2 and 1/4 speed (whose batches are
+  equal, so that the first two are the same), and with batches of 8, 4, 2 and 2 sequences;
+* ``stragglers``: K = 1 and K = M, without and with the grace window, one learner 18 % slower, and learners at 1, 1/2
+  and 1/4 speed;
+* ``cadence``: H, P and τ; of fewer steps than fragments as many fragments as steps;
+* ``encoding``: float32 to 2 bit and sparse (bench/trials/sparse.py), without and with error feedback; sparse after the
+  mean too, as SparseLoCo has it, beside int4 after the mean;
 * ``inner``: AdamW and Muon, the latter with several inner rates, each beside data-parallel training with the same.
 """
 
@@ -30,10 +33,10 @@ from trials.reports import ablation_report, show_trials
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
 
-LENGTHS = {"outer": (6, 40, 200)}  # of a group, in merges of each fragment
-MIDDLE = (40,)  # of other groups
+LENGTHS = {"outer": (6, 40), "adoption": (6, 40)}  # of a group, in merges of each fragment
+SHORT = (6,)  # of other groups
 SEEDS = 5
-GRID = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # outer rates
+GRID = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)  # outer rates
 
 
 @dataclass(frozen=True)
@@ -106,15 +109,29 @@ def merge_arms(base: Trial) -> Iterator[Arm]:
             yield arm(f"{method}, M = {learners}", base, {"merge": {"method": method}}, start, learners=learners)
 
 
+UNEVEN = (1.0, 1.0, 2.0, 4.0)  # seconds of a step: learners at 1, 1/2 and 1/4 speed
+
+
 def weight_arms(base: Trial) -> Iterator[Arm]:
-    for weights in ("tokens-quality", "tokens", "uniform"):
-        yield arm(f"weights {weights}", base, {"merge": {"weights": weights}}, pace=(1.0, 1.0, 2.0, 4.0))
+    """Each beside ``tokens-quality`` under the same conditions."""
+    unequal: dict[str, dict[str, Any]] = {
+        "unequal speeds": {"pace": UNEVEN},
+        "unequal batches": {"parts": (8, 4, 2, 2)},
+    }
+    for conditions, changes in unequal.items():
+        for weights in ("tokens-quality", "tokens", "uniform"):
+            made = arm(f"{conditions}, weights {weights}", base, {"merge": {"weights": weights}}, **changes)
+            yield replace(made, default=f"{conditions}, weights tokens-quality")
 
 
 def straggler_arms(base: Trial) -> Iterator[Arm]:
-    for quorum, grace in ((1, 0.0), (1, 0.9), (4, 0.9)):
-        sync = {"quorum": quorum, "grace": {"factor": grace}}
-        yield arm(f"K = {quorum}, γ = {grace:g}", base, sync, pace=(1.0, 1.0, 1.0, 1.18))
+    """Each beside the default quorum and grace with the same learners."""
+    unequal = {"one 18 % slower": (1.0, 1.0, 1.0, 1.18), "1, ½ and ¼ speed": UNEVEN}
+    for conditions, pace in unequal.items():
+        for quorum, grace in ((1, 0.0), (1, 0.9), (4, 0.0), (4, 0.9)):
+            sync = {"quorum": quorum, "grace": {"factor": grace}}
+            made = arm(f"{conditions}, K = {quorum}, γ = {grace:g}", base, sync, pace=pace)
+            yield replace(made, default=f"{conditions}, K = 1, γ = 0.9")
 
 
 def cadence_arms(base: Trial) -> Iterator[Arm]:
@@ -131,10 +148,14 @@ def encoding_arms(base: Trial) -> Iterator[Arm]:
         for feedback in (False, True) if up in ("int8", "int4", "int2") else (False,):
             words = f"up {up}{', error feedback' if feedback else ''}"
             yield arm(words, base, {"compression": {"up": up, "errorFeedback": feedback}})
-    for feedback in (False, True):
-        words = f"up sparse, 2 bit{', error feedback' if feedback else ''}"
-        sync = {"compression": {"up": "bfloat16", "errorFeedback": feedback}, "merge": {"method": "mean"}}
-        yield arm(words, base, sync, RDA_RATE, sparse=True)
+    yield arm("after the mean: up int4", base, {"merge": {"method": "mean"}}, RDA_RATE)
+    for method, start in (("isotropic", BASE_RATE), ("mean", RDA_RATE)):
+        for feedback in (False, True):
+            after = "after the mean: " if method == "mean" else ""
+            words = f"{after}up sparse, 2 bit{', error feedback' if feedback else ''}"
+            sync = {"compression": {"up": "bfloat16", "errorFeedback": feedback}, "merge": {"method": method}}
+            made = arm(words, base, sync, start, sparse=True)
+            yield replace(made, default=f"{after}up int4")
     for down in ("float32", "delta-int8", "delta-int4"):
         yield arm(f"down {down}", base, {"compression": {"down": down}})
 
@@ -155,12 +176,10 @@ GROUPS = {
     "encoding": encoding_arms,
     "inner": inner_arms,
 }
-DEFAULTS = {  # the names of arms, by groups
+DEFAULTS = {  # the names of arms, by groups, where an arm names none itself
     "outer": "isotropic, nesterov 0.5",
     "adoption": "keep",
     "merge": "isotropic, M = {learners}",
-    "weights": "weights tokens-quality",
-    "stragglers": "K = 1, γ = 0.9",
     "cadence": "H = 24",
     "encoding": "up int4",
     "inner": "adamw",
@@ -232,9 +251,9 @@ def is_default_of(other: Arm, one: Arm) -> bool:
 def chosen_arms(chosen: argparse.Namespace) -> list[Arm]:
     """Of those groups, at their lengths."""
     return [
-        replace(one, group=group, default=DEFAULTS[group].format(learners=one.trial.learners))
+        replace(one, group=group, default=one.default or DEFAULTS[group].format(learners=one.trial.learners))
         for group in chosen.groups
-        for merges in ((1,) if chosen.quick else chosen.lengths or LENGTHS.get(group, MIDDLE))
+        for merges in ((1,) if chosen.quick else chosen.lengths or LENGTHS.get(group, SHORT))
         for one in GROUPS[group](Trial(chosen.kind, "small", merges, 0, learners=chosen.learners))
         if not chosen.arms or any(word in one.name for word in chosen.arms)
     ]

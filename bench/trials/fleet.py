@@ -9,7 +9,8 @@ loss over the same sequences, so the reference is one process with the whole bat
 ``bench/quality.py`` compares it with torch's DistributedDataParallel over gloo.
 
 *The same data.* The step s of the job trains the sequences s·SEQUENCES to (s + 1)·SEQUENCES of the seed's order,
-whoever trains them: learner m of M takes the m-th of M equal parts. A learner that died leaves a gap.
+whoever trains them: learner m of M takes the m-th of M parts, equal ones but where the trial says others. A learner
+that died leaves a gap.
 """
 
 from __future__ import annotations
@@ -138,11 +139,12 @@ class Fleet:
 
 
 class TrialTraining:
-    """What a world's learners train (diloco.simulate.job.parts.Training). ``total``: steps of the trial."""
+    """What a world's learners train (diloco.simulate.job.parts.Training). ``parts``: sequences that the learner of each
+    slot trains in a step. ``total``: steps of the trial."""
 
-    def __init__(self, fleet: Fleet, data: TrialData, learners: int, total: int) -> None:
-        self._fleet, self._data, self._learners, self._total = fleet, data, learners, total
-        self._per_learner = SEQUENCES // learners
+    def __init__(self, fleet: Fleet, data: TrialData, parts: Sequence[int], total: int) -> None:
+        self._fleet, self._data, self._parts, self._total = fleet, data, parts, total
+        self._before = np.concatenate([[0], np.cumsum(parts)])  # sequences of the slots before each
 
     def open_replica(self, slot: int) -> Replica:
         return self._fleet.open_row()
@@ -152,21 +154,32 @@ class TrialTraining:
         self._fleet.close_row(replica)
 
     def train(self, orders: Sequence[StepOrder]) -> Sequence[StepResult]:
+        """Steps of as many sequences are computed together."""
+        results: dict[int, StepResult] = {}
+        for part in sorted(set(self._parts)):
+            chosen = [i for i, order in enumerate(orders) if self._parts[order.slot] == part]
+            chosen.sort(key=lambda i: _row(orders[i]).index)
+            if chosen:
+                losses = self._train([orders[i] for i in chosen], part)
+                results |= {i: StepResult(part * self._length, loss) for i, loss in zip(chosen, losses, strict=True)}
+        return [results[i] for i in range(len(orders))]
+
+    def _train(self, orders: Sequence[StepOrder], part: int) -> list[float]:
         spec = self._fleet.job.spec
-        ordered = sorted(range(len(orders)), key=lambda i: _row(orders[i]).index)
-        rows = [_row(orders[i]) for i in ordered]
-        first = np.array([orders[i].step * SEQUENCES + orders[i].slot * self._per_learner for i in ordered])
-        batch = self._data.batch(first[:, None] + np.arange(self._per_learner))
+        first = np.array([order.step * SEQUENCES + self._before[order.slot] for order in orders])
+        batch = self._data.batch(first[:, None] + np.arange(part))
         rates = []
-        for i in ordered:
+        for order in orders:
             # The stop is one step before the last (tasks.make_job), so a share of it is one of so many steps.
-            place = schedule_step(spec, orders[i].step, orders[i].progress, self._total - 1)
-            rates.append(optimizers.learning_rate(spec.training.optimizer, orders[i].step, place, self._total))
-        losses = self._fleet.step(rows, batch, rates)
-        length = spec.training.data.sequence_length if spec.training.data and spec.training.data.source == "text" else 1
-        tokens = self._per_learner * length
-        by_order = dict(zip(ordered, losses, strict=True))
-        return [StepResult(tokens, by_order[i]) for i in range(len(orders))]
+            place = schedule_step(spec, order.step, order.progress, self._total - 1)
+            rates.append(optimizers.learning_rate(spec.training.optimizer, order.step, place, self._total))
+        return self._fleet.step([_row(order) for order in orders], batch, rates)
+
+    @property
+    def _length(self) -> int:
+        """Tokens of a sequence."""
+        data = self._fleet.job.spec.training.data
+        return data.sequence_length if data and data.source == "text" else 1
 
 
 def _row(order: StepOrder) -> Row:

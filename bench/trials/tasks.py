@@ -105,14 +105,19 @@ TASKS: dict[tuple[str, str], Task] = {
 }
 
 
+def equal_parts(learners: int) -> tuple[int, ...]:
+    """The sequences of a step that each of so many learners trains, where all train as many."""
+    per_learner, rest = divmod(SEQUENCES, learners)
+    if rest:
+        raise ValueError(f"{learners} learners cannot share {SEQUENCES} sequences")
+    return (per_learner,) * learners
+
+
 def make_job(
     kind: str, size: str, learners: int, steps: int, seed: int, sync: Mapping[str, Any], rate: float | None = None
 ) -> DiLoCoJob:
     """The job of a trial: ``steps`` steps of SEQUENCES sequences in all, ``sync`` as in a job file."""
-    task = TASKS[kind, size]
-    per_learner, rest = divmod(SEQUENCES, learners)
-    if rest:
-        raise ValueError(f"{learners} learners cannot share {SEQUENCES} sequences")
+    task, per_learner = TASKS[kind, size], equal_parts(learners)[0]
     length = task.data.get("sequenceLength", 1)
     merge = {"meanTensors": list(task.mean_tensors), **dict(sync).get("merge", {})}
     return DiLoCoJob.model_validate(
