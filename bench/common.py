@@ -39,7 +39,7 @@ class Row:
 def arguments(description: str) -> argparse.ArgumentParser:
     """A parser with --json, --quick and --threads; a benchmark may add its own."""
     parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print a JSON list of figures and nothing else")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
     parser.add_argument("--quick", action="store_true", help="small and short: does it run, not how fast")
     parser.add_argument(
         "--threads",

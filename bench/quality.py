@@ -4,7 +4,8 @@ Every trial trains a small model from scratch on so many tokens and is scored on
 
 * *data-parallel*: the gradients of all batches averaged at every step, which in one process is the whole batch at
   once, at the inner rate that is best for it at this length (bench/trials/search.py);
-* *DDP*: the same by torch's DistributedDataParallel over gloo, two ranks, in the shortest trials of small models;
+* *DDP*: the same by torch's DistributedDataParallel over gloo, two ranks, in the shortest trials of small models, and
+  for dense ones in longer trials and in the larger size too;
 * *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults and the inner
   rate of the same grid that is best for them. They train in one process in virtual time (cli/diloco/simulate/job):
   real steps, adoption, merges, outer steps and encodings; a step takes a second, and 1.5 s pass from a snapshot to the
@@ -13,7 +14,8 @@ Every trial trains a small model from scratch on so many tokens and is scored on
   inner rate is that of M = 4.
 
 Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
-at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
+at H = 24: steps are 24 times as many. The larger size has the two shorter lengths, for the third alone would take as
+long as all others. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
 intervals are 95 % by Student's t over seeds. Results are kept in bench/results/trials.jsonl, which is part of the
 repository, and an interrupted run goes on. bench/ablations.py varies one thing at a time.
 """
@@ -38,17 +40,19 @@ from trials.tables import TrialRow, make_row
 KINDS = ("dense", "moe", "vision")
 SIZES = ("small", "large")
 LENGTHS = (6, 40, 200)
+LONGEST = {"small": 200, "large": 40}  # unless --lengths says others
 LEARNERS = (1, 2, 4, 8, 16)
 DDP = "DDP, two ranks"
+DDP_OF = {(kind, "small", 6) for kind in KINDS} | {("dense", "small", 40), ("dense", "large", 6)}
 SEEDS = 5
 
 
 def references(chosen: argparse.Namespace) -> Iterator[Trial]:
     """The data-parallel trials of seed 0 at the task's rate, shortest first."""
-    for merges in chosen.lengths:
+    for merges in chosen.lengths or LENGTHS:
         for size in chosen.sizes:
-            for kind in chosen.kinds:
-                yield Trial(kind, size, merges, 0)
+            if chosen.lengths or merges <= LONGEST[size]:
+                yield from (Trial(kind, size, merges, 0) for kind in chosen.kinds)
 
 
 def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]]:
@@ -56,7 +60,7 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     base = replace(reference, rate=None, sync=chosen.sync)
     found = [(f"M = {m}", replace(base, learners=m)) for m in LEARNERS]
     found.append(("M = 4, faults", replace(base, learners=4, deaths=True)))
-    if reference.merges == LENGTHS[0] and reference.size == SIZES[0] and not chosen.sync:
+    if (reference.kind, reference.size, reference.merges) in DDP_OF and not chosen.sync:
         found.append((DDP, replace(reference, ddp=True)))
     return [(name, trial) for name, trial in found if not chosen.arms or any(word in name for word in chosen.arms)]
 
@@ -165,7 +169,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="MERGES")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="MERGES", help="instead of those of each size")
     parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")
     parser.add_argument(

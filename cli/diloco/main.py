@@ -202,7 +202,7 @@ def chaos(
     sleeps the rest of it. The same command continues where it stopped, and does not repeat finished arms.
 
     With --context the job's pods in that cluster are deleted by the schedule instead (kills only, at a time from now).
-    The job must exist; nothing is compared.
+    The job must exist; nothing is compared. --json prints when each pod was deleted.
 
     Examples:
 
@@ -238,8 +238,8 @@ def chaos(
     )
     there = where(context, namespace, kubeconfig)
     if there.given:
-        if compare is not None or report or quick or as_json or arm_overrides or step_seconds is not None:
-            words = "--compare, --report, --quick, --json, --set-arm and --step-seconds"
+        if compare is not None or report or quick or arm_overrides or step_seconds is not None:
+            words = "--compare, --report, --quick, --set-arm and --step-seconds"
             raise CommandError(f"with --context pods are deleted and nothing is compared: leave out {words}")
         from diloco.cluster.chaos import delete_by_schedule
         from diloco.compare.command import pod_schedule
@@ -248,7 +248,7 @@ def chaos(
         if dry_run:
             print_text(text_of(schedule))
             return 0
-        return delete_by_schedule(there, name, schedule, minutes * 60)
+        return delete_by_schedule(there, name, schedule, minutes * 60, as_json)
     if not dry_run:
         require_packages("diloco chaos")
     return compare_arms(quickly(options) if quick else options)

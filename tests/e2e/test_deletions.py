@@ -177,8 +177,8 @@ def test_pods_are_deleted_by_a_random_schedule(cluster: Cluster, start: Any, tmp
     said = cluster.diloco(*chaos, "--mtbf", "60", "--minutes", "1.5", "--seed", "1", timeout=200)
     deleted = set(re.findall(r"^deleted (\S+) ", said, re.MULTILINE))
     assert deleted and "random continues" in said, said
-    said = cluster.diloco(*chaos, "--chaos", "1s:kill:syncer", "--minutes", "0.2", timeout=60)
-    deleted |= set(re.findall(r"^deleted (\S+) ", said, re.MULTILINE))
+    said = cluster.diloco(*chaos, "--chaos", "1s:kill:syncer", "--minutes", "0.2", "--json", timeout=60)
+    deleted |= {row["pod"] for row in json.loads(said)["rows"]}
     job.in_merges(3)
     job.merging_on()
     after = job.identities() | job.identities("syncer")

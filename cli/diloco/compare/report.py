@@ -145,7 +145,16 @@ def _plots(arms: Mapping[str, ArmResult]) -> list[dict[str, Any]]:
     by_tokens = {name: [(float(n), loss) for n, _, loss in arm.losses] for name, arm in arms.items()}
     first = next(iter(arms.values()), None)
     marks = [{"x": round(row.at_seconds, 1), "label": row.action} for row in (first.recoveries if first else [])]
+    places = list(arms)
+    shares = {"goodput": [arm.goodput for arm in arms.values()], "uptime": [arm.uptime for arm in arms.values()]}
+    bars = {
+        "title": "Goodput and uptime under faults",
+        "x": {"name": "arm", "places": places},
+        "y": {"name": "share"},
+        "series": [{"name": name, "x": list(range(len(places))), "y": values} for name, values in shares.items()],
+    }
     return [
+        bars,
         _plot("Tokens trained", time, {"name": "tokens"}, trained, marks),
         _plot("Loss against time", time, nats, by_time, []),
         _plot("Loss against tokens", tokens, nats, by_tokens, []),

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.cluster import change
+from diloco.cluster import change, chaos
 from diloco.cluster.apply import ApplyOptions, apply, apply_to
 from diloco.cluster.client import Cluster, ClusterError, Where, open_cluster
 from diloco.cluster.follow import ended, follow, gone_within, seen
 from diloco.cluster.port_forward import forwarded
 from diloco.cluster.status import EventCursor
+from diloco.local.chaos.schedule import parse
 from diloco.main import app
 from diloco_protocol.spec.load import load_manifest
 from free_ports import closed_port
@@ -455,3 +456,43 @@ def test_events_are_listed_once_and_then_watched(serve: Callable[[Answer], Clust
             found.append(["no answer"])
     assert asked == ["list", "7", "10", "10", "list", "20", "list", "30", "list", "list"]
     assert found == [["a", "b"], ["c"], [], [], ["c"], [], [], ["c"], ["no answer"], ["d"]]
+
+
+def test_deletions_by_a_schedule_are_told_as_rows(
+    serve: Callable[[Answer], Cluster],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What was deleted and when, and what was not there in its time; progress is on stderr."""
+    asked: list[tuple[str, str]] = []
+    labels = {"diloco.io/role": "learner", "diloco.io/region": "a"}
+    pod = {
+        "metadata": {"name": "tiny-a-0", "uid": "u", "labels": labels},
+        "spec": {"containers": [{"name": "learner"}]},
+    }
+    job = {"metadata": {"name": "tiny"}, "spec": {"regions": [{"name": "a", "learners": 2}]}}
+
+    def answer(method: str, path: str) -> Reply:
+        asked.append((method, urllib.parse.urlsplit(path).path))
+        if method == "GET":
+            return 200, {"items": [pod]} if "/pods" in path else job
+        return 200, {}
+
+    serve(answer)
+    monkeypatch.setattr(chaos, "time", Clock())
+    where = Where(kubeconfig=tmp_path / "config")
+    schedule = parse("1s:kill:a-0,2s:kill:a-1")
+    assert chaos.delete_by_schedule(where, "tiny", schedule, 4.0, as_json=True) == 1, "one was never there"
+    assert [path for method, path in asked if method == "DELETE"] == ["/api/v1/namespaces/lab/pods/tiny-a-0"]
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    done, held = told["rows"]
+    assert (told["job"], told["failed"]) == ("tiny", False)
+    assert (done["name"], done["pod"], done["baseline"]) == ("1s:kill:a-0", "tiny-a-0", 1.0)
+    assert 1.0 <= done["value"] < 2.0 and done["ratio"] == done["value"]
+    assert (held["name"], held["pod"], held["value"], held["ratio"]) == ("2s:kill:a-1", None, None, None)
+    assert "deleted tiny-a-0 (1s:kill:a-0)" in said.err and "2s:kill:a-1 was never carried out" in said.err
+
+    assert chaos.delete_by_schedule(where, "tiny", parse("1s:kill:a-0"), 4.0) == 0
+    assert "deleted tiny-a-0" in capsys.readouterr().out

@@ -45,7 +45,7 @@ def test_in_a_cluster_there_are_kills_alone() -> None:
         (["--set-arm", "ddp:regions.0.learners=2"], "below training.optimizer and sync; model, data, batch"),
         (["--set-arm", "ddp:training.batch.sequences=4"], "are the same for all"),
         (["--context", "x", "--chaos", "5s:pause:learner-0:3s"], "in a cluster pods are deleted"),
-        (["--context", "x", "--json"], "leave out --compare, --report, --quick, --json"),
+        (["--context", "x", "--quick"], "leave out --compare, --report, --quick, --set-arm"),
         (["--context", "x", "--compare", "ddp"], "nothing is compared"),
     ],
 )

@@ -49,6 +49,9 @@ def test_rows_have_ours_theirs_and_the_ratio() -> None:
     assert rows["loss at equal tokens"]["value"] == pytest.approx(4.25)
     assert rows["loss at equal tokens"]["baseline"] == pytest.approx(2.0)
     assert "ddp alone: --set training.optimizer.lr=0.006" in report["notes"]
+    bars = report["plots"][0]
+    assert bars["title"] == "Goodput and uptime under faults" and bars["x"]["places"] == ["ours", "ddp"]
+    assert {one["name"]: one["y"] for one in bars["series"]}["goodput"] == [0.8, 0.2]
     json.dumps(report, allow_nan=False)
 
 
