@@ -92,6 +92,26 @@ def test_scaling_up_and_down(cluster: Cluster, start: Any) -> None:
     job.exact()
 
 
+@pytest.mark.timeout(600)
+def test_scaling_within_the_bound_restarts_nobody(cluster: Cluster, start: Any) -> None:
+    """``maxLearners``: those beyond ``learners`` train at once, under the same syncer."""
+    job: Job = start("bounded", learners=2, regions=[{"name": "local", "learners": 2, "maxLearners": 4}])
+    before = job.in_merges(2)
+    learners, syncer = job.identities(), job.identities("syncer")
+    cluster.diloco("scale", job.name, "local=4", "-n", job.namespace)
+    after = job.in_merges(4)
+    now = job.identities()
+    assert len(now) == 4 and {name: now[name] for name in learners} == learners, "a learner restarted"
+    assert after["epoch"] == before["epoch"] and job.identities("syncer") == syncer, "the syncer restarted"
+    cluster.diloco("scale", job.name, "local=2", "-n", job.namespace)
+    until("the status says 2/2", lambda: job.status()["learners"] == "2/2", 120)
+    job.wait_training("two active", lambda d: d["quorum"]["active"] == 2, 120)
+    job.merging_on(timeout=120)
+    assert job.identities() == learners and job.identities("syncer") == syncer
+    assert job.training()["epoch"] == before["epoch"]
+    job.exact()
+
+
 @pytest.fixture(scope="session")
 def other_image(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The worker image under another name and digest."""

@@ -39,14 +39,14 @@ def delete_by_schedule(
             )
     cluster = where.open_one()
 
-    def tell(text: str) -> None:
+    def print_progress(text: str) -> None:
         print_text(text, sys.stderr if as_json else None, flush=True)
 
-    deleted, held = _delete_all(cluster, name, FaultSchedule(schedule), seconds, tell)
+    deleted, held = _delete_all(cluster, name, FaultSchedule(schedule), seconds, print_progress)
     for fault in held:
-        tell(f"{fault.text} was never carried out: there was no such pod, or the job ended first")
+        print_progress(f"{fault.text} was never carried out: there was no such pod, or the job ended first")
     failed = holds(cluster.job(name), "Failed")
-    tell(f"{name} {'has failed' if failed else 'continues'}: diloco report {name} {cluster.flags}")
+    print_progress(f"{name} {'has failed' if failed else 'continues'}: diloco report {name} {cluster.flags}")
     if as_json:
         rows = [_row(fault, pod, passed) for fault, pod, passed in deleted]
         rows += [_row(fault, None, None) for fault in held]
@@ -61,7 +61,7 @@ def _row(fault: Fault, pod: str | None, passed: float | None) -> dict[str, Any]:
 
 
 def _delete_all(
-    cluster: Cluster, name: str, schedule: FaultSchedule, seconds: float, tell: Callable[[str], None]
+    cluster: Cluster, name: str, schedule: FaultSchedule, seconds: float, print_progress: Callable[[str], None]
 ) -> tuple[list[tuple[Fault, str, float]], list[Fault]]:
     """Returns what was deleted, by which pod and when, and those that were not there in time."""
     begun = time.monotonic()
@@ -77,13 +77,13 @@ def _delete_all(
                 held.append(fault)
                 continue
             deleted.append((fault, pod, time.monotonic() - begun))
-            tell(f"deleted {pod} ({fault.text})")
+            print_progress(f"deleted {pod} ({fault.text})")
         job = cluster.job(name)
         if holds(job, "Complete") or holds(job, "Failed"):
             break
         if passed >= told:
             told = passed + TELL_SECONDS
-            tell(f"{passed:.0f} of {seconds:.0f} s, {len(schedule.waiting)} deletions to come")
+            print_progress(f"{passed:.0f} of {seconds:.0f} s, {len(schedule.waiting)} deletions to come")
         time.sleep(POLL_SECONDS)
     return deleted, [*held, *schedule.waiting]
 
