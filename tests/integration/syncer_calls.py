@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -24,13 +25,13 @@ SECONDS = 60.0
 
 def ask_status(sync: str) -> dict[str, Any]:
     """The status document, of a syncer without TLS. ``sync``: host:port of its sync port."""
-    raw = _call(sync, limits.STATUS_PATH, sync_pb2.StatusRequest())
+    raw = _call(sync, limits.STATUS_PATH, sync_pb2.StatusRequest)
     return conforming(StatusDocument, json.loads(sync_pb2.StatusReply.FromString(raw).json))
 
 
 def ask_signed_status(control: str, key: bytes) -> dict[str, Any]:
-    """The status document, of any syncer; a syncer answers some thirty signed calls a second. ``control``: host:port
-    of its control port."""
+    """The status document, of any syncer. ``control``: host:port of its control port."""
+    time.sleep(0.03)  # in two minutes a syncer takes 4,096 signed calls, of which it remembers each
     reply = _call_signed(control, key, ControlMethod.STATUS)
     assert reply.ok, reply.message
     return conforming(StatusDocument, json.loads(reply.body))
@@ -45,12 +46,21 @@ def ask_report(control: str, key: bytes) -> dict[str, Any]:
 
 
 def _call_signed(control: str, key: bytes, method: ControlMethod) -> sync_pb2.CallReply:
-    return sync_pb2.CallReply.FromString(_call(control, limits.CONTROL_PATH, sign_call(key, method, b"{}")))
+    return sync_pb2.CallReply.FromString(_call(control, limits.CONTROL_PATH, lambda: sign_call(key, method, b"{}")))
 
 
-def _call(address: str, path: str, message: Any) -> bytes:
-    with Credentials().blocking_channel(address, channels.control_options()) as channel:
-        try:
-            return bytes(channel.unary_unary(path)(message.SerializeToString(), timeout=SECONDS))
-        except grpc.RpcError as error:
-            raise ConnectionError(str(error)) from error  # what a page raises too
+_channels: dict[str, grpc.Channel] = {}  # one for each port: a syncer whose loop is late still counts closed ones
+
+
+def _call(address: str, path: str, make_message: Callable[[], Any]) -> bytes:
+    """Over the channel of the call before. That may be to a syncer that is no more, so a second try has a new one."""
+    known = address in _channels
+    if not known:
+        _channels[address] = Credentials().blocking_channel(address, channels.control_options())
+    try:
+        return bytes(_channels[address].unary_unary(path)(make_message().SerializeToString(), timeout=SECONDS))
+    except grpc.RpcError as error:
+        _channels.pop(address).close()
+        if known:
+            return _call(address, path, make_message)
+        raise ConnectionError(str(error)) from error  # what a page raises too
