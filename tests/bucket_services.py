@@ -20,9 +20,9 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
 
 import s3_service
+from free_ports import free_port
 from parties import Parties
 from repository import ROOT
 from s3_service import OURS, S3Service

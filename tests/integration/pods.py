@@ -22,13 +22,13 @@ from typing import Any
 
 from documents import conforming
 from forked import ForkedProcess, fork
-from free_ports import free_port
 from syncer_calls import ask_report, ask_signed_status, ask_status
 
 from diloco_protocol.documents import LearnerPage
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import make_key
+from free_ports import free_port
 
 STEP_SECONDS = 0.01
 TOKENS = 4  # per step

@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
-from free_ports import free_port
 from runs import ENV, JOB
 
 from diloco_protocol.spec.load import parse_job
+from free_ports import free_port
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from the angry bear\n"
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
 
+from free_ports import free_port
 from repository import ROOT
 
 PAGE = (ROOT / "docs" / "your-own-loop.md").read_text(encoding="utf-8")

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from free_ports import free_port
 from learner_process import Rows, Syncer, one_step, small_model, until
 
 from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import Learner
 from diloco_worker.settings import DivergedError
+from free_ports import free_port
 
 pytestmark = pytest.mark.usefixtures("torch_settings")
 

@@ -62,7 +62,7 @@ def test_the_page_for_choosing_has_the_figures_of_four_learners() -> None:
     )
     page = (DOCS / "choosing.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| (dense|mixture of experts) \| ([\d,]+) \| ([\d.]+) % below \| (.*) \|$", page, re.M)
-    assert len(shown) == 5
+    assert len(shown) == 6
     for words, steps, below, other in shown:
         case = ("dense" if words == "dense" else "moe", "small", int(steps.replace(",", "")) // 24, 4)
         assert defaults[case] == -float(below), case
