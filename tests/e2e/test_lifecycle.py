@@ -104,6 +104,7 @@ def test_scaling_within_the_bound_restarts_nobody(cluster: Cluster, start: Any) 
     assert len(now) == 4 and {name: now[name] for name in learners} == learners, "a learner restarted"
     assert after["epoch"] == before["epoch"] and job.identities("syncer") == syncer, "the syncer restarted"
     cluster.diloco("scale", job.name, "local=2", "-n", job.namespace)
+    until("two learners", lambda: len(job.pods("learner")) == 2, 120)
     until("the status says 2/2", lambda: job.status()["learners"] == "2/2", 120)
     job.wait_training("two active", lambda d: d["quorum"]["active"] == 2, 120)
     job.merging_on(timeout=120)
