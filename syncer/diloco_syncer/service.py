@@ -26,6 +26,7 @@ from grpc_health.v1._async import HealthServicer
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.common.http_server import (
     METRICS_TYPE,
+    AddressError,
     HttpServer,
     Page,
     json_page,
@@ -61,10 +62,23 @@ def _at(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
+def _addresses(options: Options) -> tuple[str | None, ...]:
+    return options.listen, options.control, options.http, options.export
+
+
 async def run(options: Options) -> int:
-    """Serve the job until it ends; returns the exit code."""
+    """Serve the job until it ends; returns the exit code. A life that begins again keeps its ports. Where one that the
+    system chose has been given to another program meanwhile, it takes others: who reads the address file follows."""
+    given = options
     while True:
-        outcome, options = await _life(options)
+        try:
+            outcome, options = await _life(options)
+        except (ListenError, AddressError) as error:
+            if _addresses(options) == _addresses(given):
+                raise
+            log.warning("%s; ports are chosen anew", error)
+            options = replace(options, listen=given.listen, control=given.control, http=given.http, export=given.export)
+            continue
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)
