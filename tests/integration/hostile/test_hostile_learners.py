@@ -252,6 +252,7 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
             except aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 await asyncio.sleep(0.05)
+    await until_status(syncer, lambda now: now["sessions"] == 2)
 
 
 def refusals(status: dict[str, Any], reason: str) -> int:

@@ -102,7 +102,7 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
     trained = report["tokens"]["trained"]
     assert trained == sum(one["tokens"] for one in said) >= 6000
     # Of a fragment one of the two may have had nothing left to offer at the end, and a merge takes both.
-    assert report["tokens"]["dropped"] == 0
+    assert report["tokens"]["dropped"] == 0 and report["tokens"]["pending"] <= 16 * 32  # one learner's steps alone
     for row in report["ledger"]:
         assert row["merged"] + row["pending"] + row["dropped"] == trained
     assert all(one["bytes_up"] > 0 for one in said)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,17 +14,21 @@ from diloco_worker import metrics_file
 from diloco_worker.metrics_file import MetricsFile
 
 
-def test_lines_are_written_whole_and_with_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_file, "FLUSH_SECONDS", 3600.0)
+def test_lines_are_written_whole_and_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics_file, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     path = tmp_path / "metrics" / "a.jsonl"
     file = MetricsFile(path)
     for step in range(5):
         file.add({"step": step})
     assert path.read_text() == '{"step": 0}\n'  # the first one at once, the others with the next flush
+    now[0] += 1.0
+    file.add({"step": 4.5})
+    assert len(path.read_text().splitlines()) == 6, "a second later all are"
     file.flush()
     other = MetricsFile(path)  # the next process of the same slot
     other.add({"step": 5}, now=True)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 5]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 4.5, 5]
     MetricsFile(None).add({"step": 0})
 
 
