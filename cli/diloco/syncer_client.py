@@ -88,15 +88,22 @@ class SyncerClient:
             return None
 
     async def status(self) -> StatusDocument:
-        """The status document. Raises SyncerError."""
+        """The status document, which the syncer keeps for up to half a second. Raises SyncerError."""
         return await fetch_document(self._where("http"), "/status", StatusDocument)
+
+    async def status_now(self) -> StatusDocument:
+        """The status document as of this call: dearer than ``status``. Raises SyncerError."""
+        return await self._ask(ControlMethod.STATUS, StatusDocument)
 
     async def report(self) -> Report:
         """The report. Raises SyncerError."""
+        return await self._ask(ControlMethod.REPORT, Report)
+
+    async def _ask(self, method: ControlMethod, model: type[D]) -> D:
         try:
-            return read_document(Report, await self.call(ControlMethod.REPORT, {}))
+            return read_document(model, await self.call(method, {}))
         except DocumentError as error:
-            raise SyncerError(f"the report: {error}") from error
+            raise SyncerError(f"the {method}: {error}") from error
 
     async def call(self, method: str, body: dict[str, Any], seconds: float = CALL_SECONDS) -> dict[str, Any]:
         """A signed control call; returns the reply's body. Raises SyncerError."""

@@ -307,14 +307,17 @@ class Syncer:
         )
         await output.write(model.layout, file, model.versions, report.model_dump_json(indent=1).encode())
         self._final_report = report.model_copy(update={"output": output.row})
-        await self._write_report(self._final_report)
         self._report_fetched = False  # whoever had it before had another
+        await self._write_report(self._final_report)
 
     def report(self) -> Report:
-        """The report as it stands; of a job that has ended, the one that the store has of its end."""
-        if self._final_report is not None and self.core.phase in ENDED_PHASES:
+        """The report as it stands; of a job that has ended, the one that the store has of its end, with what has become
+        of the output since."""
+        if self._final_report is None or self.core.phase not in ENDED_PHASES:
+            return self.status_page.report()
+        if self.output is None:
             return self._final_report
-        return self.status_page.report()
+        return self._final_report.model_copy(update={"output": self.output.row})
 
     async def fetch_report(self) -> Report:
         """The report, for the caller for whom an ended syncer waits. Of a job that has ended it is the one of its end,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.local.chaos import fault_report
 from diloco.local.chaos.fault_report import Event, Injected
 from diloco.local.training_loss import read_training_loss
-from diloco_protocol.documents import Report, ReportSyncer, StatusDocument, Tokens, VersionRange
+from diloco_protocol.documents import OutputRow, Report, ReportSyncer, StatusDocument, Tokens, VersionRange
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.vocabulary import JobPhase
 
@@ -27,6 +27,14 @@ OUTCOMES: dict[str, tuple[str, int]] = {
 def ended_phase(report: Report) -> str:
     """The phase in which a syncer ended the job of which this is its last report."""
     return next((phase for phase, (outcome, _) in OUTCOMES.items() if outcome == report.outcome), report.outcome)
+
+
+def last_output(status: StatusDocument | None, report: Report | None) -> OutputRow | None:
+    """What became of ``output.uri`` by the newest word of a syncer: by its status, or by a report that was asked for
+    after it, with which the syncer may have ended."""
+    row = None if status is None else status.output
+    told = None if report is None else report.output
+    return told if told is not None and (row is None or row.open) else row
 
 
 REFUSED = "refused"  # before anything was started: no report is written

@@ -15,7 +15,7 @@ from diloco.checks.machine import find_absent
 from diloco.checks.start import StartCheck
 from diloco.console import CommandError, print_lasting, program_name, unwritable_text
 from diloco.local.chaos import schedule as chaos
-from diloco.local.outcome import REFUSED, RunResult, complete_report, hard_end_note, is_hard_end, read_kept
+from diloco.local.outcome import REFUSED, RunResult, complete_report, hard_end_note, is_hard_end, last_output, read_kept
 from diloco.local.runner import Runner
 from diloco.local.screen import make_screen
 from diloco.local.summary import summary
@@ -76,7 +76,7 @@ def run(options: RunOptions) -> int:
         # What is complete stays as it was reported: its time, its faults.
         earlier = workdir.earlier_report() if result.complete_already else None
         if earlier is not None and result.status is not None:
-            earlier = earlier.model_copy(update={"output": result.status.output})
+            earlier = earlier.model_copy(update={"output": last_output(result.status, result.report)})
         kept = None
         if options.serving is None and is_hard_end(result):  # learners of other machines still have their work
             kept = read_kept(job, workdir.store)

@@ -257,9 +257,10 @@ class Runner:
             self._decide(RunOutcome("failed", 1, str(error), "forkserver"))
         return False
 
-    async def _poll(self) -> bool:
-        """Read the syncer's status, False if it does not answer; an ended phase ends the run."""
-        answered = await self.watch.poll()
+    async def _poll(self, now: bool = False) -> bool:
+        """Read the syncer's status, False if it does not answer; an ended phase ends the run. ``now``: one of before
+        this call will not do."""
+        answered = await self.watch.poll(now)
         if answered:
             self._watchdog.on_answered(time.monotonic())
         self._sample_rss()
@@ -345,9 +346,10 @@ class Runner:
         """The phase in which a syncer with exit code 0 ended the job; None: it was only asked to stop."""
         if self._interrupts:
             return "suspended"
+        if (report := self._stored_report()) is not None:
+            self.watch.report = report  # its last word: what was heard before may be older
         if self.watch.ended:
             return self.watch.phase
-        report = self._stored_report()
         return None if report is None else ended_phase(report)
 
     def _stored_report(self) -> Report | None:
@@ -374,7 +376,7 @@ class Runner:
                 error = None
                 if not on_purpose:
                     if how.code == 0:
-                        await self._poll()  # it may have joined since the last look
+                        await self._poll(now=True)  # it may have joined since the last look
                     joined = self.watch.has_joined(self.watch.process_ids[worker.name])
                     error = self._errors.find(worker.name, worker.kind, how, joined)
                 if worker.kind is Kind.LEARNER and not self._stopping:
@@ -386,7 +388,7 @@ class Runner:
         """Do what the supervisor says about an end; True: start it again now."""
         if (how.code == 0 or error is not None) and worker.kind is not Kind.SYNCER:
             # It may have left because the job ends, which we have not heard yet, or there may have been a merge.
-            await self._poll()
+            await self._poll(now=True)
         text = "" if error is None else error.text
         decision = self.supervisor.ended(
             worker.name,

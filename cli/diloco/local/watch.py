@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.local.chaos.fault_report import Event
+from diloco.local.outcome import last_output
 from diloco.local.screen import RunView, Screen, is_late
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.worker_specs import WorkerSpec
@@ -74,7 +75,7 @@ class StatusWatch:
     @property
     def output(self) -> OutputRow | None:
         """What became of the job's ``output.uri``; None: it has none, or nothing was heard."""
-        return None if self.view.status is None else self.view.status.output
+        return last_output(self.view.status, self.report)
 
     @property
     def is_writing_output(self) -> bool:
@@ -119,11 +120,11 @@ class StatusWatch:
         """Whether this process was ever seen in the job."""
         return process_id in self._joined
 
-    async def poll(self) -> bool:
-        """Read the status once; False if there was none."""
+    async def poll(self, now: bool = False) -> bool:
+        """Read the status once; False if there was none. ``now``: one of before this call will not do."""
         self.view.run_seconds = time.monotonic() - self._begun_at
         try:
-            status = await self.syncer.status()
+            status = await (self.syncer.status_now() if now else self.syncer.status())
         except SyncerError as error:
             self._tell_unreadable(error)
             self.view.serving = False

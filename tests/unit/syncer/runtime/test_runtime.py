@@ -27,6 +27,7 @@ from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
 from diloco_syncer.core import events as ev
+from diloco_syncer.output import model_output
 from diloco_syncer.runtime import global_model, initial_model
 from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.server.control import Control
@@ -495,6 +496,42 @@ async def test_the_report_of_an_end_is_given_when_the_end_is_durable(
             fetched = asyncio.create_task(syncer.fetch_report())
         await until(lambda: (tmp_path / "report.json").exists())
         assert await fetched == Report.model_validate_json((tmp_path / "report.json").read_bytes())
+
+
+async def test_the_report_of_an_end_tells_of_an_output_that_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, store = tmp_path / "taken", tmp_path / "store"
+    place.mkdir()
+    (place / "model.safetensors").write_bytes(b"another program's")
+    asks = ("training.stop={steps: 5}", f"output.uri={place}")
+
+    def is_told(state: str) -> bool:
+        found = Report.model_validate_json((store / "report.json").read_bytes()).output
+        return found is not None and found.state == state
+
+    async with Bench(store, *asks) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        bench.syncer.core.slots[0].step = 5
+        bench.syncer.driver.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
+        await until(lambda: (store / "report.json").exists() and is_told("failed"))
+    (place / "model.safetensors").unlink()
+    claims = threading.Event()
+    claim = model_output._claim
+
+    def slow_claim(*arguments: Any) -> Any:
+        assert claims.wait(60)
+        return claim(*arguments)
+
+    monkeypatch.setattr(model_output, "_claim", slow_claim)
+    async with Bench(store, *asks) as bench:
+        told = (await bench.syncer.fetch_report()).output
+        assert told is not None and told.open and is_told("failed")
+        claims.set()
+        await until(lambda: is_told("written"))
+        told = (await bench.syncer.fetch_report()).output
+        assert told is not None and told.state == "written"
 
 
 # ------------------------------------------------------------------ the optimizer's state
