@@ -11,6 +11,8 @@ groups but ``outer`` vary the default: isotropic merges and Nesterov 0.5. Groups
   equal, so that the first two are the same), and with batches of 8, 4, 2 and 2 sequences;
 * ``stragglers``: K = 1 and K = M, without and with the grace window, one learner 18 % slower, and learners at 1, 1/2
   and 1/4 speed;
+* ``visitors``: learners that join after a third of the time and leave after two thirds: none, one more and four more
+  (the data-parallel reference has none); every run ends at the same time;
 * ``cadence``: H, P and τ; of fewer steps than fragments as many fragments as steps;
 * ``encoding``: float32 to 2 bit and sparse (bench/trials/sparse.py), without and with error feedback; sparse after the
   mean too, as SparseLoCo has it, beside int4 after the mean;
@@ -33,7 +35,7 @@ from trials.reports import ablation_report, show_trials
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
 
-LENGTHS = {"outer": (6, 40), "adoption": (6, 40)}  # of a group, in merges of each fragment
+LENGTHS = {"outer": (6, 40), "adoption": (6, 40), "visitors": (6, 40)}  # of a group, in merges of each fragment
 SHORT = (6,)  # of other groups
 SEEDS = 5
 GRID = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)  # outer rates
@@ -134,6 +136,11 @@ def straggler_arms(base: Trial) -> Iterator[Arm]:
             yield replace(made, default=f"{conditions}, K = 1, γ = 0.9")
 
 
+def visitor_arms(base: Trial) -> Iterator[Arm]:
+    for visitors, words in ((0, "nobody"), (1, "one learner"), (4, "four learners")):
+        yield arm(f"{words} for the middle third", base, {}, timed=True, visitors=visitors)
+
+
 def cadence_arms(base: Trial) -> Iterator[Arm]:
     for every in (6, 12, 24, 48, 96):
         yield arm(f"H = {every}", base, {"every": every, "fragments": min(24, every)})
@@ -172,6 +179,7 @@ GROUPS = {
     "merge": merge_arms,
     "weights": weight_arms,
     "stragglers": straggler_arms,
+    "visitors": visitor_arms,
     "cadence": cadence_arms,
     "encoding": encoding_arms,
     "inner": inner_arms,
@@ -180,6 +188,7 @@ DEFAULTS = {  # the names of arms, by groups, where an arm names none itself
     "outer": "isotropic, nesterov 0.5",
     "adoption": "keep",
     "merge": "isotropic, M = {learners}",
+    "visitors": "nobody for the middle third",
     "cadence": "H = 24",
     "encoding": "up int4",
     "inner": "adamw",

@@ -10,7 +10,7 @@ loss over the same sequences, so the reference is one process with the whole bat
 
 *The same data.* The step s of the job trains the sequences s·SEQUENCES to (s + 1)·SEQUENCES of the seed's order,
 whoever trains them: learner m of M takes the m-th of M parts, equal ones but where the trial says others. A learner
-that died leaves a gap.
+that died leaves a gap. What a learner beyond the M trains comes after all that is theirs.
 """
 
 from __future__ import annotations
@@ -138,13 +138,23 @@ class Fleet:
         return [float(value) for value in nats]
 
 
+def first_sequence(parts: Sequence[int], total: int, slot: int, step: int) -> int:
+    """The place, in the order of the data, of the first sequence that this slot's learner trains in this step.
+    ``parts``: those of the learners that are there all the time; ``total``: steps of the trial."""
+    visitor = slot - len(parts)
+    if visitor < 0:
+        return step * SEQUENCES + sum(parts[:slot])
+    return (visitor + 1) * total * SEQUENCES + step * parts[-1]
+
+
 class TrialTraining:
     """What a world's learners train (diloco.simulate.job.parts.Training). ``parts``: sequences that the learner of each
-    slot trains in a step. ``total``: steps of the trial."""
+    slot trains in a step, SEQUENCES in all. ``visitors``: learners beyond those, of as many sequences as the last.
+    ``total``: steps of the trial."""
 
-    def __init__(self, fleet: Fleet, data: TrialData, parts: Sequence[int], total: int) -> None:
-        self._fleet, self._data, self._parts, self._total = fleet, data, parts, total
-        self._before = np.concatenate([[0], np.cumsum(parts)])  # sequences of the slots before each
+    def __init__(self, fleet: Fleet, data: TrialData, parts: Sequence[int], visitors: int, total: int) -> None:
+        self._fleet, self._data, self._own, self._total = fleet, data, tuple(parts), total
+        self._parts = (*parts, *(parts[-1:] * visitors))
 
     def open_replica(self, slot: int) -> Replica:
         return self._fleet.open_row()
@@ -166,7 +176,7 @@ class TrialTraining:
 
     def _train(self, orders: Sequence[StepOrder], part: int) -> list[float]:
         spec = self._fleet.job.spec
-        first = np.array([order.step * SEQUENCES + self._before[order.slot] for order in orders])
+        first = np.array([first_sequence(self._own, self._total, order.slot, order.step) for order in orders])
         batch = self._data.batch(first[:, None] + np.arange(part))
         rates = []
         for order in orders:

@@ -114,11 +114,25 @@ def equal_parts(learners: int) -> tuple[int, ...]:
 
 
 def make_job(
-    kind: str, size: str, learners: int, steps: int, seed: int, sync: Mapping[str, Any], rate: float | None = None
+    kind: str,
+    size: str,
+    learners: int,
+    steps: int,
+    seed: int,
+    sync: Mapping[str, Any],
+    rate: float | None = None,
+    timed: bool = False,
+    visitors: int = 0,
 ) -> DiLoCoJob:
-    """The job of a trial: ``steps`` steps of SEQUENCES sequences in all, ``sync`` as in a job file."""
+    """The job of a trial: ``steps`` steps of SEQUENCES sequences in all, ``sync`` as in a job file. ``timed`` and
+    ``visitors``: as the trial has them."""
     task, per_learner = TASKS[kind, size], equal_parts(learners)[0]
     length = task.data.get("sequenceLength", 1)
+    region = {"name": "r", "learners": learners}
+    if visitors:
+        region["maxLearners"] = learners + visitors
+    # The word of the stop takes its way, and everybody ends the step after.
+    stop = {"steps": steps - 1} if timed else {"tokens": (steps - 1) * SEQUENCES * length}
     merge = {"meanTensors": list(task.mean_tensors), **dict(sync).get("merge", {})}
     return DiLoCoJob.model_validate(
         {
@@ -132,11 +146,10 @@ def make_job(
                     "data": dict(task.data),
                     "batch": {"sequences": per_learner},
                     "optimizer": {"lr": rate or task.rate, "warmupSteps": 20},
-                    # The word of the stop takes its way, and everybody ends the step after.
-                    "stop": {"tokens": (steps - 1) * SEQUENCES * length},
+                    "stop": stop,
                 },
                 "sync": {**sync, "merge": merge},
-                "regions": [{"name": "r", "learners": learners}],
+                "regions": [region],
             },
         }
     )

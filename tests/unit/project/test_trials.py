@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import ablations
 import quality
-from trials import outers, sparse, tasks
+from trials import fleet, outers, sparse, tasks
 from trials.cells import RESULTS, Cache, Trial, common_losses, run_trial
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import excess, make_row, mean
@@ -123,6 +123,32 @@ def test_learners_with_unequal_parts_train_the_steps_sequences() -> None:
     assert unequal["steps"] == equal["steps"], "as many tokens in as many seconds"
 
 
+def test_every_sequence_is_trained_once_whoever_is_there() -> None:
+    parts, total, visitors = (8, 4, 2, 2), 30, 3
+    own = [(slot, step) for slot in range(4) for step in range(total)]
+    theirs = [(slot, step) for slot in range(4, 4 + visitors) for step in range(10, 20)]
+
+    def sequences(places: list[tuple[int, int]]) -> list[int]:
+        found = []
+        for slot, step in places:
+            first = fleet.first_sequence(parts, total, slot, step)
+            found += range(first, first + (*parts, 2, 2, 2)[slot])
+        return found
+
+    assert sorted(sequences(own)) == list(range(total * tasks.SEQUENCES))
+    assert len(set(sequences(own + theirs))) == total * tasks.SEQUENCES + visitors * 10 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.untimed
+def test_visitors_take_part_for_a_third_of_the_time() -> None:
+    base = Trial("dense", "small", 2, 0, learners=2, timed=True)
+    alone, visited = run_trial(base), run_trial(replace(base, visitors=2))
+    assert visited["steps"] == alone["steps"], "both end at the same time"
+    assert alone["responders"] == 2 < visited["responders"]
+    assert visited["merged"] == 1.0, "who leaves offers the work first"
+
+
 def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
     trial, cache = Trial("dense", "small", 6, 0, learners=4), Cache(tmp_path / "trials.jsonl")
     assert cache.find(trial) is None
@@ -140,6 +166,8 @@ def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
         {"pace": (1.0, 2.0)},
         {"parts": (8, 4, 2, 2)},
         {"deaths": True},
+        {"timed": True},
+        {"visitors": 1},
         {"rate": 1e-3},
         {"inner": "muon"},
         {"sparse": True},

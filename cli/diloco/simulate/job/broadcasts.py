@@ -63,7 +63,9 @@ class Broadcasts:
 
         def arrive() -> None:
             learner.fetching.discard(fragment)
-            if learner.tenure != tenure:
+            if learner.tenure != tenure:  # another tenure began, and what was on its way is not of it
+                if fragment in learner.announced:
+                    self._fetch(learner, fragment)
                 return
             learner.downloaded[fragment] = (news, values)
             learner.fetched[fragment] = news.version

@@ -51,6 +51,7 @@ class LearnerProcess:
     seat: Seat | None = None
     tenure: int = 0
     alive: bool = True
+    leaving: bool = False  # its own machine is taken back, while the job continues
     left: bool = False
     stepping: bool = False
     resumes_at: float = 0.0
@@ -106,8 +107,8 @@ class LearnerProcess:
 
     @property
     def draining(self) -> bool:
-        """Whether it leaves: the job ends."""
-        return self.phase is JobPhase.DRAINING
+        """Whether it makes no more steps, and leaves once its work is offered."""
+        return self.leaving or self.phase is JobPhase.DRAINING
 
     @property
     def ready(self) -> bool:

@@ -82,6 +82,7 @@ class World:
         self._pace, self._link, self._links = pace, link or LinkRates(), links
         self._make_values = make_values
         self._connections: dict[int, LearnerProcess] = {}
+        self._welcomed: set[int] = set()  # connections to which announcements are sent
         self._numbers = count(1)
         self._states: dict[int, OptimizerState] = {}  # by transfer
         self._steps_due: dict[float, list[LearnerProcess]] = {}
@@ -136,6 +137,12 @@ class World:
             self._handle(ev.ProcessEnded(*place, learner.process, "killed"))
         self._close(learner)
 
+    def drain_learner(self, place: Place) -> None:
+        """The place's process is told to end (SIGTERM): it finishes its step, offers its work and leaves."""
+        learner = self.learners[place]
+        learner.leaving = True
+        self._wake(learner)
+
     def stall_learner(self, place: Place, seconds: float) -> None:
         """The place's process stands still for so many seconds, in the middle of a step if it makes one, and goes on
         being heard. Two stalls at once are one."""
@@ -184,6 +191,7 @@ class World:
     def _do(self, action: ev.Action) -> None:
         match action:
             case ev.Admit() | ev.Promote():
+                self._welcomed.add(action.connection)
                 if (learner := self._connections.get(action.connection)) is not None:
                     self._deliver(learner, partial(self._admit, learner, action))
             case ev.Refuse() | ev.RequestInitialModel():
@@ -197,7 +205,8 @@ class World:
                 norms = self.versions.merge(action, EPOCH)
                 self.timeline.call_in(self.merge_seconds, partial(self._merged, action, norms))
             case ev.Announce():
-                self.broadcasts.announce(action.fragment, action.merged, self._connections.items())
+                told = [(number, one) for number, one in self._connections.items() if number in self._welcomed]
+                self.broadcasts.announce(action.fragment, action.merged, told)
             case ev.SetPhase():
                 for learner in list(self._connections.values()):
                     self._deliver(learner, partial(self._told_phase, learner, action.phase))

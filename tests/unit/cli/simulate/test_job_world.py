@@ -24,7 +24,7 @@ LAYOUT = Layout.build([Tensor("a.weight", (40, 6), "float32"), Tensor("b.weight"
 SIZES = [LAYOUT.elements(p) for p in range(len(LAYOUT))]
 
 
-def a_job(learners: int, steps: int, **sync: Any) -> DiLoCoJob:
+def a_job(learners: int, steps: int, most_learners: int | None = None, **sync: Any) -> DiLoCoJob:
     return DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
@@ -38,7 +38,7 @@ def a_job(learners: int, steps: int, **sync: Any) -> DiLoCoJob:
                     "stop": {"tokens": learners * steps * TOKENS},
                 },
                 "sync": {"fragments": 4, "every": 8, **sync},
-                "regions": [{"name": "r", "learners": learners}],
+                "regions": [{"name": "r", "learners": learners, "maxLearners": most_learners}],
             },
         }
     )
@@ -218,6 +218,20 @@ def test_a_stalled_learner_makes_its_steps_later_and_a_cut_one_comes_back_with_i
     assert max(step for slot, step in problem.steps_made if slot == 1) == 29
     assert world.run(until=1000)
     assert world.core.ledger is not None and world.core.ledger.totals().dropped == 0
+
+
+def test_a_learner_beyond_the_places_trains_at_once_and_leaves_with_all_its_work_merged() -> None:
+    world, problem, _ = a_world(a_job(2, 90, most_learners=3))
+    world.timeline.call_at(30.5, lambda: world.start_learner(("r", 2)))
+    world.timeline.call_at(60.5, lambda: world.drain_learner(("r", 2)))
+    assert world.run(until=1000)
+    steps = [step for slot, step in problem.steps_made if slot == 2]
+    assert steps[0] >= 29, "its slot begins where the others are"
+    assert 28 <= len(steps) <= 30
+    assert world.core.ledger is not None and imbalances(world.core.ledger) == []
+    totals = world.core.ledger.totals()
+    assert totals.merged == totals.trained == len(problem.steps_made) * TOKENS
+    assert world.seen["merged pushes"] > 2 * world.seen["merges"]
 
 
 def test_many_learners_without_values_train_in_virtual_time() -> None:
