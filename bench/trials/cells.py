@@ -48,7 +48,8 @@ class Trial:
     empty: as many each. ``timed``: the job ends with the last of its steps, whatever was trained by then, and not with
     its tokens. ``visitors``: so many learners more, each training as many sequences in a step as the others, join after
     a third of the time and leave after two thirds. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw
-    or muon. ``sparse``: pushes are made sparse first (sparse.py). ``ddp``: the reference, by torch's own ranks (ddp.py).
+    or muon. ``sparse``: pushes are made sparse first (sparse.py). ``ddp``: the reference, by torch's own ranks
+    (ddp.py).
     """
 
     kind: str

@@ -234,6 +234,16 @@ def test_a_learner_beyond_the_places_trains_at_once_and_leaves_with_all_its_work
     assert world.seen["merged pushes"] > 2 * world.seen["merges"]
 
 
+def test_a_newcomer_has_every_fragment_soon_whenever_it_comes() -> None:
+    """What is announced between its Join and its Admit is not missing, nor what was on its way to it as a standby."""
+    for at in np.arange(30.0, 34.0, 0.1):
+        latency = 0.36
+        world, problem, _ = a_world(a_job(2, 60, most_learners=3), link=LinkRates(latency=latency))
+        world.timeline.call_at(at, lambda world=world: world.start_learner(("r", 2)))
+        world.run(until=at + 1.0 + 12 * latency)
+        assert any(slot == 2 for slot, _ in problem.steps_made), at
+
+
 def test_many_learners_without_values_train_in_virtual_time() -> None:
     job = a_job(60, 12)
     world = World(job, CountedSteps(TOKENS), CountedVersions(job, SIZES))
