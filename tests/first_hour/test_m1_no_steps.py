@@ -56,13 +56,15 @@ def test_m1_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
     assert event["slot"] == 0 and "has finished no step" in event["message"]
 
 
-# It ends when one more learner has been told of: this one.
+# It ends when as many learners have been told of as were started: this one, too.
 PROGRAM = """
 import pathlib, time
 
 told = pathlib.Path("told")
-before = told.stat().st_size
-while told.stat().st_size == before:
+with pathlib.Path("starts").open("a") as starts:
+    starts.write("one\\n")
+count = len(pathlib.Path("starts").read_text().splitlines())
+while len(told.read_text().splitlines()) < count:
     time.sleep(0.05)
 raise SystemExit("trained alone")
 """

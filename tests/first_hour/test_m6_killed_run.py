@@ -97,6 +97,19 @@ def test_m6_a_run_that_goes_on_is_not_told_by_an_older_end_either(tmp_path: Path
         assert json.loads(diloco("status", workdir.path, "--json")[1])["report"]["outcome"] == "running"
 
 
+def test_m6_a_run_that_has_just_begun_again_is_running(tmp_path: Path) -> None:
+    """Nothing of it was seen yet, and what lies there is of the run before."""
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, parse_job(JOB), tmp_path)
+        workdir.report.write_text(job_report(outcome="interrupted", steps=948).model_dump_json())
+        os.utime(workdir.report, (time.time() - 60,) * 2)
+        workdir.metrics_file.write_text(sample(100, 1, at=-60.0) + "\n")
+        code, said = diloco("status", workdir.path)
+        assert code != 0 and "is running, but its syncer does not answer yet" in said
+        (row,) = json.loads(diloco("list", tmp_path, "--json")[1])["items"]
+        assert (row["state"], row["running"]) == ("starting", True)
+
+
 def test_m6_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) -> None:
     """Earlier versions left their process id in the lock at every end."""
     with locked(tmp_path / "run") as workdir:

@@ -78,14 +78,23 @@ def _delete_all(
                 continue
             deleted.append((fault, pod, time.monotonic() - begun))
             print_progress(f"deleted {pod} ({fault.text})")
-        job = cluster.job(name)
-        if holds(job, "Complete") or holds(job, "Failed"):
+        if _has_ended(cluster, name):
             break
         if passed >= told:
             told = passed + TELL_SECONDS
             print_progress(f"{passed:.0f} of {seconds:.0f} s, {len(schedule.waiting)} deletions to come")
         time.sleep(POLL_SECONDS)
     return deleted, [*held, *schedule.waiting]
+
+
+def _has_ended(cluster: Cluster, name: str) -> bool:
+    try:
+        job = cluster.job(name)
+    except ClusterError as error:
+        if error.passing:
+            return False  # asked again soon
+        raise
+    return holds(job, "Complete") or holds(job, "Failed")
 
 
 def _delete(cluster: Cluster, name: str, fault: Fault) -> str | None:

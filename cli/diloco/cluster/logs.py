@@ -286,7 +286,9 @@ def _follow(cluster: Cluster, options: LogOptions, job: Object, printer: _Printe
                 if not found:
                     job = cluster.job(options.name)  # raises where the job is gone
             except ClusterError as error:
-                if error.reason == "NotFound" and follower.lines.empty():
+                if error.reason == "NotFound":
+                    while not follower.lines.empty():
+                        printer.show(*follower.lines.get_nowait())
                     _note(f"{options.name} is gone")
                     return 0
                 if not error.passing:

@@ -53,16 +53,17 @@ from diloco.processes.worker_specs import (
 from diloco.syncer_client import SyncerClient, SyncerError
 from diloco_protocol.documents import Report
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.vocabulary import ControlMethod, JobPhase
+from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase, SyncerExit
 
 POLL_SECONDS = 0.5
 POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
 METRICS_SECONDS = 1.0
-DRAIN_SECONDS = 10.0  # after Ctrl-C, for learners to offer their work and the syncer to end
+DRAIN_SECONDS = 10.0  # after Ctrl-C, without any progress of learners that offer their work and a syncer that ends
+MAX_DRAIN_SECONDS = 600.0
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
 SAME_SIGNAL_SECONDS = 1.0  # signals closer together are one wish: `timeout` signals a process and then its group
-ENDED_TRIES = 5  # process-ended calls while the syncer does not answer
+MAX_PAUSE_SECONDS = 3.0  # between two tries to tell the syncer of a process's end
 Check = Callable[[ForkServerClient], Awaitable[str]]
 
 
@@ -218,7 +219,7 @@ class Runner:
                 " to begin anew give another --workdir",
                 "bold",
             )
-            while not await self._poll() or self.watch.is_writing_output:
+            while not (await self._poll() and self.watch.is_settled):
                 await asyncio.sleep(POLL_SECONDS)
             return
         for worker in self._workers:
@@ -266,7 +267,7 @@ class Runner:
         self._sample_rss()
         if answered:
             self._tell_unjoined()
-        if answered and self.watch.ended and not self.watch.is_writing_output:
+        if answered and self.watch.is_settled:
             self._decide(self._end_outcome(self.watch.phase))
         return answered
 
@@ -283,7 +284,7 @@ class Runner:
         if phase == JobPhase.COMPLETE and output is not None and output.state == "failed":
             return RunOutcome(outcome, 1, f"the merged model was not written to {output.uri}: {output.message}")
         note = self.supervisor.vain_replacements() if outcome == "interrupted" else ""
-        return RunOutcome(outcome, code, self.watch.message if code else "", note=note)
+        return RunOutcome(outcome, code, self.watch.end_message if code else "", note=note)
 
     def _reason_to_kill_syncer(self) -> str:
         """Why the syncer that runs and does not answer is of no use any more; empty: it may be yet."""
@@ -324,12 +325,11 @@ class Runner:
             how = await process.wait()
             self.running.pop("syncer", None)
             on_purpose = self.injector.ended("syncer", time.time()) or self._killed_syncer
-            if how.code == 0 and (phase := self._last_phase()) is not None:
+            if how.code in (SyncerExit.OK, SyncerExit.FAILED) and (phase := self._last_phase(how)) is not None:
                 self._decide(self._end_outcome(phase))
                 return
-            if how.code == 1 and self.watch.phase == JobPhase.FAILED:
-                self._decide(RunOutcome("failed", 1, self.watch.message, "syncer"))
-                return
+            if how.code == SyncerExit.CONFIGURATION and self._ports.forget():
+                continue
             why = None if on_purpose else self._errors.find("syncer", Kind.SYNCER, how)
             if not await self._apply_restart_decision(WorkerSpec("syncer", Kind.SYNCER, "", 0), how, why):
                 return
@@ -342,15 +342,16 @@ class Runner:
         except OSError:
             self._log_begins[name] = 0
 
-    def _last_phase(self) -> str | None:
-        """The phase in which a syncer with exit code 0 ended the job; None: it was only asked to stop."""
-        if self._interrupts:
-            return "suspended"
+    def _last_phase(self, how: Exit) -> str | None:
+        """The phase in which a syncer that has ended by itself ended the job; None: it was only asked to stop, or its
+        own end was not the job's."""
         if (report := self._stored_report()) is not None:
             self.watch.report = report  # its last word: what was heard before may be older
-        if self.watch.ended:
-            return self.watch.phase
-        return None if report is None else ended_phase(report)
+        failed = how.code == SyncerExit.FAILED
+        last = self.watch.phase if report is None else ended_phase(report)
+        if last in ENDED_PHASES and (last == JobPhase.FAILED) == failed:
+            return last
+        return JobPhase.SUSPENDED if self._interrupts and not failed else None
 
     def _stored_report(self) -> Report | None:
         """The report that the last syncer left if it ended the job: it may be gone before anyone could ask it."""
@@ -448,7 +449,7 @@ class Runner:
 
     def _is_still_needed(self, worker: WorkerSpec, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""
-        if self._stopping or self._interrupts or self.watch.ended:
+        if self._stopping or self._interrupts or self.watch.is_over:
             return False
         if worker.kind is Kind.LEARNER:
             # In deterministic mode a learner leaves by itself when its share is done.
@@ -465,12 +466,14 @@ class Runner:
             "process": process_id,
             "reason": end if error is None or error.brief == end else f"{end}: {error.brief}",
         }
-        for tries in range(ENDED_TRIES):
+        pause = 0.2
+        while True:  # until the run ends: the syncer may be down, and its successor cannot know of this end
             try:
                 await self.syncer.call(ControlMethod.PROCESS_ENDED, body, seconds=2.0)
                 return
             except SyncerError:
-                await asyncio.sleep(0.2 * 2**tries * random.uniform(0.5, 1.5))
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     # -------------------------------------------------------------- the end
 
@@ -500,31 +503,42 @@ class Runner:
             self._decide(RunOutcome("interrupted", 130))
 
     async def _interrupt(self) -> None:
+        await self.watch.poll(now=True)
         started = self.watch.phase not in ("", JobPhase.WAITING)
         try:
             if not started:
                 raise SyncerError("nothing has been trained yet")
             await self.syncer.call(ControlMethod.ANNOUNCE, {"phase": "interrupted", "message": "stopped by the user"})
-            await asyncio.sleep(DRAIN_SECONDS)
-            if self.watch.ended:
+            await self._wait_for_drain()
+            if self.watch.is_over:
                 return  # it drained; a process that does not leave is waited for elsewhere
             self.screen.event(
-                f"the job did not drain within {DRAIN_SECONDS:.0f} s; its last durable state is kept", "red"
+                f"the job did not drain: nothing changed for {DRAIN_SECONDS:.0f} s; its last durable state is kept",
+                "red",
             )
         except SyncerError:
             pass  # there is nobody to drain to; what is durable stays
         self._decide(RunOutcome("interrupted", 130, note=self.supervisor.vain_replacements()))
 
+    async def _wait_for_drain(self) -> None:
+        """Until the job is over, or its drain does not progress any more."""
+        began = changed_at = time.monotonic()
+        before = None
+        while not self.watch.is_over and time.monotonic() < min(changed_at + DRAIN_SECONDS, began + MAX_DRAIN_SECONDS):
+            if (seen := self.watch.drain_progress) != before:
+                before, changed_at = seen, time.monotonic()
+            await asyncio.sleep(0.1)
+
     async def _wait_for_exits(self, outcome: RunOutcome) -> None:
         """Let the processes go by themselves, where the syncer has told them to."""
-        if outcome.outcome == "failed" and outcome.log_of and self.view.serving and not self._stopping:
+        if outcome.outcome == "failed" and outcome.log_of and "syncer" in self.running and not self._stopping:
             with contextlib.suppress(SyncerError):
                 await self.syncer.call(
                     ControlMethod.ANNOUNCE, {"phase": "failed", "message": outcome.message}, seconds=2.0
                 )
-        if self.watch.report is None and self.view.serving and not self._stopping:
+        if self.watch.report is None and "syncer" in self.running and not self._stopping:
             await self.watch.fetch_report()
-        deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.ended else 0.0)
+        deadline = time.monotonic() + (LEAVE_SECONDS if self.watch.is_over else 0.0)
         while self.running and time.monotonic() < deadline and not self._stopping:
             await asyncio.sleep(0.02)
 

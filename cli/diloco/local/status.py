@@ -49,15 +49,22 @@ def read_status(where: str | None) -> StatusDocument | Report:
         raise CommandError(f"{error}{hint}") from error
     unread = ""
     try:
-        document = asyncio.run(fetch_document(str(read_address(workdir.address)["http"]), "/status", StatusDocument))
-        if document.job == workdir.job_name():  # else the port is another's by now
+        there = read_address(workdir.address)
+        document = asyncio.run(fetch_document(str(there["http"]), "/status", StatusDocument))
+        if (document.job, document.epoch) == (
+            workdir.job_name(),
+            address["epoch"],
+        ):  # else the port is another's by now
             return document
     except (OSError, WorkdirError, SyncerError) as error:
         # It is not running, or the port is another's: what it left is shown.
         unread = f" ({error})" if isinstance(error.__cause__, DocumentError) else ""
     killed = workdir.was_killed()
-    if workdir.is_unfinished() and (last := last_seen(workdir, killed)) is not None:
-        return last
+    if workdir.is_unfinished():
+        if (last := last_seen(workdir, killed)) is not None:
+            return last
+        if workdir.runner() is not None:  # a report that lies there is of the run before
+            raise UnansweredRun(_unanswered_text(workdir, unread))
     try:
         report = read_document(Report, read_bounded(workdir.report, MAX_REPORT_BYTES))
         if killed:
@@ -66,14 +73,16 @@ def read_status(where: str | None) -> StatusDocument | Report:
         return report
     except FileNotFoundError as error:
         if workdir.runner() is not None:
-            raise UnansweredRun(
-                f"the run in {workdir.path} is running, but its syncer does not answer yet{unread}: ask again"
-            ) from error
+            raise UnansweredRun(_unanswered_text(workdir, unread)) from error
         raise CommandError(
             f"the run in {workdir.path} is not running and has left no report{unread}; `diloco run` continues it"
         ) from error
     except (OSError, ValueError) as error:
         raise CommandError(f"{workdir.report} cannot be read: {error}") from error
+
+
+def _unanswered_text(workdir: Workdir, unread: str) -> str:
+    return f"the run in {workdir.path} is running, but its syncer does not answer yet{unread}: ask again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +177,8 @@ def read_report(where: str | None) -> Report:
         address = _as_address(where) or str(read_address(find(where).address)["http"])
         return asyncio.run(fetch_document(address, "/report", Report, REPORT_SECONDS))
     except (OSError, WorkdirError, SyncerError) as error:
+        if isinstance(document := read_status(where), Report):
+            return document  # it has ended meanwhile
         raise CommandError(f"the run continues, but its report cannot be read now ({error}): try again") from error
 
 

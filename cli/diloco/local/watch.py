@@ -6,6 +6,7 @@ supervisor. The last document stands while the syncer does not answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.local.chaos.fault_report import Event
-from diloco.local.outcome import last_output
+from diloco.local.outcome import ended_phase, last_output
 from diloco.local.screen import RunView, Screen, is_late
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.worker_specs import WorkerSpec
@@ -23,6 +24,7 @@ from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind
 
 # Not for the screen: a hold and its end are told by the phase, and that a slot is late is told once it has lasted.
 QUIET_EVENTS = frozenset({EventKind.FIRST_STEP, EventKind.HOLD, EventKind.RESUME, EventKind.STARVED})
+KEPT_SECONDS = 2.0  # the oldest that a page can be when it is here: it is kept for half a second, and on its way
 LATE_SECONDS = 30.0  # of a learner whose updates keep arriving too late, before that is said
 EVENT_STYLES: dict[str, str] = {
     EventKind.LOST: "red",
@@ -57,6 +59,7 @@ class StatusWatch:
     _problem: str = ""
     _unreadable: str = ""
     _late_since: dict[int, float] = field(default_factory=dict)  # slot -> when it began; inf: that was said
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def phase(self) -> str:
@@ -81,6 +84,32 @@ class StatusWatch:
     def is_writing_output(self) -> bool:
         """Whether the job is complete and its model is still being written to ``output.uri``."""
         return self.phase == JobPhase.COMPLETE and self.output is not None and self.output.open
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a syncer has ended the job, by its status or by the report that it left."""
+        told = self.report is not None and ended_phase(self.report) in ENDED_PHASES
+        return self.ended or told
+
+    @property
+    def end_message(self) -> str:
+        """Why the job ended, by its status or by the report that it left."""
+        return self.message if self.ended or self.report is None else self.report.message
+
+    @property
+    def drain_progress(self) -> object:
+        """What changes while a job drains."""
+        if (status := self.view.status) is None:
+            return None
+        slots = [(slot.state, slot.step, slot.merged_pushes) for slot in status.slots]
+        return status.phase, status.merges, status.tokens, slots, status.sessions, len(status.eval_loss)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the job has ended, and nothing more comes of it: its end is durable, for the report of it is here,
+        and its output is written or cannot be."""
+        told = self.report is not None and ended_phase(self.report) == self.phase
+        return self.ended and told and not self.is_writing_output
 
     @property
     def closing(self) -> bool:
@@ -122,6 +151,10 @@ class StatusWatch:
 
     async def poll(self, now: bool = False) -> bool:
         """Read the status once; False if there was none. ``now``: one of before this call will not do."""
+        async with self._looking:  # what one look has seen is not overwritten by another that began before it
+            return await self._look(now)
+
+    async def _look(self, now: bool) -> bool:
         self.view.run_seconds = time.monotonic() - self._begun_at
         try:
             status = await (self.syncer.status_now() if now else self.syncer.status())
@@ -130,6 +163,8 @@ class StatusWatch:
             self.view.serving = False
             self.screen.update(self.view)
             return False
+        if self._is_older(status):
+            return True
         self.view.status, self.view.serving, self._seen_at = status, True, time.monotonic()
         self._joined.update(status.standbys, (slot.process for slot in status.slots))
         self._tell_resumed(status)
@@ -148,6 +183,11 @@ class StatusWatch:
         if self.ended:  # not before: the syncer stays after the end until the report was fetched
             await self.fetch_report()
         return True
+
+    def _is_older(self, status: StatusDocument) -> bool:
+        """Whether this document was made before the last one: a page is kept for a while."""
+        last, passed = self.view.status, time.monotonic() - self._seen_at
+        return last is not None and self.view.serving and passed < KEPT_SECONDS and _age(status) < _age(last)
 
     async def fetch_report(self) -> None:
         with contextlib.suppress(SyncerError):  # the last one that was had stands
@@ -212,9 +252,17 @@ class StatusWatch:
             if key in self._events or event.time < self._begun - 1.0:
                 continue
             self._events[key] = event
+            if event.kind is EventKind.JOINED:  # it may have left the slot since
+                self._joined.add(str(event.details.get("process", "")))
             worker = self.worker_of(slots[event.slot]) if event.slot in slots else None
             if event.kind is EventKind.FIRST_MERGE and worker is not None:
                 self.supervisor.healthy(worker.name)
             if event.kind not in QUIET_EVENTS:
                 prefix = "" if event.kind is EventKind.PHASE else f"{event.kind}: "
                 self.screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))
+
+
+def _age(status: StatusDocument) -> tuple[int, float, int, int]:
+    """Which of two documents of a job was made later: the one for which this is greater."""
+    newest = max((row.n for row in status.events), default=0)
+    return status.epoch, status.elapsed_seconds, status.merges, newest

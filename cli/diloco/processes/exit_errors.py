@@ -6,7 +6,9 @@ wrote, for its successors write to the same file.
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco_protocol.common.program_errors import NEVER_JOINED, error_line, last_lines, normal_form, shorten
 
 BRIEF_CHARS = 160
+TOGETHER_SECONDS = 5.0  # kills within them were of one shortage
 MAX_LOG_BYTES = 64 << 10  # of the end of a log
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _SHELLS = 128  # a shell's exit code is this much above the signal that ended its command
@@ -52,9 +55,7 @@ def error_of_exit(
     """The error that ended a process; None: it was told to end, or ended well. ``log``: the last lines that it wrote.
     ``memory_killed``: whether the kernel has killed for want of memory meanwhile; None: its counts cannot be read.
     ``need``: the memory that the job needs. ``joined``: of a learner, whether it ever joined the job."""
-    number = how.signal
-    if number is None and how.code is not None and how.code > _SHELLS:
-        number = how.code - _SHELLS
+    number = _signal(how)
     if number in _TOLD_TO_END:
         return None
     if how.code == 0:
@@ -67,6 +68,13 @@ def error_of_exit(
     if number is not None:
         return ExitError(end, lines)
     return ExitError(said or f"{end}, and nothing in its log", lines)
+
+
+def _signal(how: Exit) -> int | None:
+    """The signal that ended a process, or the command that it was the shell of."""
+    if how.signal is None and how.code is not None and how.code > _SHELLS:
+        return how.code - _SHELLS
+    return how.signal
 
 
 def _killer_text(memory_killed: bool | None) -> str:
@@ -88,10 +96,13 @@ class ExitErrors:
         self._memory_need = memory_need
         self._begins: dict[str, int] = {}  # where in its log a process begins
         self._kills = count_memory_kills()
+        self._unexplained = 0  # of the kernel's kills, those that no process's end is told by yet
+        self._risen_at = -math.inf  # monotonic seconds: when the count last rose
         self._shown: set[str] = set()
 
     def begin(self, name: str) -> None:
         """A process is about to be started."""
+        self._count_kills()
         try:
             self._begins[name] = self._log_of(name).stat().st_size
         except OSError:
@@ -99,9 +110,23 @@ class ExitErrors:
 
     def find(self, name: str, kind: Kind, how: Exit, joined: bool = True) -> ExitError | None:
         """The error that ended it; None: none. ``joined``: of a learner, whether it ever joined the job."""
-        before, self._kills = self._kills, count_memory_kills()
-        killed = None if before is None or self._kills is None else self._kills > before
+        killed = self._unexplained > 0 if self._count_kills() else None
+        if killed and _signal(how) == signal.SIGKILL:
+            self._unexplained -= 1
         return error_of_exit(kind, how, self._read_log(name), killed, self._memory_need(), joined)
+
+    def _count_kills(self) -> bool:
+        """Take in what the kernel has counted since the last time; False: its counts cannot be read."""
+        before, self._kills = self._kills, count_memory_kills()
+        if before is None or self._kills is None:
+            return False
+        now = time.monotonic()
+        if now > self._risen_at + TOGETHER_SECONDS:
+            self._unexplained = 0  # they were other programs'
+        if self._kills > before:
+            self._unexplained += self._kills - before
+            self._risen_at = now
+        return True
 
     def was_shown(self, error: ExitError | None) -> bool:
         """Whether this error was shown before, with the end of a log."""

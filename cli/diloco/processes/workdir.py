@@ -76,18 +76,15 @@ class Workdir:
     def runner(self) -> int | None:
         """The process id of the run that has the directory; None: none has. A run that ends by itself leaves none."""
         pid = self._last_runner()
-        try:
-            if pid is not None:
-                os.kill(pid, 0)
-        except PermissionError:
-            pass
-        except (OSError, OverflowError):
-            return None
-        return pid
+        return pid if pid is not None and _lives(pid) else None
 
     def was_killed(self) -> bool:
         """Whether the last run ended without a word: it is unfinished, and its process is gone."""
-        return self.is_unfinished() and self.runner() is None
+        pid = self._last_runner()
+        if pid is None or _lives(pid):
+            return False
+        # Only now: what a run that ended in between has written is there by now, and another may have begun.
+        return self.is_unfinished() and self._last_runner() == pid
 
     def is_unfinished(self) -> bool:
         """Whether the last run has neither taken its process id out of the lock nor written a report since it began:
@@ -155,6 +152,16 @@ def _former(path: Path) -> tuple[bytes, tuple[int, int]] | None:
         return path.read_bytes(), (found.st_atime_ns, found.st_mtime_ns)
     except OSError:
         return None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _read_report(path: Path) -> Report | None:

@@ -1,4 +1,4 @@
-"""What became of output.uri: the status document of a look may be older than the report that is fetched after it."""
+"""What looks at the syncer tell: a page is kept for a while, so one may be older than what was heard before it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ class KeepsItsStatus(SyncerClient):
     """A syncer whose status page is kept for a while, and whose report is as of the call."""
 
     report_state = "writing"
+    outcome = "complete"
+    page: StatusDocument = status_document(phase="complete", output=row("writing"))
 
     async def status(self) -> StatusDocument:
-        return status_document(phase="complete", output=row("writing"))
+        return self.page
 
     async def status_now(self) -> StatusDocument:
         return status_document(phase="draining")
 
     async def report(self) -> Report:
-        return job_report(outcome="complete", output=row(self.report_state))
+        return job_report(outcome=self.outcome, output=row(self.report_state))
 
 
 @pytest.fixture
@@ -56,6 +58,43 @@ def test_a_look_that_must_be_of_now_is_not_at_the_page(watch: StatusWatch) -> No
     assert watch.phase == "draining" and watch.closing
     asyncio.run(watch.poll())
     assert watch.phase == "complete"
+
+
+def test_a_page_of_before_the_last_look_tells_nothing(watch: StatusWatch, client: KeepsItsStatus) -> None:
+    client.page = status_document(phase="training", merges=3, elapsed_seconds=8.0)
+    asyncio.run(watch.poll())
+    client.page = status_document(phase="training", merges=4, elapsed_seconds=9.0)
+    asyncio.run(watch.poll())
+    client.page = status_document(phase="waiting", merges=3, elapsed_seconds=8.5)
+    watch.supervisor.since_merge["local-0"] = 2
+    assert asyncio.run(watch.poll()) and watch.phase == "training"
+    client.page = status_document(phase="training", merges=4, elapsed_seconds=9.5)
+    asyncio.run(watch.poll())
+    assert watch.supervisor.since_merge == {"local-0": 2}, "there was no merge in between"
+    client.page = status_document(phase="waiting", epoch=2)
+    asyncio.run(watch.poll())
+    assert watch.phase == "waiting", "of another syncer"
+
+
+def test_a_learner_that_has_left_its_slot_has_joined(watch: StatusWatch, client: KeepsItsStatus) -> None:
+    joined = {"n": 1, "time": 2e9, "kind": "joined", "slot": 0, "incarnation": 1, "message": "local-0 took slot 0"}
+    client.page = status_document(phase="training", events=[{**joined, "details": {"process": "abc"}}])
+    asyncio.run(watch.poll())
+    assert watch.has_joined("abc") and not watch.has_joined("")
+
+
+def test_an_end_is_settled_when_its_report_is_here_and_no_more_comes_of_its_output(
+    watch: StatusWatch, client: KeepsItsStatus
+) -> None:
+    client.outcome, client.report_state = "running", "waiting"
+    asyncio.run(watch.poll())
+    assert watch.ended and not watch.is_settled, "the report is of before the end"
+    client.outcome = "complete"
+    asyncio.run(watch.poll())
+    assert watch.is_over and not watch.is_settled, "the output is written"
+    client.report_state = "written"
+    asyncio.run(watch.poll())
+    assert watch.is_settled
 
 
 @pytest.mark.parametrize("state", ["failed", "written"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,6 +112,28 @@ def test_a_count_of_the_kernel_that_has_risen_says_that_memory_was_short(
     said = [one.text.partition(" (")[0] for one in found if one is not None]
     assert said[1] == "killed by the system, out of memory" and "by a person" in said[0]
     assert said[2] == said[3] == "killed by the system, probably out of memory", "the counts were not to be read"
+
+
+def test_two_kills_in_one_shortage_are_both_named_so_and_a_persons_later_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, now = [4], [100.0]
+    monkeypatch.setattr(exit_errors, "count_memory_kills", lambda: count[0])
+    monkeypatch.setattr(exit_errors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    errors = ExitErrors(lambda name: tmp_path / "none", lambda: "")
+
+    def is_told_of_memory(name: str) -> bool:
+        found = errors.find(name, Kind.LEARNER, Exit(signal=SIGKILL))
+        return found is not None and found.text.startswith("killed by the system, out of memory")
+
+    count[0] = 6  # both are counted before the first is looked at
+    assert is_told_of_memory("a")
+    errors.begin("a")
+    assert is_told_of_memory("b") and not is_told_of_memory("c")
+    count[0] = 9
+    assert errors.find("d", Kind.LEARNER, Exit(code=1)) is not None
+    now[0] += exit_errors.TOGETHER_SECONDS + 1.0
+    assert not is_told_of_memory("a"), "what the kernel counted then was another program's"
 
 
 def test_the_kernels_counts_are_read_for_the_machine_and_each_group(tmp_path: Path) -> None:
