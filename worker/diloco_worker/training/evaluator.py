@@ -140,9 +140,12 @@ class _Evaluator:
     def _follow(self, observer: Observer, initial: float) -> None:
         started = False
         final: float | None = None
+        scored: list[int] = []  # the versions that the final score was made from
         told = 0.0
         while not observer.ended and not self._terminated:
             observer.wait_for_change(POLL_SECONDS)
+            if observer.phase in TRAINING_PHASES or observer.current_versions() != scored:
+                final = None  # a new syncer may have a later stop: then there is another model to score at the end
             if not observer.complete:
                 continue
             if not started:
@@ -153,6 +156,7 @@ class _Evaluator:
                 continue
             if observer.evaluating:
                 if final is None:
+                    scored = observer.current_versions()
                     final = self._score(observer, final=True)
                     told = time.monotonic()
                 elif time.monotonic() - told > AGAIN_SECONDS:  # a syncer that restarted has not heard it
