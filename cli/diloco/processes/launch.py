@@ -182,6 +182,8 @@ class ForkServerClient:
             ) from error
 
     async def _start(self) -> asyncio.Future[None]:
+        if self._reader is not None:  # the ends of the one before are told first, or it would tell the new one's
+            await asyncio.wait([self._reader])
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "diloco_worker.forkserver"),
@@ -249,16 +251,19 @@ class ForkServerClient:
 
     async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
         assert process.stdout is not None
+        why = f"it ended, see {self._log}"
         try:
             while line := await process.stdout.readline():
                 self._handle(json.loads(line), ready)
         except (ValueError, KeyError) as error:  # a line that is too long is a ValueError too
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            self._gone(ready, f"it sent no event: {error}")
-        else:
-            self._gone(ready, f"it ended, see {self._log}")
+            why = f"it sent no event: {error}"
+            while await process.stdout.read(MAX_EVENT_BYTES):
+                pass  # wait() returns once the pipes have ended too
+        # Whoever hears that its worker is gone starts it again: load() must know by then that this process has ended.
         await process.wait()
+        self._gone(ready, why)
 
     def _gone(self, ready: asyncio.Future[None], why: str) -> None:
         gone = StartError(f"the forkserver is gone: {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,12 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from diloco.processes.launch import ForkServerClient, StartError
+from diloco.processes.supervisor import Exit
 
 # A fork server whose workers run a small program instead of the trainer: what is tested is the forking.
 PROGRAM = """
@@ -216,3 +221,48 @@ def test_the_real_one_is_single_threaded_and_has_loaded_the_libraries_before_a_w
     finally:
         client.process.kill()
         client.process.wait()
+
+
+async def test_a_worker_of_a_fork_server_that_died_is_started_again_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of its output is read before the end of its process is known, on a machine that has much to do."""
+    held: list[tuple[BaseSubprocessTransport, int]] = []
+    exited = BaseSubprocessTransport._process_exited
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    absent = {"DILOCO_JOB_FILE": str(tmp_path / "absent.json"), "DILOCO_ROLE": "learner"}  # it ends with 2
+    client = ForkServerClient(env, tmp_path, tmp_path / "forkserver.log")
+    try:
+        stopped = {**absent, "DILOCO_JOB_FILE": str(tmp_path / "fifo")}
+        os.mkfifo(tmp_path / "fifo")  # reading it waits
+        worker = await client.spawn("w", stopped, tmp_path / "log")
+        first = client._process
+        assert first is not None and first.stdout is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(BaseSubprocessTransport, "_process_exited", lambda *words: held.append(words))
+            first.kill()
+            while not (held and first.stdout.at_eof()):
+                await asyncio.sleep(0.01)
+            for _ in range(10):  # the reader's turns
+                await asyncio.sleep(0)
+            early = worker.ended.done()
+        exited(*held[0])
+        assert not early, "the worker would be started again by a process that is gone"
+        assert await worker.wait() == Exit(signal=signal.SIGKILL)
+        again = await client.spawn("w", absent, tmp_path / "log")
+        assert client._process is not first and await again.wait() == Exit(code=2)
+    finally:
+        client.kill()
+        await client.close()
+
+
+async def test_a_fork_server_that_talks_nonsense_is_ended(tmp_path: Path) -> None:
+    """Also where it has said more than is read at a time."""
+    (tmp_path / "diloco_worker").mkdir()
+    (tmp_path / "diloco_worker" / "__init__.py").touch()
+    (tmp_path / "diloco_worker" / "forkserver.py").write_text("print('x' * (16 << 20), flush=True); input()")
+    client = ForkServerClient({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path, tmp_path / "log")
+    with pytest.raises(StartError, match="it sent no event"):
+        await client.load()
+    assert client._process is not None and client._process.returncode == -signal.SIGKILL
+    await client.close()
