@@ -119,11 +119,13 @@ class Child:
     def signal(self, number: int) -> None:
         if self._process.returncode is not None:
             return
+        # Popen.send_signal would look first, and reap a process that has ended before the loop's watcher does: its exit
+        # code would be lost.
         with contextlib.suppress(ProcessLookupError):
             if self._guard and number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT):
                 os.killpg(self.pid, number)  # the guard leads the command's group
             else:
-                self._process.send_signal(number)
+                os.kill(self.pid, number)
 
 
 @dataclass
