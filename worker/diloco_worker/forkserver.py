@@ -46,6 +46,7 @@ from diloco_protocol.common.process import die_with_parent, set_parent_death_sig
 from diloco_worker.baselines import settings as baselines
 
 MAX_LINE_BYTES = 1 << 20  # of a request
+_OWN_HANDLERS = (signal.SIGTERM, signal.SIGINT)  # signals that a worker handles otherwise than this process
 
 # With these comes all that a worker imports sooner or later.
 MODULES = ("numba", "diloco_worker.__main__", "diloco_worker.training.trainer", "diloco_worker.training.evaluator")
@@ -165,10 +166,13 @@ class ForkServer:
         try:
             sys.stdout.flush()
             sys.stderr.flush()
+            # Until the child has handlers of its own, a signal would run this process's, and be lost: it waits.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_HANDLERS)
             pid = os.fork()
             if pid == 0:
                 self._become_worker(parent, env, output)
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_HANDLERS)
             os.close(output)
         self._pids[name] = pid
         self._send_event(event="started", id=name, pid=pid)
@@ -189,6 +193,7 @@ class ForkServer:
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_HANDLERS)
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)
             os.dup2(output, 1)

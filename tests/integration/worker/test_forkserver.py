@@ -135,6 +135,30 @@ def test_a_worker_has_its_own_signal_handling(client: Client, tmp_path: Path) ->
     assert client.event() == {"event": "exited", "id": "term", "code": 0}
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_worker_that_has_just_been_forked_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
+    """Before it has handlers of its own, it has those of the fork server."""
+    early = (
+        "from diloco_worker import forkserver\n"
+        "die_with_parent = forkserver.die_with_parent\n"
+        "def signalled(parent):\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    die_with_parent(parent)\n"
+        "forkserver.die_with_parent = signalled\n"
+    )
+    client = Client([sys.executable, "-c", PROGRAM.replace("def worker", early + "def worker")])
+    try:
+        assert client.event()["event"] == "ready"
+        client.spawn("w", tmp_path / "log", WHAT="nothing")
+        event = client.event()
+        assert event["event"] == "exited" and event != {"event": "exited", "id": "w", "code": 0}, "it ran on"
+        assert number != signal.SIGTERM or event["signal"] == signal.SIGTERM
+        client.spawn("next", tmp_path / "next", WHAT="nothing")  # the fork server itself was not meant
+    finally:
+        client.process.kill()
+        client.process.wait()
+
+
 def test_bad_requests_are_answered_and_survived(client: Client, tmp_path: Path) -> None:
     assert client.process.stdin is not None
     client.process.stdin.write(b"not json\n[]\n")
