@@ -77,6 +77,8 @@ class Connection:
         self.link = LinkMeasures()
         self.messages, self.uploads = MessagePace(), MessagePace()
         self.closing = False  # end the stream when the queue is sent
+        self.cut = False  # the syncer ends
+        self.read_whole = False  # all that the far end sent until it half-closed the stream
         self.overflowed = False
 
     def send(self, message: sync_pb2.SyncerMessage) -> None:
@@ -268,6 +270,9 @@ class Sessions:
                 log.info("session %d ended: %s", connection.number, result)
         if connection.overflowed:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "you do not read fast enough: join again")
+        if connection.cut and not connection.read_whole:
+            # OK would tell a learner that has half-closed the stream that its Drained was read.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the syncer ends: join the next one")
 
     async def _read(self, stream: AsyncIterator[bytes], connection: Connection) -> None:
         try:
@@ -276,6 +281,7 @@ class Sessions:
                     return
                 self._handle_message(connection, convert.parse(sync_pb2.LearnerMessage, raw))
                 await asyncio.sleep(connection.messages.count_message(time.monotonic()))
+            connection.read_whole = True
         except WireError as error:
             log.warning("session %d: %s", connection.number, error)
             connection.refuse(JoinRefusal.BAD_MESSAGE, str(error), False)
@@ -456,5 +462,7 @@ class Sessions:
         return welcome
 
     def end_all(self) -> None:
+        """End every session, because the syncer ends. One of which something may be unread ends as unavailable."""
         for connection in self._connections.values():
+            connection.cut = True
             connection.end()

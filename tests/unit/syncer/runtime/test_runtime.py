@@ -729,6 +729,41 @@ async def test_a_fault_in_answering_one_caller_ends_that_callers_session(tmp_pat
         await until(syncer.driver.outcome.done)
 
 
+@pytest.mark.parametrize("read", [True, False])
+async def test_a_syncer_that_ends_confirms_no_drained_that_it_has_not_read(tmp_path: Path, read: bool) -> None:
+    """A learner takes a stream that ends as OK after its half-close for the confirmation, and does not come again."""
+
+    class Call(Context):
+        async def abort(self, code: Any, details: str) -> None:
+            raise ConnectionAbortedError(code.name)
+
+    messages: asyncio.Queue[sync_pb2.LearnerMessage | None] = asyncio.Queue()
+
+    async def stream() -> AsyncIterator[bytes]:
+        while (message := await messages.get()) is not None:
+            yield message.SerializeToString()
+
+    join = {"process": "a", "region": "local", "layout_digest": LAYOUT.digest, "attempt": 1}
+    joined = sync_pb2.Join(format=limits.FORMAT, job="shell", role=sync_pb2.ROLE_LEARNER, **join)
+    messages.put_nowait(sync_pb2.LearnerMessage(join=joined))
+    async with Bench(tmp_path) as bench:
+        call = Call()
+        serving = asyncio.create_task(bench.syncer.sessions.serve(stream(), call))
+        await until(lambda: bool(call.sent))
+        drained = (sync_pb2.LearnerMessage(drained=sync_pb2.Drained()), None)
+        if read:
+            for message in drained:
+                messages.put_nowait(message)
+            await asyncio.wait_for(serving, 60)
+            assert bench.syncer.core.slots[0].state is SlotState.DRAINED
+        else:
+            bench.syncer.sessions.end_all()
+            for message in drained:  # they were on their way
+                messages.put_nowait(message)
+            with pytest.raises(ConnectionAbortedError, match="UNAVAILABLE"):
+                await asyncio.wait_for(serving, 60)
+
+
 async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
