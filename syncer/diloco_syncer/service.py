@@ -84,10 +84,10 @@ async def run(options: Options) -> int:
             loop.remove_signal_handler(number)
         if outcome != RESTART:
             return outcome
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it serves again, as at first
         log.warning("beginning again from the store")
         # The life that is over holds a model, and its parts each other: without this two would be in memory.
         gc.collect()
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it serves again, as at first
 
 
 async def _life(options: Options) -> tuple[int, Options]:
@@ -148,7 +148,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
     if outcome not in (SyncerExit.OK, RESTART):
         log.error("%s", driver.stop_reason)  # last, where people and clusters look for it
-    return outcome, replace(options, min_epoch=syncer.min_epoch)
+    # A signal that came meanwhile has replaced RESTART.
+    return driver.outcome.result(), replace(options, min_epoch=syncer.min_epoch)
 
 
 def _gate(options: Options, server: Any) -> TlsListener | None:

@@ -169,11 +169,15 @@ class Driver:
             self.stop(SyncerExit.FAILED, f"a fault of this program: {error!r}")
 
     def stop(self, outcome: int, reason: str) -> None:
-        """End this life with an exit code (or ``RESTART``) and a reason for people; the first call counts."""
-        if not self.outcome.done():
-            self.stop_reason = reason
-            log.log(logging.INFO if outcome == 0 else logging.ERROR, "stopping: %s", reason)
-            self.outcome.set_result(outcome)
+        """End this life with an exit code (or ``RESTART``) and a reason for people. The first call counts, unless it was
+        ``RESTART`` and this one is 0: a process that is told to stop while a life ends does not begin another."""
+        if self.outcome.done():
+            if self.outcome.result() != RESTART or outcome != SyncerExit.OK:
+                return
+            self.outcome = self._loop.create_future()
+        self.stop_reason = reason
+        log.log(logging.INFO if outcome == 0 else logging.ERROR, "stopping: %s", reason)
+        self.outcome.set_result(outcome)
 
     async def cancel_tasks(self) -> None:
         """Cancel all tasks, the queue among them, and wait until they have ended."""

@@ -1,0 +1,60 @@
+"""A syncer that begins again from its store, and is told to stop meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from syncer_client import raw_job
+
+from diloco_protocol.security.credentials import Credentials
+from diloco_syncer import service, startup
+from diloco_syncer.runtime.driver import RESTART
+from diloco_syncer.syncer import Syncer
+
+pytestmark = pytest.mark.timeout(180)
+
+
+async def test_a_signal_in_the_teardown_of_a_life_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives: list[Syncer] = []
+    restore, close = startup.restore, Syncer.close
+
+    def restored(options: startup.Options, loop: asyncio.AbstractEventLoop, *others: Any) -> Any:
+        made = restore(options, loop, *others)
+        lives.append(made[0])
+        outcome = RESTART if len(lives) == 1 else 3
+        loop.call_soon_threadsafe(loop.call_later, 0.1, made[0].driver.stop, outcome, "a test")
+        return made
+
+    async def signalled(syncer: Syncer, checkpoint: bool) -> None:
+        if len(lives) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(10):  # the loop hears of it
+                await asyncio.sleep(0)
+        await close(syncer, checkpoint)
+
+    monkeypatch.setattr(startup, "restore", restored)
+    monkeypatch.setattr(Syncer, "close", signalled)
+    options = startup.Options(
+        job=raw_job(),
+        store=str(tmp_path / "store"),
+        listen="127.0.0.1:0",
+        control="127.0.0.1:0",
+        http="127.0.0.1:0",
+        address_file=None,
+        control_key=b"k" * 32,
+        credentials=Credentials(),
+        threads=1,
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert await service.run(options) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(lives) == 1, "it began again"
