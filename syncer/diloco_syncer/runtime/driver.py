@@ -169,8 +169,8 @@ class Driver:
             self.stop(SyncerExit.FAILED, f"a fault of this program: {error!r}")
 
     def stop(self, outcome: int, reason: str) -> None:
-        """End this life with an exit code (or ``RESTART``) and a reason for people. The first call counts, unless it was
-        ``RESTART`` and this one is 0: a process that is told to stop while a life ends does not begin another."""
+        """End this life with an exit code (or ``RESTART``) and a reason for people. The first call counts, unless it is
+        ``RESTART`` and this one says 0: a process that is told to stop while a life ends does not begin another."""
         if self.outcome.done():
             if self.outcome.result() != RESTART or outcome != SyncerExit.OK:
                 return
