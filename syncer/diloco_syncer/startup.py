@@ -102,7 +102,9 @@ def restore(
             optimizer = job.spec.sync.outer.optimizer
             core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
     stay, plaintext = options.stay, options.credentials
-    return Syncer(job, core, model, checkpoints, tape, restored, loop, listener, stay, plaintext), restored
+    # A port that the system is yet to choose is one at which no learner can be trying to join.
+    expected = options.listen.rpartition(":")[2] not in ("", "0")
+    return Syncer(job, core, model, checkpoints, tape, restored, loop, listener, stay, plaintext, expected), restored
 
 
 def _tell_of_a_clock_ahead(saved: dict[str, Any] | None) -> None:

@@ -18,7 +18,7 @@ from typing import get_args
 from diloco_protocol.documents import MergeSeconds, Report
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState, SyncerExit
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.core.core import Core
@@ -65,7 +65,8 @@ async def _repeat(seconds: float, work: Callable[[float], object]) -> None:
 
 class Syncer:
     """One job's running syncer, without its servers. ``stay``: serve on after the job's end, until told to stop.
-    ``plaintext``: the token that callers show where there is no ``listener``."""
+    ``plaintext``: the token that callers show where there is no ``listener``. ``expected``: learners may know from
+    before where it listens."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Syncer:
         listener: TlsListener | None = None,
         stay: bool = False,
         plaintext: Credentials = PLAINTEXT,
+        expected: bool = False,
     ) -> None:
         name, runtime = job.metadata.name, restored.core["runtime"] if restored.core is not None else {}
         self.job = job
@@ -87,6 +89,7 @@ class Syncer:
         self.min_epoch = 0  # after RESTART: claim a higher epoch than this
         self._checkpoints = checkpoints
         self._stay = stay
+        self._expected = expected
         self._report_fetched = False
         self._final_report: Report | None = None  # once the job has ended, and that is durable
         self._final_report_made = asyncio.Event()
@@ -263,8 +266,10 @@ class Syncer:
     async def _finish(self, phase: JobPhase, again: bool = False) -> None:
         """Make the last checkpoint and the report, wait until learners have heard, and stop (or serve on).
 
-        ``again``: the job had ended before this process began; its report stays if it was written.
+        ``again``: the job had ended before this process began; its report stays if it was written. Learners that are
+        joining again at that moment are waited for, or they would never hear of the end.
         """
+        told = self.sessions.processes
         document = self.status_page.report()
         earlier = await asyncio.to_thread(self._checkpoints.read_report, document.outcome) if again else None
         self._final_report = earlier or document
@@ -279,11 +284,18 @@ class Syncer:
             return
         began = time.monotonic()
         while (waited := time.monotonic() - began) < LINGER_SECONDS:
-            if not self.sessions.count and (self._report_fetched or waited > REPORT_SECONDS):
+            told |= self.sessions.processes
+            away = (again and self._expected) or (not again and self._processes_away() - told)
+            if not away and not self.sessions.count and (self._report_fetched or waited > REPORT_SECONDS):
                 break
             await asyncio.sleep(0.05)
         outcome = SyncerExit.FAILED if phase is JobPhase.FAILED else SyncerExit.OK
         self.driver.stop(outcome, f"{phase.value}: {self.core.phase_message}")
+
+    def _processes_away(self) -> set[str]:
+        """The processes whose slots are held or lost, and of which it is not known that they have ended."""
+        slots = self.core.slots
+        return {s.process for s in slots if s.process and not s.gone and (s.occupied or s.state is SlotState.LOST)}
 
     async def _write_report(self, document: Report) -> None:
         report = document.model_dump_json(indent=1).encode()

@@ -129,6 +129,11 @@ class Sessions:
         """The newest connection of a process, if one is open."""
         return next((c for c in reversed(self._connections.values()) if c.process == process), None)
 
+    @property
+    def processes(self) -> set[str]:
+        """Those that have a session and were told of the phase."""
+        return {connection.process for connection in self._connections.values() if connection.welcomed}
+
     def find_place_and_slot(self, connection: Connection | None) -> tuple[str, int | None]:
         """The place and the slot to which transfers of a connection's process are counted."""
         if connection is None:

@@ -398,9 +398,12 @@ class Admission:
                 del members.standby[connection]
                 self.actions.add(ev.Refuse(connection, JoinRefusal.LOST, f"process ended: {event.reason}", False))
         for slot in members.slots:
-            if (slot.region, slot.ordinal) != (event.region, event.ordinal) or not slot.occupied:
+            if (slot.region, slot.ordinal) != (event.region, event.ordinal):
                 continue
             if event.process and event.process != slot.process:
+                continue
+            slot.gone = True
+            if not slot.occupied:
                 continue
             self._lose_slot(slot, EventKind.PROCESS_ENDED, f"{slot.learner}: its process ended ({event.reason})")
             if slot.retired:

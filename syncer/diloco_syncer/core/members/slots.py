@@ -62,6 +62,7 @@ class Slot:
     ordinal: int = 0
     process: str = ""
     connection: int | None = None
+    gone: bool = False  # its process is known to have ended
     incarnation: int = 0
     incarnations: int = 0  # how many there were
     heard_at: float = 0.0
@@ -267,7 +268,7 @@ class SlotTable:
         self.next_incarnation += 1
         slot.process, slot.region, slot.ordinal = join.process, join.region, join.ordinal
         slot.connection, slot.state, slot.heard_at = join.connection, SlotState.ACTIVE, now
-        slot.stepped = slot.merged_since = False
+        slot.gone = slot.stepped = slot.merged_since = False
         self.seen_regions.add(join.region)
         return slot.incarnation
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -475,6 +476,89 @@ async def test_a_syncer_of_a_job_that_has_ended_ends(tmp_path: Path) -> None:
             assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 60) == 0
         assert json.loads((tmp_path / "report.json").read_text())["outcome"] == "complete"
         assert lost or (tmp_path / "report.json").read_bytes() == before
+
+
+class Clock:
+    """The clock of a syncer's end: how often it was looked at, and how far it goes before the machine's."""
+
+    def __init__(self) -> None:
+        self.looks, self.ahead = 0, 0.0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return time.monotonic() + self.ahead
+
+    time = staticmethod(time.time)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(syncer_module, "time", made)
+    monkeypatch.setattr(syncer_module, "LINGER_SECONDS", 3600.0)
+    return made
+
+
+async def stays(syncer: Syncer, clock: Clock) -> bool:
+    """Whether a syncer that has ended, and whose report was fetched, still serves after some looks."""
+    await syncer.fetch_report()
+    enough = clock.looks + 5
+    await until(lambda: syncer.driver.outcome.done() or clock.looks > enough)
+    return not syncer.driver.outcome.done()
+
+
+async def test_a_learner_that_is_joining_again_hears_of_the_end(tmp_path: Path, clock: Clock) -> None:
+    async with Bench(tmp_path, "training.stop={steps: 5}", "regions.0.learners=3") as bench:
+        syncer, connections = bench.syncer, bench.syncer.sessions._connections
+        for number, process in enumerate("abc"):
+            bench.connect(number + 1, number, process)
+        await bench.initialise("a")
+        connections.pop(2)
+        syncer.driver.handle(ev.ConnectionLost(2))
+        connections.pop(3)
+        syncer.driver.handle(ev.ConnectionLost(3))
+        syncer.core.slots[2].state = SlotState.LOST  # it was not heard for long, and now its end is known
+        syncer.driver.handle(ev.ProcessEnded(process="c", region="local", ordinal=2, reason="killed"))
+        syncer.driver.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
+        await until(syncer._final_report_made.is_set)
+        connections.clear()
+        assert await stays(syncer, clock)
+        again = bench.connect(4, 1, "b", before=2)
+        await until(lambda: again.welcomed)
+        assert sync_pb2.SyncerMessage.FromString(again.queue[0]).welcome.phase.name == sync_pb2.PHASE_COMPLETE
+        assert await stays(syncer, clock)
+        connections.clear()
+        assert not await stays(syncer, clock)
+
+
+async def test_an_ended_syncer_does_not_wait_for_ever_for_a_learner_that_is_away(tmp_path: Path, clock: Clock) -> None:
+    async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        bench.syncer.sessions._connections.clear()
+        bench.syncer.driver.handle(ev.ConnectionLost(1))
+        bench.syncer.driver.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
+        assert await stays(bench.syncer, clock)
+        clock.ahead = 3601.0
+        assert not await stays(bench.syncer, clock)
+
+
+@pytest.mark.parametrize(("listen", "expected"), [("0.0.0.0:7700", True), ("127.0.0.1:0", False)])
+async def test_a_syncer_of_a_job_that_was_complete_tells_learners_that_know_its_address(
+    tmp_path: Path, clock: Clock, listen: str, expected: bool
+) -> None:
+    async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        bench.syncer.core.slots[0].step = 5
+        bench.syncer.driver.handle(ev.EndRequested(JobPhase.COMPLETE, "the stop is reached"))
+        await until(lambda: (tmp_path / "report.json").exists())
+    bench = Bench(tmp_path, "training.stop={steps: 5}")
+    bench.options = replace(bench.options, listen=listen)
+    async with bench:
+        assert await stays(bench.syncer, clock) == expected
+        clock.ahead = 3601.0
+        assert not await stays(bench.syncer, clock)
 
 
 async def test_the_report_of_an_end_is_given_when_the_end_is_durable(
