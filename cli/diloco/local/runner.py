@@ -34,7 +34,7 @@ from diloco.local.watch import StatusWatch
 from diloco.local.worker_start import WorkerStarter
 from diloco.processes.data_found import DataFound
 from diloco.processes.exit_errors import ExitError, ExitErrors
-from diloco.processes.launch import Child, ForkServerClient, Process, StartError, end_all
+from diloco.processes.launch import SAME_SIGNAL_SECONDS, Child, ForkServerClient, Process, StartError, end_all
 from diloco.processes.memory_kills import memory_need_text
 from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor, describe_end
 from diloco.processes.syncer_ports import ANY, SyncerPorts
@@ -62,7 +62,6 @@ DRAIN_SECONDS = 10.0  # after Ctrl-C, without any progress of learners that offe
 MAX_DRAIN_SECONDS = 600.0
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 TERM_SECONDS = 3.0  # between SIGTERM and SIGKILL
-SAME_SIGNAL_SECONDS = 1.0  # signals closer together are one wish: `timeout` signals a process and then its group
 MAX_PAUSE_SECONDS = 3.0  # between two tries to tell the syncer of a process's end
 Check = Callable[[ForkServerClient], Awaitable[str]]
 

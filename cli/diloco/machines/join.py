@@ -3,9 +3,9 @@
 Theory of operation. The job comes from the syncer, over the very connection that a learner would make (credentials,
 identity, join token), unless a job file is given; code of the job's own is run only from a file that is here. Then one
 learner process runs in the foreground: the worker program with the environment that it has everywhere, its place
-(region and ordinal) this directory's. It dials out only. SIGTERM and Ctrl-C make it offer its work and leave; a second
-one ends it at once. One that fails is started again with backoff, until it fails too often before it has lived for
-long.
+(region and ordinal) this directory's. It dials out only. SIGTERM, SIGHUP and Ctrl-C make it offer its work and leave;
+a second one, a second or more later, ends it at once. One that fails is started again with backoff, until it fails too
+often before it has lived for long.
 
 A place's ordinal is drawn at random and kept in the directory: nobody deals them out, and two processes of one place
 would fence each other.
@@ -14,6 +14,7 @@ would fence each other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from types import FrameType
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError, print_text
 from diloco.packages import require_packages
-from diloco.processes.launch import guard_command, resolve_program
+from diloco.processes.launch import SAME_SIGNAL_SECONDS, guard_command, resolve_program
 from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
@@ -199,6 +200,7 @@ class _LearnerProcess:
             self._env["DILOCO_JOIN_TOKEN_FILE"] = str(options.join_token_file.absolute())
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = 0  # how often somebody wanted it to end
+        self._asked_at = 0.0
 
     def run(self) -> int:
         before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -214,7 +216,8 @@ class _LearnerProcess:
             began = time.monotonic()
             code = self._once()
             if self._leaving():
-                return COMPLETE if code == 0 else INTERRUPTED
+                # Ended by the signal that was passed on: it had no handler yet, and no work to offer.
+                return COMPLETE if code in (0, -signal.SIGTERM) else INTERRUPTED
             if code == 0:
                 return COMPLETE  # the job has ended
             if code == WorkerExit.CONFIGURATION:
@@ -256,10 +259,15 @@ class _LearnerProcess:
             time.sleep(min(0.2, left))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._asked and now < self._asked_at + SAME_SIGNAL_SECONDS:
+            return
         self._asked += 1
+        self._asked_at = now
         process = self._process
         if process is not None and process.poll() is None:
             if self._asked == 1:
                 process.send_signal(signal.SIGTERM)
             else:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ends in this moment
+                    os.killpg(process.pid, signal.SIGKILL)

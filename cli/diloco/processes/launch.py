@@ -28,6 +28,9 @@ LIBRARY = Path(diloco_protocol.__path__[0]).parent
 START_SECONDS = 30.0  # for the forkserver to answer a spawn
 LOAD_SECONDS = 180.0  # for the forkserver to load the libraries, on a cold disk
 MAX_EVENT_BYTES = 1 << 20
+# Signals closer together are one wish: `timeout` signals a process and then its group, and of a terminal that closes
+# both the kernel and the shell tell.
+SAME_SIGNAL_SECONDS = 1.0
 
 
 class StartError(Exception):

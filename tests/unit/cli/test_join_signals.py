@@ -1,0 +1,106 @@
+"""The learner process of `diloco learner join`, a program of the test's own, and signals to the command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.console import COMPLETE, INTERRUPTED
+from diloco.machines import join as joining
+from diloco.machines.join import JoinOptions
+from diloco.processes.workdir import Workdir
+from diloco_protocol.spec.load import parse_job
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: a}
+spec:
+  learners: {command: [python, program.py]}
+  regions: [{name: local, learners: 1}]
+  training: {stop: {steps: 1}, evaluation: null}
+"""
+# It offers its work for as long as the test wants, and leaves.
+OFFERS = """
+import pathlib, signal, time
+
+def leave(number, frame):
+    pathlib.Path("asked").touch()
+    while not pathlib.Path("offered").exists():
+        time.sleep(0.01)
+    raise SystemExit(0)
+
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path("ready").touch()
+while True:
+    signal.pause()
+"""
+# It loads its libraries still.
+LOADS = """
+import pathlib, time
+
+pathlib.Path("ready").touch()
+time.sleep(600)
+"""
+
+
+def joined(folder: Path, program: str, told: Callable[[], None]) -> int:
+    """Run the learner process in this thread, as signals need it; ``told`` runs beside it once the program is ready."""
+    (folder / "program.py").write_text(program)
+    (folder / "job.yaml").write_text(JOB)
+    options = JoinOptions("127.0.0.1:1", job=folder / "job.yaml")
+    process = joining._LearnerProcess(parse_job(JOB), Workdir(folder), options, "local", 1)
+
+    def tell() -> None:
+        wait_for(folder / "ready")
+        told()
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        return process.run()
+    finally:
+        thread.join()
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_two_signals_that_come_together_are_one_wish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
+) -> None:
+    monkeypatch.setattr(joining, "SAME_SIGNAL_SECONDS", 3600.0)
+
+    def told() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_for(tmp_path / "asked")
+        os.kill(os.getpid(), second)
+        (tmp_path / "offered").touch()
+
+    assert joined(tmp_path, OFFERS, told) == COMPLETE
+
+
+def test_a_second_signal_later_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "SAME_SIGNAL_SECONDS", 0.0)
+
+    def told() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(tmp_path / "asked")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert joined(tmp_path, OFFERS, told) == INTERRUPTED
+
+
+def test_a_signal_before_the_learner_has_a_handler_is_no_failure(tmp_path: Path) -> None:
+    assert joined(tmp_path, LOADS, lambda: os.kill(os.getpid(), signal.SIGTERM)) == COMPLETE
