@@ -51,10 +51,7 @@ def read_status(where: str | None) -> StatusDocument | Report:
     try:
         there = read_address(workdir.address)
         document = asyncio.run(fetch_document(str(there["http"]), "/status", StatusDocument))
-        if (document.job, document.epoch) == (
-            workdir.job_name(),
-            address["epoch"],
-        ):  # else the port is another's by now
+        if document.job == workdir.job_name() and document.epoch == there["epoch"]:  # else the port is another's by now
             return document
     except (OSError, WorkdirError, SyncerError) as error:
         # It is not running, or the port is another's: what it left is shown.
