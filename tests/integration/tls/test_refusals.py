@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hostile_client import Learners, WithToken
 from syncer_client import SyncerProcess, raw_job, send_call, turn, until, wait_for
 
 from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
@@ -96,20 +98,26 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         assert await code_of(call.read()) == "UNAUTHENTICATED"
         call = thief.channel.unary_unary("/diloco.v1.Status/Get")(b"")
         assert await code_of(call) == "UNAUTHENTICATED"
-        # At the gate.
-        for folder in (parties.learner("old", "eu-1", since=-30 * DAY, days=10), parties.learner("x", job="x")):
+        # At the gate. A try that took too long is made again; it may be counted late, as what it is or as broken off.
+        late = Counter[str]()
+        old, other_job = parties.learner("old", "eu-1", since=-30 * DAY, days=10), parties.learner("x", job="x")
+        for folder, reason in ((old, "expired"), (other_job, "wrong-job")):
             made = Credentials.from_directory(folder)
-            with pytest.raises(ServerNotTrusted):  # with others' names: it would see itself that it is wrong here
-                await verify_syncer(made, syncer.addresses["sync"], honest.credentials.names())
+            while True:
+                with pytest.raises(ServerNotTrusted) as caught:  # with others' names: it would see its mistake itself
+                    await verify_syncer(made, syncer.addresses["sync"], honest.credentials.names())
+                if caught.value.reason == TrustFailure.CERTIFICATE_REFUSED:
+                    break
+                late[reason] += 1
         expected = {"expired": 1, "replayed": 1, "wrong-job": 2, "wrong-process": 3, "wrong-region": 2}
         expected |= {"wrong-token": 4, "bad-join": 1, "spec-drift": 1}
-        await until(lambda: refused(syncer).keys() >= expected.keys())
-        await until(lambda: sum(refused(syncer).values()) >= sum(expected.values()))
-        assert refused(syncer) == expected
+        await until(lambda: all(refused(syncer).get(reason, 0) >= count for reason, count in expected.items()))
+        found = refused(syncer)
+        assert found.keys() - {"broken-off"} == expected.keys()
+        assert all(count <= found[reason] <= count + late[reason] for reason, count in expected.items()), found
+        row = 'diloco_refused_connections_total{job="raw",reason="%s"} %d.0'
+        await until(lambda: all(row % one in syncer.get("/metrics").decode() for one in refused(syncer).items()))
         page = syncer.get("/metrics").decode()
-        for reason, count in expected.items():
-            row = f'diloco_refused_connections_total{{job="raw",reason="{reason}"}} {count}.0'
-            assert row in page, page
         for whose in ("certificate", "peer_certificate"):
             (when,) = re.findall(rf"^diloco_{whose}_expires_timestamp_seconds.* (\S+)$", page, re.M)
             assert 80_000 < float(when) - time.time() < 90_000
