@@ -28,7 +28,7 @@ SYNC = {
     "fragments": 3,
     "every": 4,
     "overlap": 1,
-    "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5},
+    "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 60},
     "grace": {"factor": 0.9, "capSeconds": 0.2},
 }
 

@@ -60,7 +60,7 @@ def make_job(
         "every": 4,
         "overlap": 1,
         "grace": {"factor": 0.9, "capSeconds": 0.2},
-        "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 5},
+        "heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 60},
         # With steps of 10 ms a busy machine leaves learners many versions behind.
         "staleness": {"maxVersions": 10_000},
         "merge": {"method": "rda"},
