@@ -119,6 +119,34 @@ def read_patiently(read: Callable[[], T], is_final: Callable[[Exception], bool] 
         time.sleep(0.5)
 
 
+# What kubectl says where the API server could not be asked, or could not do what it was asked. Said in another case
+# too, it costs a repetition.
+NO_ANSWER = (
+    "etcdserver: ",
+    "TLS handshake timeout",
+    "(ServiceUnavailable)",
+    "(Timeout)",
+    "(TooManyRequests)",
+    "Unable to connect to the server",
+    "was refused - did you specify the right host or port",
+    "connection reset by peer",
+    "i/o timeout",
+    "unexpected EOF",
+    "http2: client connection lost",
+    "request canceled",
+)
+
+
+def is_repeatable(words: Sequence[str]) -> bool:
+    """Whether kubectl with these words does the same when it is run once more."""
+    verb = words[0] if words else ""
+    if verb == "patch":
+        return "json" not in words and "--type=json" not in words  # a list of operations
+    if verb == "delete":
+        return "--ignore-not-found" in words
+    return verb in ("apply", "scale", "label", "annotate", "get", "rollout")
+
+
 # Links that ``without_link`` cuts, as rules of iptables in a node's own network. The API server of kind and localkube
 # listens at 6443.
 LINKS = {
@@ -131,6 +159,14 @@ LINKS = {
     # What the node's kubelet and pods send to the API server; other pods they reach as before.
     "api": (("POSTROUTING", "-p", "tcp", "--dport", "6443", "-j", "DROP"),),
 }
+
+
+class _NoAnswer(OSError):
+    """kubectl got no answer: ``error`` says it."""
+
+    def __init__(self, error: CommandFailed | subprocess.TimeoutExpired) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Cluster:
@@ -159,8 +195,25 @@ class Cluster:
     # ------------------------------------------------------------- commands
 
     def kubectl(self, *args: str, check: bool = True, timeout: float = 90, stdin: str | None = None) -> str:
+        """What kubectl prints. What can be repeated is, for PATIENCE seconds, while the API server gives no answer.
+
+        Raises CommandFailed where ``check``, and subprocess.TimeoutExpired.
+        """
         command = ("kubectl", "--kubeconfig", str(self.kubeconfig), "--context", self.context, *args)
-        return run(*command, check=check, timeout=timeout, stdin=stdin)
+
+        def once() -> str:
+            try:
+                return run(*command, check=check, timeout=timeout, stdin=stdin)
+            except (CommandFailed, subprocess.TimeoutExpired) as error:
+                timed_out = isinstance(error, subprocess.TimeoutExpired)
+                if timed_out or any(words in str(error) for words in NO_ANSWER):
+                    raise _NoAnswer(error) from error
+                raise
+
+        try:
+            return read_patiently(once) if check and is_repeatable(args) else once()
+        except _NoAnswer as error:
+            raise error.error from None
 
     def logs(self, *args: str) -> str:
         """What `kubectl logs` prints. Raises AssertionError for a pod whose node has no file of its log."""

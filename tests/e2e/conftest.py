@@ -90,6 +90,11 @@ def cluster(bare_cluster: Cluster) -> Cluster:
     return bare_cluster
 
 
+def wait_for_no_operator(cluster: Cluster) -> None:
+    """Wait until no operator has a pod: one that is on its way out acts until its end."""
+    until("no operator", lambda: not cluster.items("/api/v1/pods", "app.kubernetes.io/name=diloco-operator"), 60)
+
+
 @contextlib.contextmanager
 def without_operator(cluster: Cluster) -> Iterator[None]:
     """No operator acts meanwhile: where one is installed it has no pod, and one that is on its way out is
@@ -98,7 +103,7 @@ def without_operator(cluster: Cluster) -> Iterator[None]:
     there = cluster.api(f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/diloco-operator") is not None
     if there:
         cluster.kubectl("scale", deployment, "-n", SYSTEM, "--replicas=0")
-    until("no operator", lambda: not cluster.items("/api/v1/pods", "app.kubernetes.io/name=diloco-operator"), 60)
+    wait_for_no_operator(cluster)
     yield
     if there:
         cluster.kubectl("scale", deployment, "-n", SYSTEM, "--replicas=1")

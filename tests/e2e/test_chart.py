@@ -22,7 +22,7 @@ import yaml
 from repository import ROOT
 
 from .clusters import Cluster, CommandFailed, until
-from .conftest import SYSTEM, install, wait_for_images
+from .conftest import SYSTEM, install, wait_for_images, wait_for_no_operator
 from .jobs import small_job
 
 CHART = ROOT / "charts" / "diloco"
@@ -62,6 +62,7 @@ def namespaces(empty: Cluster) -> Iterator[list[str]]:
     for release in json.loads(empty.helm("list", "-A", "-o", "json")):
         if release["chart"].startswith("diloco-"):
             empty.helm("uninstall", release["name"], "-n", release["namespace"], "--no-hooks", check=False)
+    wait_for_no_operator(empty)
     if empty.api(CRD) is not None:
         for item in empty.items("/apis/diloco.io/v1alpha1/dilocojobs"):
             if item["metadata"]["namespace"] in made:
@@ -205,6 +206,7 @@ def test_uninstalled_without_the_hook_and_the_way_out(empty: Cluster, namespaces
     suspended(empty, where, "stuck")
     looked_after(empty, where, "stuck")
     helm_uninstall(empty, "diloco", "--no-hooks")
+    wait_for_no_operator(empty)
     assert finalizers(empty, where, "stuck") == {OURS}
     with pytest.raises(CommandFailed):
         empty.kubectl("delete", "dj", "stuck", "-n", where, "--timeout=3s")

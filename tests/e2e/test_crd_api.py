@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 
 import pytest
 from kubernetes import config
+from urllib3.exceptions import HTTPError
 
 from diloco_operator.crd.schema import definition, schema
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
@@ -41,7 +42,7 @@ from wrong_jobs import (
     wrong_values,
 )
 
-from .clusters import Cluster, until
+from .clusters import Cluster, read_patiently, until
 from .conftest import without_operator
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
@@ -91,10 +92,19 @@ class Api:
         headers = {"Content-Type": content, "Accept": "application/json"}
         self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._client.configuration.host}{path}?{urlencode(query)}"
-        reply = self._client.rest_client.pool_manager.request(
-            method, url, body=json.dumps(body), headers=headers, timeout=20, retries=False
-        )
-        return Answer(reply.status, json.loads(reply.data))
+
+        def ask() -> Answer:
+            try:
+                reply = self._client.rest_client.pool_manager.request(
+                    method, url, body=json.dumps(body), headers=headers, timeout=20, retries=False
+                )
+            except HTTPError as error:
+                raise OSError(str(error)) from error
+            if reply.status == 429 or reply.status >= 500:  # no answer of the rules
+                raise OSError(f"HTTP {reply.status}: {reply.data[:300]!r}")
+            return Answer(reply.status, json.loads(reply.data))
+
+        return read_patiently(ask)
 
     def create(self, job: Any, dry: bool = True) -> Answer:
         """As `kubectl create` and the first `kubectl apply` do."""
@@ -722,7 +732,7 @@ def test_a_job_that_older_rules_let_in_can_still_be_served(api: Api, bare_cluste
         bare_cluster.kubectl("apply", "-f", str(ROOT / "manifests" / "crd.yaml"))
     try:
         fresh = put(job, ("metadata", "name"), "crd-newer")
-        until("the newer rules hold", lambda: not api.create(fresh).taken, 20)
+        until("the newer rules hold", lambda: api.create(fresh).status == 422, 20)
         started = {"status": {"startTime": "2026-01-01T00:00:00Z"}}
         assert api.edit(name, started, "status", dry=False).taken
         assert api.edit(name, {"metadata": {"finalizers": ["diloco.io/test"]}}, dry=False).taken

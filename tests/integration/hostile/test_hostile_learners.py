@@ -250,7 +250,8 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
                 await again.take_part()
                 break
             except aio.AioRpcError as error:
-                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                # INTERNAL: the refusal came while the first message was being written.
+                assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
                 await asyncio.sleep(0.05)
     await until_status(syncer, lambda now: now["sessions"] == 2)
 
