@@ -169,10 +169,8 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
     world.start_all()
     if trial.deaths:
         _plan_deaths(world, trial)
-    for visitor in range(trial.visitors):
-        place = ("r", trial.learners + visitor)
-        world.timeline.call_at(trial.steps / 3, functools.partial(world.start_learner, place))
-        world.timeline.call_at(trial.steps * 2 / 3, functools.partial(world.drain_learner, place))
+    if trial.visitors:
+        _plan_visits(world, trial)
     if not world.run(until=50.0 * trial.steps + 1000):
         raise RuntimeError(f"the job did not end: {world.core.phase_message}")
     model = learners.first
@@ -212,6 +210,22 @@ def _plan_deaths(world: Any, trial: Trial) -> None:
 
     for place in list(world.learners):
         plan(place)
+
+
+def _plan_visits(world: Any, trial: Trial) -> None:
+    """Learners beyond the places join after a third of the time, and leave after two thirds."""
+    places = [("r", trial.learners + visitor) for visitor in range(trial.visitors)]
+
+    def come() -> None:
+        for place in places:
+            world.start_learner(place)
+
+    def leave() -> None:
+        for place in places:
+            world.drain_learner(place)
+
+    world.timeline.call_at(trial.steps / 3, come)
+    world.timeline.call_at(trial.steps * 2 / 3, leave)
 
 
 # ---------------------------------------------------------------- the cache

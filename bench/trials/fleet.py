@@ -154,7 +154,7 @@ class TrialTraining:
 
     def __init__(self, fleet: Fleet, data: TrialData, parts: Sequence[int], visitors: int, total: int) -> None:
         self._fleet, self._data, self._own, self._total = fleet, data, tuple(parts), total
-        self._parts = (*parts, *(parts[-1:] * visitors))
+        self._parts = (*parts, *[parts[-1]] * visitors)
 
     def open_replica(self, slot: int) -> Replica:
         return self._fleet.open_row()
