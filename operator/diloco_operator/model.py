@@ -66,7 +66,7 @@ class ProgramAnswer(Generic[D]):
 
     document: D | None
     error: str = ""  # empty, or why there is no document
-    at: float = 0.0  # when it was answered (or tried)
+    at: float = 0.0  # when it was asked for: the document is from then or later
     failing_since: float | None = None  # since when every try failed (monotonic); None: the last one did not
 
 

@@ -15,6 +15,10 @@ signed, and decides over nothing but words in the status.
 
 An answer is read by its model (diloco_protocol/documents.py) when it comes. One that lacks a field, as another
 release's may, is no answer: the error names the field.
+
+An answer is dated by when it was asked for. The program makes its document after that, so the document knows of
+everything that happened before its date. It may be seconds on its way, so the time of its arrival would say nothing of
+that. Both programs make the document anew for each of these questions.
 """
 
 from __future__ import annotations
@@ -240,13 +244,12 @@ class SyncerPoller:
 
     async def _ask_syncer(self, key: Key, job: _Job, pod: str, ip: str) -> None:
         document: StatusDocument | None = None
-        error = ""
+        error, asked_at = "", time.time()
         try:
             answer = await self._control(key[0], ip, job.control_key, ControlMethod.STATUS, {})
             document = read_document(StatusDocument, answer)
         except (ControlError, DocumentError) as failed:
             error = str(failed)[:500]
-        now = time.time()
         since: float | None = None
         if document is None:
             before = job.syncer.failing_since if job.syncer is not None else None
@@ -255,7 +258,7 @@ class SyncerPoller:
                 log.info("the syncer does not answer: %s", error, extra=about(key))
         elif job.syncer is not None and job.syncer.failing_since is not None:
             log.info("the syncer answers again", extra=about(key))
-        job.syncer = _Kept(pod, ProgramAnswer(document, error, now, since))
+        job.syncer = _Kept(pod, ProgramAnswer(document, error, asked_at, since))
         if document is None:
             return
         if document.phase not in ENDS:
@@ -299,7 +302,7 @@ class SyncerPoller:
         outcome, error = "ok", ""
         document: LearnerPage | None = None
         async with self._places(namespace), self._free:
-            began = time.monotonic()
+            began, asked_at = time.monotonic(), time.time()
             try:
                 page = await _read_page(ip, WORKER_PORT, "/status", self._timeout)
                 document = read_document(LearnerPage, page)
@@ -309,14 +312,13 @@ class SyncerPoller:
                 outcome, error = "unreachable", f"{type(failed).__name__}: {failed}"[:300]
             self._metrics.syncer_calls.labels("learner-status", outcome).inc()
             self._metrics.syncer_seconds.observe(time.monotonic() - began)
-        now = time.time()
         since: float | None = None
         if document is None:
             before = job.learners.get(name)
             same = before is not None and before.pod == pod
             since = before.failing_since if before is not None and same else None
             since = since if since is not None else time.monotonic()
-        job.learners[name] = _Kept(pod, ProgramAnswer(document, error, now, since))
+        job.learners[name] = _Kept(pod, ProgramAnswer(document, error, asked_at, since))
 
 
 def _words(body: dict[str, Any]) -> str:

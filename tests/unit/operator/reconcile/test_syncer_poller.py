@@ -227,6 +227,52 @@ async def test_a_syncer_that_hangs_holds_up_nobody(syncer: Syncer) -> None:
     await poller.close()
 
 
+async def test_a_syncers_answer_is_dated_by_when_it_was_asked_for(syncer: Syncer) -> None:
+    """What happens while an answer is on its way is not in it."""
+    syncer.free.clear()
+    told = Told()
+    poller = SyncerPoller(Metrics(), 4, 60.0, told)
+    before = time.time()
+    ask(poller)
+    async with asyncio.timeout(30):
+        while not syncer.active:
+            await asyncio.sleep(0.005)
+    on_its_way = time.time()
+    syncer.free.set()
+    await told.until(1)
+    asked, _, _ = poller.latest_answers(JOB, "pod-1")
+    assert asked is not None and asked.document is not None and before <= asked.at <= on_its_way
+    await poller.close()
+
+
+async def test_a_learners_answer_is_dated_by_when_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, free = asyncio.Event(), asyncio.Event()
+    page = learner_page().model_dump_json().encode()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await free.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page) + page)
+        await writer.drain()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    monkeypatch.setattr(syncer_poller, "WORKER_PORT", server.sockets[0].getsockname()[1])
+    told = Told()
+    poller = SyncerPoller(Metrics(), 4, 60.0, told)
+    before = time.time()
+    poller.schedule(JOB, 30.0, None, None, {"l-0": ("pod-1", "127.0.0.1")}, False)
+    async with asyncio.timeout(30):
+        await asked.wait()
+    on_its_way = time.time()
+    free.set()
+    await told.until(1)
+    answer = poller.latest_answers(JOB, None)[1]["l-0"]
+    assert answer.document is not None and before <= answer.at <= on_its_way
+    await poller.close()
+    server.close()
+
+
 async def test_no_more_than_so_many_calls_at_once(syncer: Syncer) -> None:
     syncer.free.clear()
     told = Told()
