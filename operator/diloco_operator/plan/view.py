@@ -196,10 +196,13 @@ class View:
 
     @property
     def merges_known_at(self) -> float:
-        """When ``merges`` was told to this operator; infinite: there is no program to tell it."""
+        """When this operator asked for ``merges``; infinite: there is no program to tell it. One call that failed does
+        not mean that there is none: the next one may tell of a merge."""
         if self.here.syncer:
             asked = self.observed.syncer
-            return math.inf if asked is None or asked.error else asked.at
+            if asked is not None and not asked.error:
+                return asked.at
+            return math.inf if self.unanswered_seconds >= ANSWER_PATIENCE else -math.inf
         times = [asked.at for asked in self.observed.learners.values() if not asked.error]
         return max(times, default=math.inf)
 

@@ -156,6 +156,27 @@ def test_an_answer_from_before_the_last_failure_fails_no_job() -> None:
     assert world.truth("Failed") == "False" and world.status["replacements"]["sinceMerge"] == 0
 
 
+def test_a_failure_during_a_call_that_is_not_answered_fails_no_job() -> None:
+    """The syncer has merged since it was asked last, and the next answer tells of that."""
+    world = started(failurePolicy={"maxReplacements": 0})
+    world.run(30)
+    world.crashing = {"job-local-1": 1}
+    world.syncer_silent, world.asked_at = True, -1e9
+    world.until(lambda w: w.told("LearnerCrashed") == 1, 60)
+    world.crashing = {}
+    world.run(2)
+    world.syncer_silent = False
+    world.run(60)
+    assert world.truth("Failed") == "False" and world.status["replacements"]["sinceMerge"] == 0
+
+
+def test_a_failure_beside_a_syncer_that_answers_no_more_fails_the_job() -> None:
+    world = started(failurePolicy={"maxReplacements": 0})
+    world.syncer_silent = True
+    world.crashing = {"job-local-1": 1}
+    world.until(lambda w: w.truth("Failed") == "True", 60)
+
+
 def test_a_volume_that_another_pod_holds_for_long_is_told() -> None:
     world = started()
     old = world.of("syncer")[0]
