@@ -31,7 +31,7 @@ from diloco_operator import names
 from diloco_operator.job import seconds_of
 from diloco_operator.model import Call, Fact
 from diloco_operator.objects.manifests import Scale
-from diloco_operator.plan.view import View
+from diloco_operator.plan.view import ANSWER_PATIENCE, View
 from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase
 
 Stage = Literal[
@@ -50,7 +50,8 @@ Stage = Literal[
 DELETE_SECONDS = 30.0
 """The longest that a deletion waits for the syncer to tell its learners."""
 FAIL_SECONDS = 30.0
-"""The longest that a failure waits for the same, before learners are removed."""
+"""The longest that a failure waits for the same, before learners are removed. It does not wait for a syncer that has
+not answered for ``ANSWER_PATIENCE``."""
 SUSPEND_SECONDS = 300.0
 """The longest that a suspension waits for a syncer that answers: its drain, merges and checkpoint."""
 UNREACHABLE_SECONDS = 60.0
@@ -150,9 +151,13 @@ def deletion_done(decision: LifecycleDecision) -> bool:
 
 
 def _failed(view: View, failure: str) -> LifecycleDecision:
-    told = view.job_phase == JobPhase.FAILED or view.document is None
+    # One call that failed does not mean that nobody can be told: learners that hear of the failure end in good order.
+    silent = not view.here.syncer or view.unanswered_seconds >= ANSWER_PATIENCE
+    told = view.job_phase == JobPhase.FAILED or silent
     since = view.now if failure else view.condition_since("Failed")
-    down = told or view.now - since > FAIL_SECONDS
+    # What an earlier turn has taken down stays down, whatever the next call brings.
+    gone = _asks_for_no_workers(view) or _asks_for_no_pods(view)
+    down = told or gone or view.now - since > FAIL_SECONDS
     found = LifecycleDecision("failed" if down and not _has_pods(view, "learner") else "failing")
     found.scale = _ended_scale(view) if down else _full_scale(view)
     found.message = "" if down else "The syncer informs its learners that the job has failed."
@@ -235,7 +240,14 @@ def _asks_for_no_pods(view: View) -> bool:
     program has deleted them."""
     if view.here.syncer:
         return view.replicas(names.syncer_deployment(view.job.name)) == 0
-    asked = [view.replicas(names.stateful_set(view.job.name, r.name)) for r in view.here.regions]
+    return _asks_for_no_workers(view)
+
+
+def _asks_for_no_workers(view: View) -> bool:
+    """Whether the objects ask for no learners and no evaluator, as the end of a job makes them."""
+    refs = [names.stateful_set(view.job.name, region.name) for region in view.here.regions]
+    refs += [names.evaluator_deployment(view.job.name)] if view.here.syncer else []
+    asked = [view.replicas(ref) for ref in refs]
     return 0 in asked and not any(asked)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from diloco_operator.model import PlanMemory
-from operator_world import SPREAD, Far, World, job_object, started
+from diloco_operator.plan.view import ANSWER_PATIENCE
+from operator_world import SPREAD, START, Far, World, job_object, started
 
 
 def needy(count: int, **policy: Any) -> World:
@@ -124,3 +125,43 @@ def test_a_regions_copy_goes_on_too() -> None:
         world.run(30)
     world.until(lambda w: w.truth("Ready") == "True", 120)
     assert world.truth("Failed") == "False"
+
+
+def failed_while_a_call_fails() -> World:
+    """A job that has passed its deadline, whose syncer has just not answered."""
+    world = started(activeDeadlineSeconds=120)
+    world.until(lambda w: w.now >= START + 118)
+    world.syncer_silent, world.asked_at = True, -1e9
+    world.until(lambda w: w.truth("Failed") == "True", 5)
+    assert world.asked is not None and world.asked.error
+    return world
+
+
+def test_a_call_that_fails_once_does_not_end_the_wait_for_the_syncer_to_tell_of_a_failure() -> None:
+    """Its learners are to hear that the job has failed, or they drain for nothing."""
+    world = failed_while_a_call_fails()
+    world.run(2)
+    assert not any(pod.terminating for pod in world.of("learner")) and len(world.of("learner")) == 3
+    world.syncer_silent = False
+    world.until(lambda w: w.syncer.phase == "failed", 10)
+    world.until(lambda w: not w.of("learner"), 20)
+
+
+def test_a_failure_does_not_wait_long_for_a_syncer_that_answers_no_more() -> None:
+    world = failed_while_a_call_fails()
+    world.run(ANSWER_PATIENCE + 3)
+    assert all(pod.terminating for pod in world.of("learner"))
+
+
+@pytest.mark.parametrize("suspended", [False, True], ids=["goes on", "suspended"])
+def test_what_a_failure_has_taken_down_stays_down_when_the_syncer_is_silent(suspended: bool) -> None:
+    """Its learners have heard, and a call that fails soon after that brings none back."""
+    world = started(training={"evaluation": {"fraction": 0.1}})
+    world.syncer.phase = "failed"
+    world.until(lambda w: not w.of("learner") and not w.of("evaluator"), 25)
+    world.syncer_silent, world.asked_at = True, -1e9
+    if suspended:
+        world.edit(suspend=True)
+    for _ in range(20):
+        world.run(1)
+        assert not world.of("learner") and not world.of("evaluator"), world.story()
