@@ -185,6 +185,8 @@ class PodSnapshot:
     cause: str = ""  # in words, how its container ended last
     process: str = ""  # id of the process of it that the syncer listed
     joined: bool = False  # the syncer has listed a process of it
+    # When this operator saw an end that it judges by the syncer's next answer, and how many ends there were then.
+    awaits_answer: tuple[float, int] | None = None
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ snapshots: it counts nothing of what happened before, and fences after ``UNKNOWN
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
 from diloco_operator.plan.pods.memory_need import memory_need_text
@@ -118,6 +118,10 @@ def _track_place(view: View, place: str, pod: Pod | None, out: PodChanges) -> No
     if pod is None:
         return
     if before is not None and pod.ends > before.ends:
+        if _awaits_answer(view, pod, before):  # a later turn handles this end
+            fresh = _snapshot(view, pod)
+            view.memory.snapshots[place] = replace(fresh, ends=before.ends, awaits_answer=before.awaits_answer)
+            return
         _handle_crash(view, pod, before, out)
     view.memory.snapshots[place] = _snapshot(view, pod)
 
@@ -166,11 +170,25 @@ def _snapshot(view: View, pod: Pod) -> PodSnapshot:
 
 
 def _never_joined(view: View, pod: Pod, before: PodSnapshot) -> bool:
-    """Whether this is a learner of which the syncer wants work and has never heard. Where the syncer cannot be asked
-    it is not known: False."""
+    """Whether this is a learner of which the syncer wants work and had never heard when it was asked last. Where the
+    syncer cannot be asked it is not known: False."""
     if pod.role == SYNCER or view.document is None or view.document.phase not in TRAINING_PHASES:
         return False
     return not before.joined and not view.is_listed(pod.process)
+
+
+def _awaits_answer(view: View, pod: Pod, before: PodSnapshot) -> bool:
+    """Whether a learner ended well, and only the syncer's next answer tells whether it had joined. The learner may have
+    joined after the last answer, which may be as old as the time between two questions. Both times are this operator's:
+    a node's clock may differ from it. Changes the snapshot."""
+    end, asked = pod.last_end, view.observed.syncer
+    if pod.terminating or pod.excused or pod.uid in view.memory.own_deletions:
+        return False  # its end is not judged
+    if end is None or end.code != 0 or end.makes_room or asked is None or not _never_joined(view, pod, before):
+        return False
+    if before.awaits_answer is None or before.awaits_answer[1] != pod.ends:
+        before.awaits_answer = view.now, pod.ends
+    return asked.at <= before.awaits_answer[0]
 
 
 def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod | None, out: PodChanges) -> None:

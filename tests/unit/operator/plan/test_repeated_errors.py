@@ -236,6 +236,35 @@ def test_a_learner_that_joined_and_ends_well_does_not_fail_the_job() -> None:
     assert not any(NEVER_JOINED in event.message for _, event in world.events)
 
 
+def test_a_learner_that_joined_and_ended_between_two_questions_to_the_syncer_is_not_said_never_to_have_joined() -> None:
+    world = started()
+    world.delete_pod("job-local-1", force=True)
+    world.until(lambda w: (pod := w.named("job-local-1")) is not None and pod.running, 10)
+    pod = world.named("job-local-1")
+    assert pod is not None
+    ask, world._ask = world._ask, lambda: None  # type: ignore[method-assign]
+    world.until(lambda w: any(slot.process == pod.process for slot in w.syncer.slots), 10)
+    world.crashing = {"job-local-1": 0}
+    world.until(lambda w: not pod.running, 10)
+    world.crashing = {}
+    world.run(1)
+    world._ask = ask  # type: ignore[method-assign]
+    world.until(lambda w: w.told("LearnerCrashed") == 1, 10)
+    world.until(World.whole)
+    (said,) = [event.message for _, event in world.events if event.reason == "LearnerCrashed"]
+    assert NEVER_JOINED not in said and "exit code 0" in said, said
+
+
+def test_a_learner_that_never_joined_is_told_so_by_the_next_answer() -> None:
+    world = started()
+    world.delete_pod("job-local-1", force=True)
+    world.crashing = {"job-local-1": 0}
+    world.until(lambda w: w.told("LearnerCrashed") == 1, 20)
+    (said,) = [event.message for _, event in world.events if event.reason == "LearnerCrashed"]
+    assert NEVER_JOINED in said
+    assert world.asked is not None and world.asked.at == world.now, "in the turn of that answer"
+
+
 def test_that_a_learner_joined_may_be_told_after_its_end() -> None:
     """The syncer's last answer before the end did not have it yet."""
     world = never_joining(2, (0,), sync={"quorum": 2})
