@@ -13,6 +13,10 @@ object is deleted with grace 0 if all of this holds:
 * a learner or an evaluator has no volume that only one node may write. The syncer may have one,
   because the epoch in its store keeps an old syncer from writing there.
 
+A loss is told once this operator has seen it for ``TOLD_AFTER_SECONDS``. Pods and nodes come by two watches: a pod that
+is bound to a new node may be seen before that node, or before the node is Ready. An operator that starts goes on with
+what status says already.
+
 Nodes are never tainted by the operator.
 """
 
@@ -28,6 +32,8 @@ from diloco_operator.plan.view import View
 
 BUDGET, WINDOW_SECONDS = 10, 300.0
 """At most so many force-deletions of one job in so many seconds."""
+TOLD_AFTER_SECONDS = 10.0
+"""A node must be lost for so long before status and Events say so."""
 _SHARED = frozenset({"ReadWriteMany", "ReadOnlyMany"})
 
 
@@ -44,11 +50,13 @@ class NodeLosses:
 def handle_lost_nodes(view: View) -> NodeLosses:
     """Find them among all pods of the job, whatever its stage. Changes the view's memory."""
     out = NodeLosses()
-    memory = view.memory
+    memory, in_status = view.memory, _status_text(view)
     memory.force_deletions = [t for t in memory.force_deletions if view.clock - t < WINDOW_SECONDS]
     for pod in view.pods:
         if pod.node and not pod.over:
             _handle_pod(view, pod, out)
+            if not _is_told(view, pod, in_status) and out.reasons.pop(pod.name, None) is not None:
+                out.wake_in = min(out.wake_in, TOLD_AFTER_SECONDS - view.seconds(Fact.NODE_LOST, pod.node))
     for fact in (Fact.NODE_MISSING, Fact.NODE_LOST):
         memory.timers.keep(fact, {pod.node for pod in view.pods})
     return out
@@ -70,6 +78,23 @@ def node_lost_since(view: View, name: str) -> float | None:
     return None
 
 
+def _is_told(view: View, pod: Pod, in_status: str) -> bool:
+    """Whether the loss of the pod's node is told: it has lasted, or status says so already."""
+    lost = view.seconds(Fact.NODE_LOST, pod.node)
+    return view.observed.nodes is None or lost >= TOLD_AFTER_SECONDS or _lost_words(pod.node) in in_status
+
+
+def _lost_words(node: str) -> str:
+    """How every sentence about the loss of a node begins; an operator that starts finds it in the status."""
+    return f"its node {node} has been lost since "
+
+
+def _status_text(view: View) -> str:
+    """What the job's status says of its regions and conditions."""
+    causes = [str(row.get("cause", "")) for row in view.job.status.get("regions") or []]
+    return " ".join(causes + [str(row.get("message", "")) for row in view.job.status.get("conditions") or []])
+
+
 def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
     policy = view.job.spec.node_loss
     lost = node_lost_since(view, pod.node)
@@ -85,7 +110,7 @@ def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
                 "read nodes, so it cannot tell whether the node is lost"
             )
         return
-    said = f"its node {pod.node} has been lost since {rfc3339(lost)}"
+    said = f"{_lost_words(pod.node)}{rfc3339(lost)}"
     if policy.policy == "Wait":
         out.reasons[pod.name] = f"{said}, and nodeLoss.policy is Wait: {cures}, or set ForceDelete"
         return

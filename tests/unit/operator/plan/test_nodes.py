@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from diloco_operator.model import Observed
+from diloco_operator.job import rfc3339
+from diloco_operator.model import Observed, PlanMemory
 from operator_world import World, job_object, lost_learner
 
 
@@ -95,6 +97,49 @@ def test_under_wait_the_node_and_the_cures_are_named() -> None:
     world.back(node)
     world.until(World.whole)
     assert world.truth("Degraded") == "False"
+
+
+@pytest.mark.parametrize("seen", ["not yet", "not ready"])
+@pytest.mark.parametrize("role", ["learner", "syncer"])
+def test_a_node_that_is_seen_after_its_pod_is_not_lost(role: str, seen: str) -> None:
+    """Pods and nodes come by two watches. A new node was made minutes ago, and was not ready then."""
+    world = World(job_object(), seed=3)
+    world.until(World.whole, 120)
+    pod, observed = world.of(role)[0], world.observed
+    node = pod.obj["spec"]["nodeName"]
+
+    def behind() -> Observed:
+        found = observed()
+        nodes = {name: known for name, known in (found.nodes or {}).items() if name != node or seen == "not ready"}
+        if seen == "not ready":
+            since = rfc3339(world.now - 100)
+            unready = {"type": "Ready", "status": "False", "lastTransitionTime": since}
+            nodes[node] = {"metadata": {"name": node}, "status": {"conditions": [unready]}}
+        return dataclasses.replace(found, nodes=nodes)
+
+    world.observed = behind  # type: ignore[method-assign]
+    for _ in range(5):
+        world.turn()
+        world.run(0.5)
+    assert not world.region()["cause"] and world.truth("SyncerReady") == "True", world.story()
+    world.observed = observed  # type: ignore[method-assign]
+    world.run(30)
+    assert not world.told("NodeLost") and not world.told("SyncerNodeLost"), world.story()
+
+
+def test_an_operator_that_starts_goes_on_with_the_lost_nodes_of_the_status() -> None:
+    world = World(job_object(), seed=3)
+    world.until(World.whole, 120)
+    victim = lost_learner(world)
+    world.lose(victim.obj["spec"]["nodeName"])
+    world.until(lambda w: w.told("NodeLost") > 0, 40)
+    told = world.told("NodeLost")
+    world.memory = PlanMemory()
+    for _ in range(40):
+        world.turn()
+        assert "has been lost since" in world.region()["cause"] and world.truth("Degraded") == "True"
+        world.run(0.5)
+    assert world.told("NodeLost") == told
 
 
 def test_one_that_is_stuck_does_not_keep_others_from_being_replaced() -> None:
