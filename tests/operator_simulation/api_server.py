@@ -85,16 +85,18 @@ class ApiServer:
         self._notify(kind, "MODIFIED" if before is not None else "ADDED", obj)
         return obj
 
-    def remove(self, kind: str, namespace: str, name: str) -> None:
-        """The object is gone, and what it owns goes."""
+    def remove(self, kind: str, namespace: str, name: str) -> Object:
+        """The object is gone, and what it owns goes; its last state."""
         obj = self.objects.pop((kind, namespace, name))
         self.version += 1
-        self._notify(kind, "DELETED", {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(self.version)}})
+        last = {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(self.version)}}
+        self._notify(kind, "DELETED", last)
         uid = obj["metadata"]["uid"]
         for (of, space, called), child in list(self.objects.items()):
             owners = child["metadata"].get("ownerReferences") or ()
             if any(owner.get("uid") == uid for owner in owners):
                 self.delete(of, space, called, None, None)
+        return last
 
     def create(self, kind: str, manifest: Object) -> Object:
         meta = manifest["metadata"]
@@ -149,7 +151,10 @@ class ApiServer:
         return self.put(kind, new)
 
     def delete(self, kind: str, namespace: str, name: str, uid: str | None, grace: int | None) -> Object | None:
-        """What remains of the object; None: it is gone."""
+        """The object as the API server answers with it; None: it answers with no object.
+
+        Of a pod that is removed at once it is the last state, with a deletionTimestamp.
+        """
         obj = self.find(kind, namespace, name)
         if obj is None or (uid is not None and obj["metadata"]["uid"] != uid):
             return None
@@ -158,12 +163,15 @@ class ApiServer:
             own = obj["spec"].get("terminationGracePeriodSeconds", 30)
             ends = own if grace is None else grace
         elif not obj["metadata"].get("finalizers"):
-            self.remove(kind, namespace, name)
-            return None
+            last = self.remove(kind, namespace, name)
+            if kind != POD.name:
+                return None
+            meta = {"deletionTimestamp": rfc3339(wall()), **last["metadata"], "deletionGracePeriodSeconds": 0}
+            return {**last, "metadata": meta}
         if "deletionTimestamp" in obj["metadata"]:
             return obj
-        stamped = {**obj["metadata"], "deletionTimestamp": rfc3339(wall() + ends)}
-        return self.put(kind, {**obj, "metadata": stamped})
+        marks = {"deletionTimestamp": rfc3339(wall() + ends), "deletionGracePeriodSeconds": ends}
+        return self.put(kind, {**obj, "metadata": {**obj["metadata"], **marks}})
 
     def warn(self, kind: str, obj: Object, reason: str, message: str) -> None:
         """A Warning Event about an object."""
@@ -204,7 +212,7 @@ class SimulatedApi:
     ) -> None:
         self.server = server
         self.loss = 0.0  # of requests, and of answers
-        self.slow = 0.05  # the longest that a request takes to the API server
+        self.slow = 0.05  # the longest that a request takes, its answer included
         self.writes = 0
         self._rng = rng
         self._reaches = reaches
@@ -214,11 +222,13 @@ class SimulatedApi:
         self._timeout = timeout
 
     async def send(self, verb: str, kind: Kind, timeout: float, do: Callable[[], Any]) -> Any:
-        """One request of at most ``timeout`` seconds."""
+        """One request of at most ``timeout`` seconds. The answer is under way for as long as the request was, so that
+        a watch may tell of what was written before the answer does."""
         took = self._rng.uniform(0.002, self.slow)
-        await asyncio.sleep(min(took, timeout))
+        way = min(took, timeout) / 2
+        await asyncio.sleep(way)
         if took >= timeout or not self._reaches() or self._rng.random() < self.loss / 2:
-            await asyncio.sleep(max(0.0, timeout - took))
+            await asyncio.sleep(timeout - way)
             await self._goes_on()
             raise ApiError(verb, kind.plural, 0, "the API server does not answer")
         try:
@@ -228,8 +238,7 @@ class SimulatedApi:
             await self._goes_on()
             raise
         lost = self._rng.random() < self.loss / 2
-        if lost:
-            await asyncio.sleep(timeout - took)
+        await asyncio.sleep(timeout - way if lost else way)
         await self._goes_on()
         if lost:
             raise ApiError(verb, kind.plural, 0, "the answer was lost")

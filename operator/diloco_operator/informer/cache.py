@@ -6,6 +6,10 @@ JSON: thousands of pods as Python dicts would be hundreds of megabytes.
 
 An object is only replaced by a newer one of the same UID. So the answer to a write of ours, put in at once, is not
 undone by a watch that comes after it.
+
+The cache remembers the UIDs that were dropped, and up to which version. An answer that comes later than the watch's
+word that the object is gone does not bring the object back. Example: a list is answered with a pod, the watch tells
+that the pod was deleted, and only then the list's answer is put in. No watch would ever mention that pod again.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import json
 import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +29,7 @@ _POD_SPEC = ("nodeName", "terminationGracePeriodSeconds", "restartPolicy", "sche
 _VOLUMES = ("persistentVolumeClaim", "ephemeral", "secret", "configMap", "csi", "nfs", "iscsi", "fc")
 _CONTAINER_STATUS = ("name", "image", "restartCount", "state", "lastState")
 _NODE_CONDITION = ("type", "status", "reason", "lastTransitionTime")
+MAX_GONE = 10_000  # UIDs that are remembered; an answer is late by a minute at most
 
 
 class Entry(NamedTuple):
@@ -119,11 +125,12 @@ class Cache:
         self._lock = threading.Lock()
         self._objects: dict[str, dict[Key, Entry]] = {}  # by kind; Key: the object's namespace and name
         self._of_job: dict[Key, set[tuple[str, str]]] = {}  # job -> kind and name of its objects
+        self._gone: OrderedDict[str, str | None] = OrderedDict()  # UID -> the version until which it is gone; None: all
 
     # ------------------------------------------------------------------ what is told
 
     def put(self, kind: Kind, obj: Object) -> set[Key]:
-        """An object as it is now; returns the jobs for which that is news."""
+        """An object as it is now, unless it was dropped since; returns the jobs for which that is news."""
         meta = obj["metadata"]
         key = (meta.get("namespace", ""), meta["name"])
         kept = trim(kind, obj)
@@ -132,10 +139,14 @@ class Cache:
         node = (obj.get("spec") or {}).get("nodeName", "") if kind is POD else ""
         entry = Entry(meta["uid"], meta.get("resourceVersion", ""), job, node, blob)
         with self._lock:
+            if self._is_gone(entry):
+                return set()
             have = self._objects.setdefault(kind.name, {})
             before = have.get(key)
             if before is not None and before.uid == entry.uid and is_older(entry.version, before.version):
                 return set()
+            if before is not None and before.uid != entry.uid and kind is not JOB:
+                self._remember_gone(before.uid, entry.version)
             have[key] = entry
             if kind is NODE:
                 return self._on_node(key[1]) if before is None or before.blob != blob else set()
@@ -146,9 +157,17 @@ class Cache:
                     self._of_job.setdefault((key[0], job), set()).add((kind.name, key[1]))
             return news
 
-    def drop(self, kind: Kind, namespace: str, name: str, uid: str | None = None) -> set[Key]:
-        """An object is gone (``uid``: only that one); returns the jobs for which that is news."""
+    def drop(
+        self, kind: Kind, namespace: str, name: str, uid: str | None = None, version: str | None = None
+    ) -> set[Key]:
+        """An object is gone (``uid``: only that one); returns the jobs for which that is news.
+
+        An object with this UID is not put in any more. ``version``: not up to this version, for an object that lost
+        its label is gone from a watch, and comes back with the label. A job may always come back: kopf lists anew.
+        """
         with self._lock:
+            if uid is not None and kind is not JOB:
+                self._remember_gone(uid, version)
             return self._drop(kind, (namespace, name), uid)
 
     def uids(self, kind: Kind, namespace: str | None = None) -> dict[Key, str]:
@@ -200,6 +219,21 @@ class Cache:
             return {kind: len(have) for kind, have in self._objects.items()}
 
     # ------------------------------------------------------------------ inside, under the lock
+
+    def _remember_gone(self, uid: str, version: str | None) -> None:
+        until = self._gone.pop(uid, version)
+        if until is not None and version is not None and is_older(until, version):
+            until = version
+        self._gone[uid] = None if version is None else until
+        while len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
+
+    def _is_gone(self, entry: Entry) -> bool:
+        """Whether the cache was told that the object is gone, at this version or a later one."""
+        if entry.uid not in self._gone:
+            return False
+        until = self._gone[entry.uid]
+        return until is None or is_older(entry.version, until)
 
     def _unindex(self, kind: Kind, key: Key, entry: Entry) -> set[Key]:
         if not entry.job:

@@ -161,7 +161,7 @@ class Reflector:
             if self._stopped.is_set():
                 return
         for (namespace, name), uid in gone.items():
-            if jobs := self.cache.drop(self.kind, namespace, name, uid):
+            if jobs := self.cache.drop(self.kind, namespace, name, uid, version):
                 self.changed(jobs)
         self._version = version
         self._lists += 1
@@ -220,7 +220,12 @@ class Reflector:
 
     def _drop(self, obj: Object) -> None:
         meta = obj["metadata"]
-        self._change(obj, lambda: self.cache.drop(self.kind, meta.get("namespace", ""), meta["name"], meta["uid"]))
+        self._change(
+            obj,
+            lambda: self.cache.drop(
+                self.kind, meta.get("namespace", ""), meta["name"], meta["uid"], meta.get("resourceVersion")
+            ),
+        )
 
     def _change(self, obj: Object, change: Callable[[], set[Key]]) -> None:
         """Change the cache and tell of the jobs concerned; an object that cannot be read is logged."""

@@ -78,7 +78,8 @@ def _replace(cache: Cache, kind: Kind, before: Iterable[Object], listed: Iterabl
         uids.add(obj["metadata"]["uid"])
     for meta in (obj["metadata"] for obj in before):
         if meta["uid"] not in uids:
-            cache.drop(kind, meta.get("namespace", ""), meta["name"], meta["uid"])
+            # With its version: it may be there without the job's label, and get that back.
+            cache.drop(kind, meta.get("namespace", ""), meta["name"], meta["uid"], meta.get("resourceVersion"))
 
 
 def _lost_nodes(seen: Observed) -> list[str]:

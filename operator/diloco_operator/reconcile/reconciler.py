@@ -295,7 +295,7 @@ class Reconciler:
         log.info("deleting %s %s%s: %s", *delete.ref, force, delete.why, extra=about(key))
         rest = await self.api.delete(kind, key[0], delete.ref.name, delete.uid, 0 if delete.force else None)
         self.metrics.deletions.labels(kind.name, str(delete.force).lower()).inc()
-        if rest is None:
+        if rest is None or _is_final(rest):
             self.cache.drop(kind, key[0], delete.ref.name, delete.uid)
         else:
             self.cache.put(kind, rest)
@@ -318,3 +318,12 @@ class Reconciler:
         if record.replacements is not None and total > record.replacements:
             self.metrics.replacements.inc(total - record.replacements)
         record.replacements = total
+
+
+def _is_final(rest: Object) -> bool:
+    """Whether the answer to a deletion shows the object's last state: neither a grace period nor a finalizer keeps it.
+
+    The API server answers the deletion of a pod by force with the pod that it has removed.
+    """
+    meta = rest["metadata"]
+    return meta.get("deletionGracePeriodSeconds") == 0 and not meta.get("finalizers")

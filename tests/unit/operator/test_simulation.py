@@ -218,6 +218,25 @@ async def all_pods_of_the_job_killed_at_once(world: World) -> None:
     assert world.programs.store.merges > merges and world.status()["phase"] == "Running"
 
 
+async def the_syncers_node_is_lost_for_good(world: World) -> None:
+    """Its pods are deleted by force, each once, although the answers come after the watch has told of the deletions.
+    The syncer's successor has another name, so no later event of a pod puts the view right."""
+    operator = world.start_operator()
+    await world.until(World.whole, 120)
+    assert world.programs.syncer is not None
+    lost = world.programs.syncer.node
+    assert lost is not operator.node, "another seed"
+    pods = [pod for pod in world.pods("learner") + world.pods("syncer") if pod["spec"]["nodeName"] == lost.name]
+    operator.api.slow = 3.0
+    operator.kubernetes.power_off(lost)
+    await world.until(lambda w: w.deletions.total() == len(pods), 900)
+    await world.run(30)
+    there = {pod["metadata"]["uid"] for pod in operator.kubernetes.pods()}
+    assert set(operator.cache.uids(POD).values()) == there, world.story()
+    forced = operator.reconciler.metrics.deletions.labels(POD.name, "true")
+    assert forced._value.get() == len(pods) == world.events["PodForceDeleted"], world.story()
+
+
 def eight_learners() -> World:
     return World(job_object(count=8), nodes=4, seed=3)
 
@@ -232,6 +251,12 @@ def sixty_learners() -> World:
 
 def test_a_cut_around_the_syncers_node_deletes_nobody() -> None:
     simulate(eight_learners, cut_around_the_syncers_node)
+
+
+@pytest.mark.parametrize("seed", [4, 5, 6])
+def test_pods_of_a_lost_node_are_deleted_by_force_once_each(seed: int) -> None:
+    job = job_object(count=2, nodeLoss={"policy": "ForceDelete", "afterSeconds": 30})
+    simulate(lambda: World(job, nodes=4, seed=seed), the_syncers_node_is_lost_for_good)
 
 
 def test_a_frozen_view_of_pods_fences_nobody() -> None:

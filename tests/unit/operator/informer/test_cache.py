@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from diloco_operator.informer.cache import Cache, is_older
 from diloco_operator.kube.kinds import CONFIG_MAP, JOB, NODE, POD, STATEFUL_SET
 from diloco_operator.model import Ref
@@ -139,3 +141,55 @@ def test_what_is_kept_is_small_and_has_what_decisions_need() -> None:
     assert status["restartCount"] == 2 and status["lastState"]["terminated"]["exitCode"] == 137
     assert "managedFields" not in found["metadata"]
     assert big["status"]["containerStatuses"] is statuses, "what came in is not changed"
+
+
+# ------------------------------------------------------------------ what is gone stays gone
+
+
+def test_an_answer_that_comes_after_the_end_does_not_bring_an_object_back() -> None:
+    """A list is answered with the pod, the watch tells that it was deleted, and then the list's answer is put in."""
+    cache = Cache()
+    cache.put(POD, pod("p", 5, "j"))
+    assert cache.drop(POD, "n", "p", "uid-p", "9") == {KEY}
+    assert cache.put(POD, pod("p", 5, "j")) == set()
+    assert cache.put(POD, pod("p", 9, "j")) == set(), "the API server's answer to its deletion"
+    assert cache.of_job(KEY) == ({}, ())
+    assert cache.put(POD, pod("p", 2, "j", uid="successor")) == {KEY}
+
+
+def test_an_object_that_was_never_there_does_not_come_after_its_end_either() -> None:
+    cache = Cache()
+    assert cache.drop(CONFIG_MAP, "n", "c", "uid-c", "9") == set()
+    assert cache.put(CONFIG_MAP, obj("c", 8, "j")) == set()
+    assert cache.get(CONFIG_MAP, "n", "c") is None
+
+
+def test_an_object_that_gets_its_label_back_is_there_again() -> None:
+    """A watch by label calls an object deleted that lost the label. It has the same UID when it comes back."""
+    cache = Cache()
+    cache.put(STATEFUL_SET, obj("s", 5, "j"))
+    cache.drop(STATEFUL_SET, "n", "s", "uid-s", "9")
+    cache.drop(STATEFUL_SET, "n", "s", "uid-s", "7")  # told later, by a list that was older
+    assert cache.put(STATEFUL_SET, obj("s", 8, "j")) == set()
+    assert cache.put(STATEFUL_SET, obj("s", 10, "j")) == {KEY}
+    cache.drop(STATEFUL_SET, "n", "s", "uid-s")
+    cache.drop(STATEFUL_SET, "n", "s", "uid-s", "12")
+    assert cache.put(STATEFUL_SET, obj("s", 13, "j")) == set(), "it was deleted"
+
+
+def test_an_object_whose_name_another_has_does_not_take_it_back() -> None:
+    cache = Cache()
+    cache.put(POD, pod("p", 5, "j"))
+    cache.put(POD, pod("p", 9, "j", uid="successor"))
+    assert cache.put(POD, pod("p", 7, "j")) == set()
+    assert cache.uids(POD) == {("n", "p"): "successor"}
+
+
+def test_a_job_may_always_come_back_and_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_operator.informer.cache.MAX_GONE", 2)
+    cache = Cache()
+    cache.drop(JOB, "n", "j", "uid-j")
+    assert cache.put(JOB, obj("j", 1)) == {KEY}, "kopf lists anew"
+    for name in "abc":
+        cache.drop(POD, "n", name, f"uid-{name}")
+    assert [name for name in "abc" if cache.put(POD, pod(name, 1, "j"))] == ["a"]

@@ -119,6 +119,32 @@ def test_reading_anew_makes_the_cache_what_there_is() -> None:
     assert api.asked == [POD.name, STATEFUL_SET.name, NODE.name]
 
 
+def test_a_pod_that_ends_while_the_answer_comes_stays_gone() -> None:
+    """The watch tells of its deletion after the list was answered, and never mentions the pod again."""
+    cache = Cache()
+    cache.put(POD, pod())
+
+    class LateApi(ScriptedApi):
+        async def list_objects(self, kind: Kind, namespace: str | None, **selectors: str) -> list[Object]:
+            found = await super().list_objects(kind, namespace, **selectors)
+            cache.drop(POD, "ns", "job-local-0", UID, "9")
+            return found
+
+    api: Any = LateApi((POD, pod()))
+    asyncio.run(read_anew(api, cache, KEY, Observed(0.0, job(), pods=(pod(),))))
+    assert cache.of_job(KEY)[1] == ()
+
+
+def test_a_pod_that_has_lost_its_label_comes_back_with_it() -> None:
+    cache = Cache()
+    cache.put(POD, pod())
+    api: Any = ScriptedApi()
+    asyncio.run(read_anew(api, cache, KEY, Observed(0.0, job(), pods=cache.of_job(KEY)[1])))
+    assert cache.of_job(KEY)[1] == ()
+    cache.put(POD, pod(version="6"))
+    assert len(cache.of_job(KEY)[1]) == 1
+
+
 def test_a_node_that_is_well_is_not_asked_for() -> None:
     api: Any = ScriptedApi()
     asyncio.run(read_anew(api, Cache(), KEY, Observed(0.0, job(), pods=(pod(),), nodes={"n0": node("True")})))
