@@ -7,7 +7,9 @@ the API server has forgotten a version (410), the next thing is a list again.
 
 A watch ends after ``WATCH_SECONDS`` by the server's clock, and after ``SILENT_SECONDS`` without a byte (bookmarks come
 every minute) by ours, so that a dead connection is noticed; it is taken up again from the last version. A request that
-fails is tried again for ever, after a backoff with jitter. ``heard_at`` is the time of the last byte.
+fails is tried again for ever, after a backoff with jitter. ``heard_at`` is the time of the last byte, which may be a
+refusal or the beginning of a watch. ``cached_at`` is the time up to which the cache has what was sent: by it a plan
+is told how old its view is.
 
 Example: the API server restarts. The watch breaks off, connecting fails some times, and then the watch goes on from
 its version; deletions in between come as events. If that version is gone, the list tells what was deleted.
@@ -83,6 +85,7 @@ class Reflector:
     synced: bool = False  # the cache has had all that a list had
     denied: str | None = None  # the verb that is forbidden
     heard_at: float | None = None
+    cached_at: float | None = None
 
     def __post_init__(self) -> None:
         self._version = ""  # to watch from; empty: list first
@@ -148,7 +151,7 @@ class Reflector:
     def _list(self) -> None:
         """Make the cache what the API server has. Raises ApiError."""
         gone = self.cache.uids(self.kind, self.namespace)
-        version = ""
+        began, version = time.monotonic(), ""
         for page in self.api.client.pages(
             self.kind.path(self.namespace), query=self._selector(), page=PAGE, seconds=LIST_SECONDS
         ):
@@ -163,6 +166,7 @@ class Reflector:
         for (namespace, name), uid in gone.items():
             if jobs := self.cache.drop(self.kind, namespace, name, uid, version):
                 self.changed(jobs)
+        self.cached_at = began
         self._version = version
         self._lists += 1
         if self._lists > 1:
@@ -190,10 +194,11 @@ class Reflector:
             try:
                 rest = b""
                 while not self._stopped.is_set() and (chunk := reply.read1(_CHUNK)):
-                    self.heard_at = time.monotonic()
+                    self.heard_at = at = time.monotonic()
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         self._take_event(line)
+                    self.cached_at = at
                     if len(rest) > MAX_REPLY_BYTES:
                         raise urllib3.exceptions.ProtocolError(f"an event of more than {MAX_REPLY_BYTES} bytes")
             finally:
@@ -315,16 +320,20 @@ class Informer:
         return stream is not None and stream.denied is None and stream.synced
 
     def age(self, namespace: str, now: float) -> float:
-        """For how many seconds nothing was heard of the pods and StatefulSets of a namespace, or of nodes, by the
-        stream that is silent longest; infinite where one has not begun, or is forbidden. ``now``: monotonic."""
+        """For how many seconds the cache has got nothing new of the pods and StatefulSets of a namespace, or of nodes,
+        by the stream that is behind longest. ``now``: monotonic.
+
+        It is infinite where one is forbidden, or has not listed yet. Forbidden nodes do not count: nobody reads them.
+        """
         streams = [
             stream
             for (kind, place), stream in self.streams.items()
             if kind in (POD, STATEFUL_SET, NODE) and place in (None, namespace)
         ]
-        if any(stream.denied is not None or stream.heard_at is None for stream in streams if stream.kind is not NODE):
+        if any(stream.denied is not None or stream.cached_at is None for stream in streams if stream.kind is not NODE):
             return math.inf
-        return max((now - stream.heard_at for stream in streams if stream.heard_at is not None), default=math.inf)
+        times = [stream.cached_at for stream in streams if stream.denied is None and stream.cached_at is not None]
+        return max((now - at for at in times), default=math.inf)
 
     def dead(self, now: float) -> list[Reflector]:
         """Streams that are allowed and have heard nothing for ``DEAD_SECONDS``. Whether the API server is away

@@ -85,7 +85,7 @@ class Reconciler:
     """Turns jobs.
 
     ``nodes_are_read``: whether nodes are in the cache, and all of them. ``confirm``: whether a job is still there.
-    ``view_age``: for how many seconds the streams of a namespace have brought nothing (namespace, monotonic now).
+    ``view_age``: for how many seconds the cache has got nothing new of a namespace (namespace, monotonic now).
     """
 
     settings: Settings
@@ -131,7 +131,9 @@ class Reconciler:
             self.metrics.reconcile_seconds.observe(time.monotonic() - began)
 
     async def _turn(self, key: Key) -> float | None:
-        now = time.time()
+        # The age of the view is taken before the view: streams may come back while this turn waits for an answer.
+        now, clock = time.time(), time.monotonic()
+        age = self.view_age(key[0], clock)
         seen = read_cached_job(self.cache, key, self.nodes_are_read(), now)
         if seen is None:
             self._records.pop(key, None)
@@ -154,8 +156,8 @@ class Reconciler:
             syncer=asked,
             learners=learners,
             report=report,
-            view_age=self._view_age(key, record),
-            monotonic=time.monotonic(),
+            view_age=min(age, clock - record.read_at),
+            monotonic=clock,
         )
         plan = self.plan_job(observed, record.memory, self.settings)
         missing = any(ref_of(manifest) not in seen.objects for manifest in plan.apply)
@@ -181,10 +183,6 @@ class Reconciler:
         record.apply_errors = apply_errors
         read = plan.wants_fresh_view and await self._read_anew(key, record, seen)
         return AT_ONCE_SECONDS if changed or read else min(plan.wake_in, self.settings.resync_seconds)
-
-    def _view_age(self, key: Key, record: Record) -> float:
-        now = time.monotonic()
-        return min(self.view_age(key[0], now), now - record.read_at)
 
     async def _read_anew(self, key: Key, record: Record, seen: Observed) -> bool:
         """Bring the cache up to date, so that the next turn may act by it; whether that was allowed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,12 @@ import pytest
 from diloco_operator.informer import reflector
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.job_events import JobEvents
-from diloco_operator.informer.reflector import Reflector
+from diloco_operator.informer.reflector import Informer, Reflector
 from diloco_operator.kube.api import Api
-from diloco_operator.kube.kinds import CONFIG_MAP, JOB
+from diloco_operator.kube.kinds import CONFIG_MAP, JOB, NODE, POD, STATEFUL_SET
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
+from diloco_operator.settings import Settings
 
 Query = dict[str, str]
 Reply = tuple[int, Any] | list[Object | float | bytes]
@@ -232,6 +234,64 @@ def test_a_connection_that_is_dead_is_noticed_and_the_watch_taken_up(
     versions = [query.get("resourceVersion") for query in world.asked]
     before = versions.index("11")
     assert before >= 3 and versions[:before] == [None, *["10"] * (before - 1)]
+
+
+# ------------------------------------------------------------------ how old the cache is
+
+
+def test_the_cache_is_as_new_as_what_is_in_it_and_not_as_what_has_arrived(begin: Any) -> None:
+    """A plan that reads the cache while an event is put in must not be told that it has read that event."""
+    world = begin(a_list(10), [event("ADDED", config_map("a", 11)), 60.0], started=False)
+    before: list[float | None] = []
+    put = world.cache.put
+
+    def look_and_put(kind: Any, obj: Object) -> set[Key]:
+        before.append(world.stream.cached_at)
+        return put(kind, obj)
+
+    world.cache.put = look_and_put
+    listed: list[float | None] = []
+    world.hooks[2] = lambda: listed.append(world.stream.cached_at)
+    world.stream.start()
+    until(lambda: world.names() == {"a"} and world.stream.cached_at != listed[0])
+    assert before == listed and listed[0] is not None
+
+
+def test_an_answer_that_brings_nothing_makes_the_cache_no_newer(begin: Any) -> None:
+    """The API server refuses the watch, or begins it: what happened meanwhile has not been told yet."""
+    cached: list[float | None] = []
+    world = begin(a_list(10), (500, {"message": "etcd is away"}), [60.0], started=False)
+    for number in (2, 3):
+        world.hooks[number] = lambda: cached.append(world.stream.cached_at)
+    world.stream.start()
+    until(lambda: len(world.asked) == 3 and world.stream._reply is not None)
+    assert cached == [world.stream.cached_at] * 2 and world.stream.cached_at is not None
+    assert world.stream.heard_at > world.stream.cached_at, "and yet it is not dead"
+
+
+def a_stream(kind: Any, cached_at: float | None, denied: str | None = None) -> Any:
+    stream: Any = Reflector(kind, None, *[None] * 5)  # type: ignore[arg-type]
+    stream.cached_at, stream.denied = cached_at, denied
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("pods", "sets", "nodes", "age"),
+    [
+        ((90.0,), (95.0,), (99.0,), 10.0),
+        ((None,), (95.0,), (99.0,), math.inf),
+        ((90.0, "watch"), (95.0,), (99.0,), math.inf),
+        ((98.0,), (99.0,), (None,), 2.0),
+        ((98.0,), (99.0,), (10.0, "list"), 2.0),
+    ],
+    ids=["the oldest", "not listed yet", "forbidden", "nodes are not listed yet", "nodes are forbidden"],
+)
+def test_the_age_of_a_view_is_that_of_the_stream_that_is_behind_longest(
+    pods: Any, sets: Any, nodes: Any, age: float
+) -> None:
+    streams = {POD: pods, STATEFUL_SET: sets, NODE: nodes, CONFIG_MAP: (0.0,)}
+    informer = Informer(Settings(), lambda kind, place: a_stream(kind, *streams.get(kind, (None,))))
+    assert informer.age("ns", 100.0) == age
 
 
 # ------------------------------------------------------------------ jobs, which kopf watches
