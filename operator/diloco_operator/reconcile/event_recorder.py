@@ -1,7 +1,8 @@
 """Kubernetes Events about jobs: what ``kubectl describe dilocojob`` shows at its end.
 
-One that is said again within ``REPEAT_SECONDS`` raises the count of the first instead of being another. Events are
-worth less than what they tell of: one that cannot be written is logged once and given up.
+One that is said again within ``REPEAT_SECONDS`` raises the count of the first instead of being another. An Event that
+the API server refuses is given up: Events are worth less than what they tell of. One that it does not answer stays on
+its list, for another turn. It keeps its name, so an Event whose answer was lost is not written twice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from diloco_operator.job import rfc3339
 from diloco_operator.kube.api import Api
@@ -36,27 +37,37 @@ class EventRecorder:
     def __init__(self, api: Api, instance: str) -> None:
         self._api = api
         self._instance = instance
-        self._known: OrderedDict[str, tuple[str, int, float]] = OrderedDict()  # what -> name, count, when
+        # what -> name, count, when; of one that was sent and not answered the count is 0
+        self._known: OrderedDict[str, tuple[str, int, float]] = OrderedDict()
         self._silent_until = 0.0
 
-    async def record(self, key: Key, job: Object, events: Sequence[EventWanted], now: float) -> None:
-        """Write them, and log each. ``now``: wall-clock unix seconds. Raises nothing."""
+    def log_events(self, key: Key, events: Iterable[EventWanted]) -> None:
+        """Log what Events tell, whatever becomes of them."""
         for event in events:
             level = logging.WARNING if event.type == "Warning" else logging.INFO
             log.log(level, "%s: %s", event.reason, event.message, extra=about(key))
+
+    async def record(self, key: Key, job: Object, events: list[EventWanted], now: float) -> None:
+        """Write them in order, and take each off the list once it is written or refused. Raises no ApiError.
+
+        ``now``: wall-clock unix seconds. Where the API server does not answer, the rest stays on the list.
+        """
+        while events:
             try:
-                await self._write(key, job, event, now)
+                await self._write(key, job, events[0], now)
             except ApiError as error:
                 if time.monotonic() > self._silent_until:
                     log.warning("an Event could not be written: %s", error, extra=about(key))
                     self._silent_until = time.monotonic() + 300.0
+                if error.unreachable:
+                    return
+            del events[0]
 
     async def _write(self, key: Key, job: Object, event: EventWanted, now: float) -> None:
         uid = job["metadata"]["uid"]
         what = hashlib.sha256("\0".join((uid, event.type, event.reason, event.message)).encode()).hexdigest()
-        known = self._known.get(what)
-        if known is not None and now - known[2] < REPEAT_SECONDS:
-            name, count, _ = known
+        name, count, at = self._known.get(what, ("", 0, now))
+        if count and now - at < REPEAT_SECONDS:
             patch: Object = {"count": count + 1, "lastTimestamp": rfc3339(now)}
             try:
                 await self._api.merge_patch(EVENT, key[0], name, patch)
@@ -66,8 +77,15 @@ class EventRecorder:
             else:
                 self._remember(what, name, count + 1, now)
                 return
-        name = f"{key[1]}.{secrets.token_hex(8)}"
-        await self._api.create(EVENT, key[0], self._manifest(key, uid, event, name, now))
+        sent_before = bool(name) and not count
+        if not sent_before:
+            name = f"{key[1]}.{secrets.token_hex(8)}"
+            self._remember(what, name, 0, now)
+        try:
+            await self._api.create(EVENT, key[0], self._manifest(key, uid, event, name, now))
+        except ApiError as error:
+            if not (sent_before and error.status == 409):
+                raise  # else it is there, and only the answer was lost
         self._remember(what, name, 1, now)
 
     def _remember(self, what: str, name: str, count: int, now: float) -> None:

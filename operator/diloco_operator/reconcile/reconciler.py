@@ -6,8 +6,9 @@ plan takes it into account, and the status shows it. If these errors have change
 If the API server does not answer, the turn ends with an error, and the work queue repeats it with backoff.
 
 What the plan counts is kept in the status. So a status that could not be written is remembered, and the next turn reads
-it as the job's. Events are remembered until they are sent, since the plan names each only once. Everything else may be
-lost at any time: a new operator begins with nothing, and sends nothing for an object that is in order.
+it as the job's. Events are remembered until they are written or refused, since the plan names each only once.
+Everything else may be lost at any time: a new operator begins with nothing, and sends nothing for an object that is in
+order.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ PlanFunction = Callable[[Observed, PlanMemory, PlanSettings], JobPlan]
 AT_ONCE_SECONDS = 0.3
 CONFLICT_SECONDS = 0.5  # until the watch has brought what changed under a write
 SECRET_AGAIN_SECONDS = 30.0
-MAX_EVENTS = 100  # kept of one job while they cannot be sent
+MAX_EVENTS = 100  # kept of one job while they cannot be written
+EVENTS_AGAIN_SECONDS = 10.0  # until those that were not answered are sent again
 
 
 @dataclass(slots=True)
@@ -160,10 +162,11 @@ class Reconciler:
             monotonic=clock,
         )
         plan = self.plan_job(observed, record.memory, self.settings)
+        self.events.log_events(key, plan.events)
+        record.events = [*record.events, *plan.events][-MAX_EVENTS:]
         missing = any(ref_of(manifest) not in seen.objects for manifest in plan.apply)
         if missing and not await self._still_there(key, uid):
             return AT_ONCE_SECONDS
-        record.events = [*record.events, *plan.events][-MAX_EVENTS:]
         record.status.planned(plan.status)
         self._count(record, plan.status)
         apply_errors = await self._carry_out(key, record, seen, plan, target)
@@ -182,7 +185,10 @@ class Reconciler:
             log.warning("%s %s: %s", *apply_error.ref, apply_error.message, extra=about(key))
         record.apply_errors = apply_errors
         read = plan.wants_fresh_view and await self._read_anew(key, record, seen)
-        return AT_ONCE_SECONDS if changed or read else min(plan.wake_in, self.settings.resync_seconds)
+        if changed or read:
+            return AT_ONCE_SECONDS
+        unsent = EVENTS_AGAIN_SECONDS if record.events else math.inf
+        return min(plan.wake_in, self.settings.resync_seconds, unsent)
 
     async def _read_anew(self, key: Key, record: Record, seen: Observed) -> bool:
         """Bring the cache up to date, so that the next turn may act by it; whether that was allowed."""
@@ -225,8 +231,7 @@ class Reconciler:
             await self._trying(apply_errors, delete.ref, self._delete(key, delete))
         writing = write_status(self.api, self.cache, key, record.uid, record.status)
         await self._trying(apply_errors, job_ref, writing)
-        events, record.events = record.events, []
-        await self.events.record(key, seen.job, events, seen.now)
+        await self.events.record(key, seen.job, record.events, seen.now)
         if plan.delete_job:
             over = Delete(job_ref, record.uid, "its time to live is over")
             await self._trying(apply_errors, job_ref, self._delete(key, over))
