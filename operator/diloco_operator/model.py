@@ -250,6 +250,8 @@ class PlanMemory:
     # Region and ordinal of learners that the rollout has restarted and that do not take part again yet.
     rollout_restarts: set[tuple[str, int]] = field(default_factory=set)
     force_deletions: list[float] = field(default_factory=list)  # when, for their budget
+    # When the newest pod was created of what makes pods, one that is gone included, by the API server's clock.
+    newest_pods: dict[Ref, float] = field(default_factory=dict)
     failures: dict[str, PlaceFailures] = field(default_factory=dict)  # by place
     last_counted_failure: CountedFailure | None = None
     errors: RepeatedErrors = field(default_factory=RepeatedErrors)  # by place

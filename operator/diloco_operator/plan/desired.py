@@ -192,15 +192,9 @@ def _replicas(decision: LifecycleDecision, job: str, ref: Ref) -> int:
 
 def _needs_nudge(view: View, ref: Ref) -> bool:
     """Whether the controller of ``ref`` could not make a pod, by its Events, and a pod is still missing."""
-    there = [pod for pod in view.pods if _holder(view, pod.role, pod.region) == ref and not pod.over]
+    there = [pod for pod in view.pods if view.holder_of(pod) == ref and not pod.over]
     failed = newest_message(view.observed.cluster_events, ref, "FailedCreate")
     return bool(failed) and len(there) < (view.replicas(ref) or 0)
-
-
-def _holder(view: View, role: str, region: str) -> Ref:
-    if role == "learner":
-        return names.stateful_set(view.job.name, region)
-    return Ref("Deployment", f"{view.job.name}-{role}")
 
 
 def _missing_secrets(view: View) -> frozenset[str]:

@@ -10,6 +10,7 @@ While the syncer cannot be asked, the numbers of the last status stand.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from diloco_operator import names
@@ -70,6 +71,7 @@ class RegionReport:
 
 def report_regions(view: View, decision: LifecycleDecision, rolled: Rollout, nodes: NodeLosses) -> RegionReport:
     """The rows, from what this cluster can see. Changes the view's memory (timers)."""
+    _remember_newest_pods(view)
     out = RegionReport()
     here = {region.name for region in view.here.regions}
     before = {row.get("name"): row for row in view.job.status.get("regions") or []}
@@ -227,10 +229,24 @@ def _explain_refusal(view: View, pod: Pod) -> str:
     return "" if refused is None else refusals.refusal_sentence(*refused)
 
 
+def _remember_newest_pods(view: View) -> None:
+    """Keep when the newest pod of each StatefulSet and Deployment was created, for the time when it is gone. Both this
+    time and an Event's are of the cluster's own clocks, in whole seconds."""
+    newest, refs = view.memory.newest_pods, set(view.observed.objects)
+    for ref in newest.keys() - refs:
+        del newest[ref]
+    for pod in view.pods:
+        ref = view.holder_of(pod)
+        if pod.created is not None and ref in refs:
+            newest[ref] = max(newest.get(ref, -math.inf), pod.created)
+
+
 def explain_not_made(view: View, ref: Ref) -> str:
     """Why a StatefulSet or Deployment could not make a pod, by its last Event, with the cure where it is about a
-    quota; empty: it has not said so."""
-    message = newest_message(view.observed.cluster_events, ref, "FailedCreate")
+    quota; empty: it has not said so since it made its newest pod. What kept it from that is over by then, though its
+    Event stays for long."""
+    since = view.memory.newest_pods.get(ref, -math.inf)
+    message = newest_message(view.observed.cluster_events, ref, "FailedCreate", since=since)
     if not message:
         return ""
     said = f"its pod cannot be created: {shortened(message)}"

@@ -111,6 +111,12 @@ class View:
         created = {p["metadata"]["uid"]: p["metadata"].get("creationTimestamp", "") for p in self.observed.pods}
         return max(found, key=lambda pod: (pod.alive, not pod.over, created[pod.uid]), default=None)
 
+    def holder_of(self, pod: Pod) -> Ref:
+        """The StatefulSet or Deployment that makes the pod."""
+        if pod.role == "learner":
+            return names.stateful_set(self.job.name, pod.region)
+        return Ref("Deployment", f"{self.job.name}-{pod.role}")
+
     def leaving(self, pod: Pod) -> bool:
         """Whether the pod terminates, has ended, or is to be removed by this operator's decision."""
         return not pod.alive or pod.uid in self.memory.own_deletions

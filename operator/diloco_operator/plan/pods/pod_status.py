@@ -8,6 +8,7 @@ wrong in the cluster's own words and, where there is one, the cure.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class Pod:
     region: str
     ordinal: int
     revision: str
+    created: float | None
     node: str
     terminating: bool
     leaves_at: float | None  # end of its grace period; None: it does not terminate
@@ -173,6 +175,7 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
         region=labels.get(LABEL_REGION, ""),
         ordinal=_ordinal(metadata["name"], labels),
         revision=labels.get(names.POD_REVISION, ""),
+        created=seconds_of(metadata.get("creationTimestamp")),
         node=spec.get("nodeName", ""),
         terminating=deleted is not None,
         leaves_at=seconds_of(deleted),
@@ -330,13 +333,14 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, su
     return None
 
 
-def newest_message(cluster_events: Iterable[ClusterEvent], ref: Ref, *reasons: str) -> str:
+def newest_message(cluster_events: Iterable[ClusterEvent], ref: Ref, *reasons: str, since: float = -math.inf) -> str:
     """What the newest Event about an object says; empty: there is none. ``reasons``: if given, only Events with one
-    of them. The ReplicaSets of a Deployment count as the Deployment."""
+    of them. ``since``: no Event before that. The ReplicaSets of a Deployment count as the Deployment."""
     fitting = [
         event
         for event in cluster_events
         if (not reasons or event.reason in reasons)
+        and event.time >= since
         and (
             (event.kind, event.name) == ref
             or (ref.kind == "Deployment" and event.kind == "ReplicaSet" and event.name.startswith(f"{ref.name}-"))

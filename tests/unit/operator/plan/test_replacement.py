@@ -269,6 +269,38 @@ def test_unschedulable_and_quota_are_told_and_heal() -> None:
     idle(world)
 
 
+@pytest.mark.parametrize("role", ["learner", "syncer"])
+def test_a_quota_that_was_used_up_earlier_does_not_explain_a_pod_that_is_being_replaced(role: str) -> None:
+    """An Event stays for ten minutes, and a pod was made since."""
+    world = started()
+
+    def replace_pod() -> None:
+        world.delete_pod(world.of(role)[0].name, force=True)
+        world.turn()  # before its controller makes another
+
+    def is_explained() -> bool:
+        said = world.region()["cause"] if role == "learner" else world.condition("SyncerReady")["message"]
+        return "exceeded quota" in said
+
+    world.quota = 0
+    replace_pod()
+    assert not is_explained()
+    world.until(lambda _: is_explained(), 20)
+    world.quota = None
+    world.until(World.whole)
+    world.run(300)
+    assert any(event.reason == "FailedCreate" for event in world.observed().cluster_events)
+    told = world.told("SyncerNotCreated")
+    replace_pod()
+    assert not is_explained() and world.truth("Degraded") == "False", world.story()
+    assert role == "learner" or world.condition("SyncerReady")["reason"] == "Starting"
+    world.until(World.whole)
+    assert world.told("SyncerNotCreated") == told
+    world.quota = 0
+    replace_pod()
+    world.until(lambda _: is_explained(), 20)
+
+
 def test_preempted_learners_are_not_counted() -> None:
     world = started()
     pod = world.named("job-local-0")
