@@ -11,8 +11,8 @@ groups but ``outer`` vary the default: isotropic merges and Nesterov 0.5. Groups
   equal, so that the first two are the same), and with batches of 8, 4, 2 and 2 sequences;
 * ``stragglers``: K = 1 and K = M, without and with the grace window, one learner 18 % slower, and learners at 1, 1/2
   and 1/4 speed;
-* ``visitors``: learners that join after a third of the time and leave after two thirds: none, one more and four more
-  (the data-parallel reference has none); every run ends at the same time;
+* ``visitors``: learners beyond the four that join after a third of the time and leave after two thirds: none, one and
+  four (the data-parallel reference has none); every run ends at the same time;
 * ``cadence``: H, P and τ; of fewer steps than fragments as many fragments as steps;
 * ``encoding``: float32 to 2 bit and sparse (bench/trials/sparse.py), without and with error feedback; sparse after the
   mean too, as SparseLoCo has it, beside int4 after the mean;
@@ -137,8 +137,8 @@ def straggler_arms(base: Trial) -> Iterator[Arm]:
 
 
 def visitor_arms(base: Trial) -> Iterator[Arm]:
-    for visitors, words in ((0, "nobody"), (1, "one learner"), (4, "four learners")):
-        yield arm(f"{words} for the middle third", base, {}, timed=True, visitors=visitors)
+    for visitors, name in ((0, "no visitor"), (1, "one visitor"), (4, "four visitors")):
+        yield arm(name, base, {}, timed=True, visitors=visitors)
 
 
 def cadence_arms(base: Trial) -> Iterator[Arm]:
@@ -188,7 +188,7 @@ DEFAULTS = {  # the names of arms, by groups, where an arm names none itself
     "outer": "isotropic, nesterov 0.5",
     "adoption": "keep",
     "merge": "isotropic, M = {learners}",
-    "visitors": "nobody for the middle third",
+    "visitors": "no visitor",
     "cadence": "H = 24",
     "encoding": "up int4",
     "inner": "adamw",
