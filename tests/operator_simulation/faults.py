@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from diloco_operator.kube.kinds import JOB, NODE, POD, STATEFUL_SET
 from operator_simulation.kubernetes import Node, Process, now
-from operator_simulation.world import World
+from operator_simulation.world import SimulatedOperator, World
 
 Fault = Callable[[World], Awaitable[None]]
 
@@ -18,6 +18,13 @@ Fault = Callable[[World], Awaitable[None]]
 def _some_learner(world: World) -> Process | None:
     learners = world.processes("learner")
     return world.rng.choice(learners) if learners else None
+
+
+async def _some_operator(world: World) -> SimulatedOperator:
+    """While the only one is being restarted there is none: then it is waited for."""
+    while not world.operators:
+        await world.sleep(1.0)
+    return world.rng.choice(world.operators)
 
 
 def _some_node(world: World) -> Node:
@@ -118,7 +125,7 @@ async def lose_a_cluster(world: World) -> None:
 
 
 async def stall_a_watch(world: World) -> None:
-    operator = world.rng.choice(world.operators)
+    operator = await _some_operator(world)
     kind = world.rng.choice([POD, POD, STATEFUL_SET, JOB, NODE])
     seconds = world.rng.uniform(5, 120)
     world.note(f"{operator.name} hears nothing of {kind.plural} for {seconds:.0f} s")
@@ -126,7 +133,7 @@ async def stall_a_watch(world: World) -> None:
 
 
 async def lose_answers(world: World) -> None:
-    operator = world.rng.choice(world.operators)
+    operator = await _some_operator(world)
     operator.api.loss = 0.3
     await world.sleep(world.rng.uniform(20, 90))
     operator.api.loss = 0.0
@@ -141,12 +148,12 @@ async def cut_an_api_server_off(world: World) -> None:
 
 
 async def restart_an_operator(world: World) -> None:
-    await world.restart_operator(world.rng.choice(world.operators))
+    await world.restart_operator(await _some_operator(world))
 
 
 async def upgrade_an_operator(world: World) -> None:
     """Each cluster has its own operator, and may have another release than others."""
-    await world.upgrade_operator(world.rng.choice(world.operators), f"2.{int(now())}")
+    await world.upgrade_operator(await _some_operator(world), f"2.{int(now())}")
 
 
 async def upgrade_an_operator_then_edit_and_upgrade_the_job(world: World) -> None:
@@ -159,7 +166,7 @@ async def upgrade_an_operator_then_edit_and_upgrade_the_job(world: World) -> Non
 
 async def start_another_operator_beside_one(world: World) -> None:
     """Two that both reach everything, as while a Deployment's pod moves from a node that was thought lost."""
-    operator = world.rng.choice(world.operators)
+    operator = await _some_operator(world)
     other = world.start_operator(operator.kubernetes.name, world.rng.choice(list(operator.kubernetes.nodes)))
     await world.sleep(world.rng.uniform(20, 90))
     await world.stop_operator(other)
@@ -167,7 +174,7 @@ async def start_another_operator_beside_one(world: World) -> None:
 
 async def cut_an_operator_off_and_start_another(world: World) -> None:
     """The first reaches the pods and not the API server, and goes on by what it knew."""
-    operator = world.rng.choice(world.operators)
+    operator = await _some_operator(world)
     kubernetes, node = operator.kubernetes, operator.node
     world.note(f"{operator.name} does not reach the API server, and has a successor")
     with world.cut(lambda e: e == node.endpoint, lambda e: e == kubernetes.api):
@@ -178,7 +185,7 @@ async def cut_an_operator_off_and_start_another(world: World) -> None:
 
 async def stop_an_operator_for_a_while(world: World) -> None:
     """Its process stands still, with whatever it is at, while a standby is there."""
-    operator = world.rng.choice(world.operators)
+    operator = await _some_operator(world)
     other = world.start_operator(operator.kubernetes.name, world.rng.choice(list(operator.kubernetes.nodes)))
     await world.sleep(world.rng.uniform(0, 20))
     operator.stands_still_until = now() + world.rng.uniform(1, 60)
@@ -189,7 +196,7 @@ async def stop_an_operator_for_a_while(world: World) -> None:
 
 async def slow_an_api_server_down(world: World) -> None:
     """Requests of one operator take up to some seconds."""
-    operator = world.rng.choice(world.operators)
+    operator = await _some_operator(world)
     operator.api.slow = world.rng.uniform(1, 6)
     world.note(f"requests of {operator.name} take up to {operator.api.slow:.1f} s")
     await world.sleep(world.rng.uniform(20, 60))

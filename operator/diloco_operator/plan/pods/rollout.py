@@ -9,8 +9,9 @@ revision: it deletes the pod, and the StatefulSet makes a new one from the chang
   image, the rollout stops there, and status says why.
 * **The broken first.** A learner that does not take part is restarted before any that does. It
   costs nothing, and a repaired template so replaces the broken pod first.
-* **Never below K.** A learner in the quorum is restarted only while more than K are. Where every
-  learner is needed (K = M), it is restarted when all are there, and the job holds until it is back.
+* **Never below K.** A learner in the quorum is restarted only while more than K are, those not
+  counted that have just missed heartbeats. Where every learner is needed (K = M), it is restarted
+  when all are there, and the job holds until it is back.
 
 Example: a job of three learners with K = 2 gets a new image. local-2 is restarted; when it is in
 the quorum again, local-1; then local-0; then the syncer.
@@ -34,6 +35,9 @@ from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan.pods.node_loss import node_lost_since
 from diloco_operator.plan.pods.pod_status import Pod
 from diloco_operator.plan.view import UID_DIGITS, View
+from diloco_protocol.documents import SlotRow
+
+QUIET_SECONDS, QUIET_HEARTBEATS = 5.0, 3.0  # the greater: silence after which a learner is not relied on
 
 
 @dataclass(slots=True)
@@ -191,10 +195,16 @@ def _budget(view: View) -> int:
         pod = pods.get(slot.process[:UID_DIGITS])
         # The syncer's answer is seconds old: a pod that has left meanwhile does not count.
         has_left = slot.region in here if pod is None else view.leaving(pod)
-        active += slot.in_quorum and not has_left
+        active += slot.in_quorum and not has_left and not _is_quiet(view, slot)
     if view.required >= view.job.spec.slots:
         return 1 if active >= view.required else 0
     return active - view.required
+
+
+def _is_quiet(view: View, slot: SlotRow) -> bool:
+    """Whether the slot's learner has missed heartbeats: it may be cut off or dead, though the syncer waits for it."""
+    limit = max(QUIET_SECONDS, QUIET_HEARTBEATS * view.job.spec.sync.heartbeat.interval_seconds)
+    return (slot.heard_seconds_ago or 0.0) > limit
 
 
 def _explain_no_budget(view: View) -> str:

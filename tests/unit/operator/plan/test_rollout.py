@@ -102,6 +102,28 @@ def test_no_healthy_learner_is_taken_at_k() -> None:
     world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
 
 
+def test_a_learner_that_has_just_fallen_silent_is_not_relied_on() -> None:
+    """The syncer waits for it for a while yet, but it may be cut off, and then nothing would be merged."""
+
+    def edited() -> World:
+        world = started(2, sync={"quorum": 1})
+        world.edit(learners=template("other:1"))
+        return world
+
+    first = edited()
+    first.until(lambda w: w.taken)
+    ((when, name),) = first.taken
+    assert name == "job-local-1"
+    for quiet, takes in ((4.0, True), (7.0, False)):  # the syncer has it as lost after 10 s
+        world = edited()
+        world.run(when - quiet - world.now)
+        world.deaf |= {pod.uid for pod in world.of("learner") if pod.name == "job-local-0"}
+        world.run(quiet + 1.0)
+        assert world.syncer.slots[0].state == "active" and bool(world.taken) == takes
+        world.deaf.clear()
+        world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
+
+
 def test_a_silent_syncer_stops_the_taking_of_healthy_learners() -> None:
     world = started()
     world.syncer_silent = True
