@@ -100,7 +100,7 @@ class Api:
                 )
             except HTTPError as error:
                 raise OSError(str(error)) from error
-            if reply.status == 429 or reply.status >= 500:  # no answer of the rules
+            if reply.status == 429 or reply.status > 500:  # no answer; with 500 it refuses what has no such type
                 raise OSError(f"HTTP {reply.status}: {reply.data[:300]!r}")
             return Answer(reply.status, json.loads(reply.data))
 
