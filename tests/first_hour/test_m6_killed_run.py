@@ -11,13 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from diloco.console import CommandError
+from diloco.local import status
 from diloco.local.log_files import is_running
 from diloco.main import app
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco_protocol.spec.load import parse_job
-from status_documents import job_report
+from status_documents import job_report, status_document
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -108,6 +111,20 @@ def test_m6_a_run_that_has_just_begun_again_is_running(tmp_path: Path) -> None:
         assert code != 0 and "is running, but its syncer does not answer yet" in said
         (row,) = json.loads(diloco("list", tmp_path, "--json")[1])["items"]
         assert (row["state"], row["running"]) == ("starting", True)
+
+
+def test_m6_a_run_that_ends_while_its_report_is_asked_for_has_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(tmp_path / "run") as workdir:
+        claim(workdir, parse_job(JOB), tmp_path)
+    ended = job_report(outcome="complete", steps=948)
+    answers: list[Any] = [status_document(phase="training"), ended]
+    monkeypatch.setattr(status, "read_status", lambda where: answers.pop(0))
+    assert status.read_report(str(workdir.path)) == ended
+    answers += [status_document(phase="training")] * 2
+    with pytest.raises(CommandError, match="try again"):
+        status.read_report(str(workdir.path))
 
 
 def test_m6_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) -> None:

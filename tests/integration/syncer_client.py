@@ -23,10 +23,12 @@ from syncer_calls import ask_signed_status, ask_status
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import make_key, sign_call
+from diloco_syncer import service, startup
 
 LAYOUT = Layout.build([Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2)
 TOKENS = 100  # per step
@@ -363,3 +365,23 @@ async def turn(client: Client, version: int) -> None:
 
 def first_values(fragment: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(fragment).standard_normal(LAYOUT.elements(fragment)).astype(np.float32)
+
+
+async def serve_in_process(store: Path) -> int:
+    """Run a syncer in this process, on any ports, until it ends; its exit code. SIGTERM's handler stays as it was."""
+    options = startup.Options(
+        job=raw_job(),
+        store=str(store),
+        listen="127.0.0.1:0",
+        control="127.0.0.1:0",
+        http="127.0.0.1:0",
+        address_file=None,
+        control_key=b"k" * 32,
+        credentials=Credentials(),
+        threads=1,
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return await service.run(options)
+    finally:
+        signal.signal(signal.SIGTERM, before)

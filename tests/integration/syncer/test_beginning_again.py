@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from syncer_client import raw_job
+from syncer_client import serve_in_process
 
-from diloco_protocol.security.credentials import Credentials
-from diloco_syncer import service, startup
+from diloco_syncer import startup
 from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.syncer import Syncer
 
@@ -41,20 +40,5 @@ async def test_a_signal_in_the_teardown_of_a_life_ends_the_process(
 
     monkeypatch.setattr(startup, "restore", restored)
     monkeypatch.setattr(Syncer, "close", signalled)
-    options = startup.Options(
-        job=raw_job(),
-        store=str(tmp_path / "store"),
-        listen="127.0.0.1:0",
-        control="127.0.0.1:0",
-        http="127.0.0.1:0",
-        address_file=None,
-        control_key=b"k" * 32,
-        credentials=Credentials(),
-        threads=1,
-    )
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert await service.run(options) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert await serve_in_process(tmp_path / "store") == 0
     assert len(lives) == 1, "it began again"

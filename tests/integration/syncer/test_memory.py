@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,13 +13,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import syncer_client
-from syncer_client import Client, SyncerProcess, raw_job, until
+from syncer_client import Client, SyncerProcess, raw_job, serve_in_process, until
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
-from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import sync_pb2
-from diloco_syncer import service, startup
+from diloco_syncer import startup
 from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.runtime.global_model import GlobalModel
 
@@ -200,20 +198,5 @@ async def test_a_syncer_that_begins_again_holds_one_model(tmp_path: Path, monkey
         return made
 
     monkeypatch.setattr(startup, "restore", restored)
-    options = startup.Options(
-        job=raw_job(),
-        store=str(tmp_path / "store"),
-        listen="127.0.0.1:0",
-        control="127.0.0.1:0",
-        http="127.0.0.1:0",
-        address_file=None,
-        control_key=b"k" * 32,
-        credentials=Credentials(),
-        threads=1,
-    )
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert await service.run(options) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert await serve_in_process(tmp_path / "store") == 0
     assert alive == [0, 0, 0]
