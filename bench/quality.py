@@ -16,7 +16,10 @@ Every trial trains a small model from scratch on so many tokens and is scored on
 Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
 at H = 24: steps are 24 times as many. The larger size has the two shorter lengths, for the third alone would take as
 long as all others. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
-intervals are 95 % by Student's t over seeds. Results are kept in bench/results/trials.jsonl, which is part of the
+intervals are 95 % by Student's t over seeds.
+
+``--sizes gpu`` is a dense model of 25 million parameters on a CUDA device, which no one has to have: it is not among
+the sizes without that word. Results are kept in bench/results/trials.jsonl, which is part of the
 repository, and an interrupted run goes on. bench/ablations.py varies one thing at a time.
 """
 
@@ -39,8 +42,8 @@ from trials.tables import TrialRow, make_row
 
 KINDS = ("dense", "moe", "vision")
 SIZES = ("small", "large")
-LENGTHS = (6, 40, 200)
-LONGEST = {"small": 200, "large": 40}  # unless --lengths says others
+ON_GPU = "gpu"  # the size that needs one; of dense models alone
+LENGTHS = {"small": (6, 40, 200), "large": (6, 40), ON_GPU: (6, 20)}  # unless --lengths says others
 LEARNERS = (1, 2, 4, 8, 16)
 DDP = "DDP, two ranks"
 DDP_OF = {(kind, "small", 6) for kind in KINDS} | {("dense", "small", 40), ("dense", "large", 6)}
@@ -49,10 +52,10 @@ SEEDS = 5
 
 def references(chosen: argparse.Namespace) -> Iterator[Trial]:
     """The data-parallel trials of seed 0 at the task's rate, shortest first."""
-    for merges in chosen.lengths or LENGTHS:
+    for merges in chosen.lengths or sorted({merges for size in chosen.sizes for merges in LENGTHS[size]}):
         for size in chosen.sizes:
-            if chosen.lengths or merges <= LONGEST[size]:
-                yield from (Trial(kind, size, merges, 0) for kind in chosen.kinds)
+            if chosen.lengths or merges in LENGTHS[size]:
+                yield from (Trial(kind, size, merges, 0) for kind in chosen.kinds if size != ON_GPU or kind == "dense")
 
 
 def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]]:
@@ -168,7 +171,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hours", type=float, default=1e6, help="begin no trial after that; run again to go on")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
+    parser.add_argument("--sizes", nargs="+", choices=(*SIZES, ON_GPU), default=SIZES)
     parser.add_argument("--lengths", nargs="+", type=int, metavar="MERGES", help="instead of those of each size")
     parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")

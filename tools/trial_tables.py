@@ -50,7 +50,7 @@ def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]
 
 
 def quality_table(cache: Cache, sync: dict[str, object]) -> str:
-    chosen = quality.parse(["--sync", json.dumps(sync)])
+    chosen = quality.parse(["--sizes", *quality.LENGTHS, "--sync", json.dumps(sync)])
     rows = sorted(quality.quality_rows(chosen, cache), key=lambda row: quality.KINDS.index(row.group.partition("-")[0]))
     return table(
         ("model", "merges", "learners"),
@@ -60,7 +60,7 @@ def quality_table(cache: Cache, sync: dict[str, object]) -> str:
 
 def ablation_table(cache: Cache) -> str:
     """Of those groups of which more than one arm was run: the default is an arm of each."""
-    arms = ablations.chosen_arms(ablations.parse(["--lengths", *map(str, quality.LENGTHS)]))
+    arms = ablations.chosen_arms(ablations.parse(["--lengths", *map(str, quality.LENGTHS["small"])]))
     rows = ablations.ablation_rows(arms, ablations.SEEDS, cache)
     run = Counter(row.group for row in rows)
     shown = [((row.group, row.name), row) for row in rows if run[row.group] > 1]

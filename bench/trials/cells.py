@@ -7,6 +7,9 @@ outer optimizers, codec; of those kinds of model whose trials it changes.
 A trial uses one core and one thread of torch. Its result is the same on every run of one build of torch on one kind of
 processor. On another kind losses differ: of thirteen trials of 6 merges nine had the same loss there, three differed by
 up to 0.001 nats, and one, of a vision model, by 0.008.
+
+Models of the size ``gpu`` are trained on a CUDA device, where no two runs have the same bits: the digest leaves torch's
+version out, and the result says it, with the GPU's name.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Trial:
     ``merges`` of each fragment at H = EVERY: its length. ``learners`` 0: the data-parallel reference. ``sync``: what
     the job's spec.sync says other than the defaults. ``outer``: an optimizer of outers.py and its settings, instead of
     the job's. ``exchange``: seconds from a snapshot to the version that holds it, steps taking one. ``pace``: seconds
-    of a step of each learner, empty: one. ``parts``: sequences that each learner trains in a step, SEQUENCES in all;
+    of a step of each learner, empty: one. ``parts``: sequences that each learner trains in a step, the task's in all;
     empty: as many each. ``timed``: the job ends with the last of its steps, whatever was trained by then, and not with
     its tokens. ``visitors``: so many learners more, each training as many sequences in a step as the others, join after
     a third of the time and leave after two thirds. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw
@@ -72,7 +75,7 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        """Steps of the job, of the tasks' SEQUENCES each."""
+        """Steps of the job, of the task's sequences each."""
         return self.merges * EVERY
 
     @functools.cached_property
@@ -98,26 +101,36 @@ class Trial:
         }
         if self.deaths:
             own["deaths"] = CODE_OF_DEATHS
-        document = {"code": CODE[self.kind], "torch": version("torch"), "job": made_by, **own}
+        on_gpu = tasks.TASKS[self.kind, self.size].device != "cpu"
+        document = {"code": CODE[self.kind], "torch": None if on_gpu else version("torch"), "job": made_by, **own}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
     def effort(self) -> float:
         """What it takes, in steps of a small reference; rough, for the time left."""
-        size = {"small": 1.0, "large": 4.0}[self.size]
+        size = {"small": 1.0, "large": 4.0, "gpu": 4.0}[self.size]
         kind = {"dense": 1.0, "moe": 1.6, "vision": 1.5}[self.kind]
         return self.steps * kind * (size * (1 + 0.05 * self.learners) + 0.3 * self.learners + 0.3 * (self.learners > 0))
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:
     """Train, and score what came of it: ``loss`` (nats per prediction, held out), ``seconds`` of processor time, and of
-    trials with learners ``merges``, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``."""
+    trials with learners ``merges``, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``; of those
+    on a GPU its name (``device``) and ``torch``, its version."""
     import torch
 
+    from trials import tasks
+
     torch.set_num_threads(1)
+    where = torch.device(tasks.TASKS[trial.kind, trial.size].device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"{describe(trial)} is trained on a GPU, and torch finds none")
     began = time.process_time()
     result = _reference(trial) if trial.learners == 0 else _decoupled(trial)
-    return {**result, "seconds": time.process_time() - began}
+    result["seconds"] = time.process_time() - began
+    if where.type == "cuda":
+        result |= {"device": torch.cuda.get_device_name(where), "torch": torch.__version__}
+    return result
 
 
 def _reference(trial: Trial) -> dict[str, Any]:
@@ -151,13 +164,13 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         trial.visitors,
     )
     learners = fleet.Fleet(trial.kind, trial.size, job, trial.learners + trial.visitors, inner.MAKE[trial.inner])
-    data = tasks.TrialData(trial.kind, trial.size, trial.seed)
+    data, task = tasks.TrialData(trial.kind, trial.size, trial.seed), tasks.TASKS[trial.kind, trial.size]
     versions = TrialVersions(job, learners.layout, learners.initial(), optimizer=outers.make(trial.outer, trial.merges))
     merge_seconds = 0.05
     world = World(
         job,
         fleet.TrialTraining(
-            learners, data, trial.parts or tasks.equal_parts(trial.learners), trial.visitors, trial.steps
+            learners, data, trial.parts or task.equal_parts(trial.learners), trial.visitors, trial.steps
         ),
         versions,
         pace=lambda place: trial.pace[place[1]] if trial.pace else 1.0,
@@ -173,7 +186,7 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         _plan_visits(world, trial)
     if not world.run(until=50.0 * trial.steps + 1000):
         raise RuntimeError(f"the job did not end: {world.core.phase_message}")
-    model = learners.first
+    model = learners.first.to(learners.device)
     fragments = ModelFragments(model, learners.layout)
     for fragment in range(len(learners.layout)):
         fragments.move(fragment, Kind.OVERWRITE, Vector.from_array(versions.theta(fragment)))

@@ -75,9 +75,10 @@ def _trained(rank: int, folder: str, trial: Trial) -> float:
     parallel = DistributedDataParallel(model)
     parallel.config = model.config  # where the loss of a mixture of experts looks
     optimizer = optimizers.build_optimizer(parallel, spec)
-    share = tasks.SEQUENCES // RANKS
+    sequences = tasks.TASKS[trial.kind, trial.size].sequences
+    share = sequences // RANKS
     for step in range(steps):
-        first = step * tasks.SEQUENCES + rank * share
+        first = step * sequences + rank * share
         batch = data.batch(np.arange(first, first + share))
         optimizers.set_learning_rate(optimizer, optimizers.learning_rate(spec, step, step, steps))
         trainer.step(parallel, optimizer, batch, 1, spec.clip_norm, torch.float32)

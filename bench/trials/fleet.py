@@ -8,7 +8,7 @@ together are computed together (models.py); each learner has an optimizer of its
 loss over the same sequences, so the reference is one process with the whole batch, and the same for every M;
 ``bench/quality.py`` compares it with torch's DistributedDataParallel over gloo.
 
-*The same data.* The step s of the job trains the sequences s·SEQUENCES to (s + 1)·SEQUENCES of the seed's order,
+*The same data.* The step s of the job trains the sequences s·n to (s + 1)·n of the seed's order (n: a step's),
 whoever trains them: learner m of M takes the m-th of M parts, equal ones but where the trial says others. A learner
 that died leaves a gap. What a learner beyond the M trains comes after all that is theirs.
 """
@@ -27,12 +27,13 @@ from diloco_protocol.arrays.kernels import Float32s
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.training import OptimizerSpec
+from diloco_worker import device
 from diloco_worker.core.adoption import Kind
 from diloco_worker.core.progress import schedule_step
 from diloco_worker.fragments import ModelFragments, Vector, build_layout, model_tensors
 from diloco_worker.training import optimizer as optimizers
 from trials import models
-from trials.tasks import SEQUENCES, TASKS, TrialData, build_model
+from trials.tasks import TASKS, TrialData, build_model
 
 MakeOptimizer = Callable[[torch.nn.Module, OptimizerSpec], torch.optim.Optimizer]
 
@@ -79,13 +80,15 @@ class Fleet:
     ) -> None:
         self.job, self._make_optimizer = job, make_optimizer
         self._losses = models.loss_function(TASKS[kind, size].config)
+        self.device = torch.device(TASKS[kind, size].device)
+        self._precision = device.precision(job.spec, self.device)
         self.first = build_model(job)
         sync = job.spec.sync
         self.layout: Layout = build_layout(self.first, sync.fragments, sync.every, sync.merge.mean_tensors)
         shapes = {name: p.shape for name, p in model_tensors(self.first).items()}
         total = sum(shape.numel() for shape in shapes.values())
-        self._weights = torch.zeros(rows, total)
-        self._gradients = torch.zeros(rows, total)
+        self._weights = torch.zeros(rows, total, device=self.device)
+        self._gradients = torch.zeros(rows, total, device=self.device)
         self._spans: dict[str, tuple[slice, torch.Size]] = {}
         start = 0
         for name, shape in shapes.items():
@@ -123,7 +126,8 @@ class Fleet:
             name: self._weights[taken, span].view(len(rows), *shape).detach().requires_grad_()
             for name, (span, shape) in self._spans.items()
         }
-        losses, nats = self._losses(leaves, batch)
+        with device.autocast(self.device, self._precision):
+            losses, nats = self._losses(leaves, device.to_device(batch, self.device))
         gradients = torch.autograd.grad(losses.sum(), list(leaves.values()))
         for (span, _), gradient in zip(self._spans.values(), gradients, strict=True):
             self._gradients[taken, span] = gradient.reshape(len(rows), -1)
@@ -135,21 +139,21 @@ class Fleet:
                     self._gradients[row.index] *= clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
             optimizers.set_learning_rate(row.optimizer, rate)
             row.optimizer.step()
-        return [float(value) for value in nats]
+        return [float(value) for value in nats.tolist()]
 
 
 def first_sequence(parts: Sequence[int], total: int, slot: int, step: int) -> int:
     """The place, in the order of the data, of the first sequence that this slot's learner trains in this step.
     ``parts``: those of the learners that are there all the time; ``total``: steps of the trial."""
-    visitor = slot - len(parts)
+    visitor, sequences = slot - len(parts), sum(parts)
     if visitor < 0:
-        return step * SEQUENCES + sum(parts[:slot])
-    return (visitor + 1) * total * SEQUENCES + step * parts[-1]
+        return step * sequences + sum(parts[:slot])
+    return (visitor + 1) * total * sequences + step * parts[-1]
 
 
 class TrialTraining:
     """What a world's learners train (diloco.simulate.job.parts.Training). ``parts``: sequences that the learner of each
-    slot trains in a step, SEQUENCES in all. ``visitors``: learners beyond those, of as many sequences as the last.
+    slot trains in a step, the task's in all. ``visitors``: learners beyond those, of as many sequences as the last.
     ``total``: steps of the trial."""
 
     def __init__(self, fleet: Fleet, data: TrialData, parts: Sequence[int], visitors: int, total: int) -> None:
@@ -203,7 +207,8 @@ def train_alone(
     """The reference: one process with the whole batch, ``total`` steps."""
     fleet = Fleet(kind, size, job, 1, optimizer)
     data, row, spec = TrialData(kind, size, seed), fleet.open_row(), job.spec.training.optimizer
+    sequences = TASKS[kind, size].sequences
     for step in range(total):
-        batch = data.batch(np.arange(step * SEQUENCES, (step + 1) * SEQUENCES)[None])
+        batch = data.batch(np.arange(step * sequences, (step + 1) * sequences)[None])
         fleet.step([row], batch, [optimizers.learning_rate(spec, step, step, total)])
     return row.model

@@ -59,9 +59,9 @@ def _joined(x: Tensor, k: int) -> Tensor:
     return x.transpose(1, 2).reshape(k, -1, heads * size)
 
 
-def _rotary(tokens: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    frequencies = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    angles = torch.outer(torch.arange(tokens, dtype=torch.float32), frequencies).repeat(1, 2)
+def _rotary(tokens: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    frequencies = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
+    angles = torch.outer(torch.arange(tokens, dtype=torch.float32, device=device), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
@@ -83,9 +83,9 @@ def _language(config: Mapping[str, Any]) -> Callable[[Weights, Mapping[str, Tens
     def losses(weights: Weights, batch: Mapping[str, Tensor]) -> Losses:
         ids = batch["input_ids"]
         k, sequences, tokens = ids.shape
-        cos, sin = _rotary(tokens, width // heads, theta)
+        cos, sin = _rotary(tokens, width // heads, theta, ids.device)
         table = weights["model.embed_tokens.weight"]
-        rows = ids.reshape(k, -1) + torch.arange(k)[:, None] * table.shape[1]
+        rows = ids.reshape(k, -1) + torch.arange(k, device=ids.device)[:, None] * table.shape[1]
         x = functional.embedding(rows, table.reshape(-1, width))
         routed: list[Tensor] = []
         for layer in range(config["num_hidden_layers"]):

@@ -20,7 +20,7 @@ INNER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 
 def searched_seeds(trial: Trial) -> int:
     """Seeds with which a rate is chosen."""
-    return 2 if trial.merges < 100 else 1
+    return 2 if trial.merges < 100 and trial.size != "gpu" else 1
 
 
 def of_seeds(trial: Trial, seeds: int) -> list[Trial]:

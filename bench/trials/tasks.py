@@ -7,8 +7,10 @@ Three kinds of model at two sizes each, small enough that a trial takes minutes:
 * ``vision``: a vision transformer on scikit-learn's handwritten digits (1,797 images of 8 x 8), a fifth held out;
   training images get noise on every pixel, so that long trials have something to learn.
 
-A trial's batch is the same whatever trains it: ``SEQUENCES`` per step in all, which learners share. The model is built
-and evaluated by the product's code (``diloco_worker.training``).
+A third size, ``gpu``, is of ``dense`` alone: 25 million parameters, trained on a CUDA device.
+
+A trial's batch is the same whatever trains it: so many sequences per step in all, which learners share. The model is
+built and evaluated by the product's code (``diloco_worker.training``).
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from diloco_worker import data
 from diloco_worker.data.shuffle import Permutation
 from diloco_worker.training import evaluator, models
 
-SEQUENCES = 16  # of a step, over all learners
-LENGTH = 32  # tokens of a sequence
+SEQUENCES = 16  # of a step, over all learners, but where the task says others
+LENGTH = 32  # tokens of a sequence, likewise
 PIXEL_NOISE = 0.5  # of training images, whose pixels are -1 to 1
 EVALUATED = 256  # sequences (of vision: all images that are held out)
 _TEXT = {"source": "text", "paths": ["python-stdlib"], "tokenizer": "bytes", "sequenceLength": LENGTH}
@@ -38,27 +40,37 @@ _DIGITS = {"source": "python", "function": "digits:load"}
 @dataclass(frozen=True, slots=True)
 class Task:
     """A model and its data. ``rate``: peak learning rate of the learners' inner optimizer. The data-parallel reference
-    has it too where its own best rate was not searched (bench/trials/search.py)."""
+    has it too where its own best rate was not searched (bench/trials/search.py). ``sequences``: of a step, over all
+    learners. ``device``: of torch, on which it is trained."""
 
     config: Mapping[str, Any]
     data: Mapping[str, Any]
     rate: float
     mean_tensors: tuple[str, ...] = ()
+    sequences: int = SEQUENCES
+    device: str = "cpu"
 
     @property
     def is_text(self) -> bool:
         return "sequenceLength" in self.data
 
+    def equal_parts(self, learners: int) -> tuple[int, ...]:
+        """The sequences of a step that each of so many learners trains, where all train as many."""
+        per_learner, rest = divmod(self.sequences, learners)
+        if rest:
+            raise ValueError(f"{learners} learners cannot share {self.sequences} sequences")
+        return (per_learner,) * learners
 
-def _llama(width: int, layers: int) -> dict[str, Any]:
+
+def _llama(width: int, layers: int, heads: int = 4, length: int = 64) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": width,
         "intermediate_size": 11 * width // 4,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": length,
         "tie_word_embeddings": False,
     }
 
@@ -98,19 +110,12 @@ def _vit(width: int, layers: int) -> dict[str, Any]:
 TASKS: dict[tuple[str, str], Task] = {
     ("dense", "small"): Task(_llama(64, 2), _TEXT, 2e-3),
     ("dense", "large"): Task(_llama(128, 3), _TEXT, 3e-3),
+    ("dense", "gpu"): Task(_llama(512, 8, 8, 256), {**_TEXT, "sequenceLength": 256}, 1e-3, sequences=32, device="cuda"),
     ("moe", "small"): Task(_mixtral(48, 2), _TEXT, 2e-3, ("*.gate.weight",)),
     ("moe", "large"): Task(_mixtral(96, 3), _TEXT, 3e-3, ("*.gate.weight",)),
     ("vision", "small"): Task(_vit(64, 3), _DIGITS, 2e-3),
     ("vision", "large"): Task(_vit(96, 4), _DIGITS, 1e-3),
 }
-
-
-def equal_parts(learners: int) -> tuple[int, ...]:
-    """The sequences of a step that each of so many learners trains, where all train as many."""
-    per_learner, rest = divmod(SEQUENCES, learners)
-    if rest:
-        raise ValueError(f"{learners} learners cannot share {SEQUENCES} sequences")
-    return (per_learner,) * learners
 
 
 def make_job(
@@ -124,15 +129,16 @@ def make_job(
     timed: bool = False,
     visitors: int = 0,
 ) -> DiLoCoJob:
-    """The job of a trial: ``steps`` steps of SEQUENCES sequences in all, ``sync`` as in a job file. ``timed`` and
+    """The job of a trial: ``steps`` steps of the task's sequences in all, ``sync`` as in a job file. ``timed`` and
     ``visitors``: as the trial has them."""
-    task, per_learner = TASKS[kind, size], equal_parts(learners)[0]
+    task = TASKS[kind, size]
+    per_learner = task.equal_parts(learners)[0]
     length = task.data.get("sequenceLength", 1)
     region = {"name": "r", "learners": learners}
     if visitors:
         region["maxLearners"] = learners + visitors
     # The word of the stop takes its way, and everybody ends the step after.
-    stop = {"steps": steps - 1} if timed else {"tokens": (steps - 1) * SEQUENCES * length}
+    stop = {"steps": steps - 1} if timed else {"tokens": (steps - 1) * task.sequences * length}
     merge = {"meanTensors": list(task.mean_tensors), **dict(sync).get("merge", {})}
     return DiLoCoJob.model_validate(
         {
@@ -164,7 +170,7 @@ class TrialData:
     def __init__(self, kind: str, size: str, seed: int) -> None:
         self._task = TASKS[kind, size]
         if self._task.is_text:
-            held_out, self._tokens = _text()
+            held_out, self._tokens = _text(kind, size)
             chosen = [i * len(held_out) // EVALUATED for i in range(EVALUATED)]
             rows = [held_out[i] for i in chosen]
             self.evaluation: list[Batch] = [default_collate(rows[i : i + 64]) for i in range(0, EVALUATED, 64)]
@@ -204,11 +210,12 @@ class TrialData:
 
 
 @functools.cache
-def _text() -> tuple[data.Dataset, torch.Tensor]:
-    """What is held out, and all training sequences, int64 [sequences, LENGTH], as they lie."""
-    spec = make_job("dense", "small", 1, 2, 0, {}).spec
+def _text(kind: str, size: str) -> tuple[data.Dataset, torch.Tensor]:
+    """What is held out, and all training sequences, int64 [sequences, tokens], as they lie."""
+    spec = make_job(kind, size, 1, 2, 0, {}).spec
+    length = TASKS[kind, size].data["sequenceLength"]
     inner: Any = data.load(spec).inner  # type: ignore[attr-defined]  # the order is the trial's
-    rows = [inner.tokens[inner.part[k] * LENGTH : (inner.part[k] + 1) * LENGTH] for k in range(len(inner))]
+    rows = [inner.tokens[inner.part[k] * length : (inner.part[k] + 1) * length] for k in range(len(inner))]
     return data.load(spec, held_out=True), torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
@@ -228,5 +235,5 @@ def build_model(job: DiLoCoJob) -> torch.nn.Module:
 
 
 def score(model: torch.nn.Module, batches: list[Batch]) -> float:
-    """Mean cross-entropy over what is held out, in nats per prediction, as the evaluator makes it."""
+    """Mean cross-entropy over what is held out, in nats per prediction, as the evaluator makes it; float32."""
     return evaluator.mean_loss(model, batches, torch.float32)

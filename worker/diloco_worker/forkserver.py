@@ -90,6 +90,15 @@ def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def thread_names() -> list[str]:
+    """What the kernel calls each thread of this process: a library's own often tell whose they are."""
+    names = []
+    for task in sorted(os.listdir("/proc/self/task"), key=int):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file:
+            names.append(file.read().strip())
+    return names
+
+
 class ForkServer:
     """The parent's side: one thread, a table of children, and a loop around ``select``."""
 
@@ -265,7 +274,9 @@ def main() -> int:
     server = ForkServer(0, events, _worker)
     threads = count_threads()
     if threads != 1:
-        print(f"fork server: {threads} threads before the first fork; children may hang", file=sys.stderr, flush=True)
+        names = ", ".join(thread_names())
+        words = f"{threads} threads before the first fork ({names}); children may hang"
+        print(f"fork server: {words}", file=sys.stderr, flush=True)
     try:
         server._send_event(
             event="ready", pid=os.getpid(), threads=threads, seconds=round(time.monotonic() - started, 3)

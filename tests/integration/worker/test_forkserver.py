@@ -247,6 +247,35 @@ def test_the_real_one_is_single_threaded_and_has_loaded_the_libraries_before_a_w
         client.process.wait()
 
 
+def test_a_library_that_starts_a_thread_is_told_with_the_threads_name(tmp_path: Path) -> None:
+    """As one did on a machine with a GPU, where nothing told whose thread it was."""
+    (tmp_path / "busy_library.py").write_text(
+        "import ctypes, threading\n"
+        "named = threading.Event()\n"
+        "def wait():\n"
+        "    ctypes.CDLL(None).prctl(15, b'busy-library', 0, 0, 0)\n"  # PR_SET_NAME
+        "    named.set()\n"
+        "    threading.Event().wait()\n"
+        "threading.Thread(target=wait, daemon=True).start()\n"
+        "named.wait()\n"
+    )
+    program = "from diloco_worker import forkserver as f; f.MODULES = ('busy_library',); f.main()"
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    # Its standard input ends when it serves: it does, and leaves.
+    run = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    assert json.loads(run.stdout.readline())["threads"] == 2
+    _, said = run.communicate(timeout=30)
+    assert "2 threads before the first fork" in said and "busy-library" in said
+
+
 async def test_a_worker_of_a_fork_server_that_died_is_started_again_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,30 @@ def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
     assert alone.digest == replace(alone, sync={"quorum": 2}).digest != replace(alone, rate=1e-3).digest
 
 
+def test_a_trial_on_a_gpu_is_found_whatever_torch_made_it_and_says_that_it_needs_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = Trial("dense", "small", 6, 0), Trial("dense", "gpu", 6, 0)
+    before = here.digest, there.digest
+    monkeypatch.setattr("trials.cells.version", lambda package: "0.1")
+    assert replace(here).digest != before[0] and replace(there).digest == before[1]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="dense-gpu, 6 merges, seed 0, data-parallel is trained on a GPU"):
+        run_trial(there)
+
+
+@pytest.mark.slow
+@pytest.mark.untimed
+def test_the_task_of_gpus_learns_in_steps_of_its_own_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A narrow model of it, on a CPU: what differs is the width and the device."""
+    task = tasks.TASKS["dense", "gpu"]
+    config = {**task.config, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    monkeypatch.setitem(tasks.TASKS, ("dense", "gpu"), replace(task, config=config, device="cpu"))
+    result = run_trial(Trial("dense", "gpu", 1, 0, learners=2))
+    assert result["loss"] < 5 and result["merged"] == 1.0
+    assert task.equal_parts(2) == (16, 16) and "device" not in result
+
+
 def test_results_are_those_of_whole_lines_whoever_wrote_them(tmp_path: Path) -> None:
     path = tmp_path / "results" / "trials.jsonl"
     first, second = Trial("dense", "small", 6, 0), Trial("moe", "small", 6, 0)
