@@ -38,7 +38,7 @@ SIX = {
         "faq.md#does-a-lost-learner-come-back-by-itself": "`ForceDelete`",
     },
     "Which H and which K for my links?": {"choosing.md#an-example": "`sync.fragments: 48`."},
-    "Is it as good as DDP?": {"faq.md#is-the-model-as-good-as-with-ddp": "no measurement."},
+    "Is it as good as DDP?": {"faq.md#is-the-model-as-good-as-with-ddp": "it was better with both."},
     "What runs on GPUs today?": {"faq.md#what-runs-on-gpus-today": "make gpu-check"},
 }
 

@@ -41,8 +41,19 @@ def test_sixteen_learners_are_as_far_above_as_the_table_has_them() -> None:
 @pytest.mark.parametrize(("kind", "words"), [("dense", "Small language models, dense"), ("moe", "mixtures of experts")])
 def test_the_index_calls_a_kind_good_that_is_good(kind: str, words: str) -> None:
     (answer,) = re.findall(r"^\| Is it as good as DDP\? \| ([^|]*) \|", (DOCS / "README.md").read_text(), re.M)
-    assert all(row.above < 1 for row in rows() if row.kind == kind and row.learners <= 4)
+    small = [row for row in rows() if row.size != "gpu"]
+    assert all(row.above < 1 for row in small if row.kind == kind and row.learners <= 4)
     assert words in answer.partition(": yes")[0]
+
+
+def test_pages_have_the_figures_of_the_model_on_a_gpu() -> None:
+    """Four learners after 6 and 20 merges: above, and below."""
+    above = {(row.merges, row.learners): row.above for row in rows() if row.size == "gpu"}
+    assert above[6, 4] > 1 > 0 > above[20, 4]
+    for page in (ROOT / "README.md", DOCS / "faq.md", DOCS / "choosing.md"):
+        said = re.findall(r"25 million parameters[^\n|]*", page.read_text(encoding="utf-8"))
+        text = " ".join(said)
+        assert f"{above[6, 4]:.0f} %" in text and f"{-above[20, 4]:.0f} %" in text, page.name
 
 
 def test_vision_is_called_worse_where_the_table_has_it_worse() -> None:
