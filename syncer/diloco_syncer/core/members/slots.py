@@ -83,6 +83,7 @@ class Slot:
     merged_since: bool = False
     late_rounds: int = 0
     starved: bool = False
+    starved_told_at: float = -math.inf  # when the last event told it
     # Until the first of those steps: the batches that its loop was given, since when it could step, and what to say.
     batches: int = 0
     stepless_since: float | None = None

@@ -30,6 +30,7 @@ from diloco_syncer.core.recovery.receipts import hold_unknown_offer
 from diloco_syncer.core.state import JobState
 
 LATE_ROUNDS = 3  # a slot that is late in so many rounds running is starved
+STARVED_QUIET_SECONDS = 60.0  # between two events that tell it of one slot: with short steps it may come every second
 
 
 class Aggregator:
@@ -211,7 +212,7 @@ class Aggregator:
                 message = f"{slot.learner} is in a merge (fragment {event.fragment})"
                 self._actions.record_event(EventKind.FIRST_MERGE, slot, message)
             self._actions.add(ev.ReleasePush(push.handle))
-        self._update_lateness(closed)
+        self._update_lateness(closed, now)
         self._actions.add(state.announcement(event.fragment))
 
     def record_arrival(self, event: ev.VersionSent, now: float) -> None:
@@ -232,7 +233,7 @@ class Aggregator:
             accepted = slot.accepted_sequence.get(header.fragment, 0)
             slot.accepted_sequence[header.fragment] = max(accepted, header.sequence)
 
-    def _update_lateness(self, closed: Round) -> None:
+    def _update_lateness(self, closed: Round, now: float) -> None:
         """A slot that was late in three rounds running is starved, until it is in time again."""
         responded = closed.slots()
         for index in closed.pulled:
@@ -244,6 +245,9 @@ class Aggregator:
             slot.late_rounds += 1
             if slot.late_rounds >= LATE_ROUNDS and not slot.starved:
                 slot.starved = True
+                if now - slot.starved_told_at < STARVED_QUIET_SECONDS:
+                    continue
+                slot.starved_told_at = now
                 message = f"the updates of {slot.learner} came after the merge in {slot.late_rounds} rounds running"
                 self._actions.record_event(EventKind.STARVED, slot, message)
 

@@ -10,6 +10,7 @@ from core_desk import Desk, config, of, reason, report
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire.records import FragmentReport, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.merging.aggregation import STARVED_QUIET_SECONDS
 from diloco_syncer.core.merging.norm_gate import GATE_SAMPLES, GATE_WINDOW, NormGate
 
 
@@ -161,7 +162,18 @@ def test_who_is_late_three_times_running_is_starved_until_it_is_in_time() -> Non
         merge_alone(desk, number, late_one_too=number == 4)
         told.append(desk.core.slots[1].starved)
     assert told == [False, False, True, False, False, False, True]
-    assert sum(note.kind == "starved" for note in of(desk.log, ev.RecordEvent)) == 2
+
+
+@pytest.mark.parametrize(("pause", "events"), [(0.0, 1), (STARVED_QUIET_SECONDS, 2)])
+def test_that_a_slot_is_starved_is_an_event_once_a_minute(pause: float, events: int) -> None:
+    """With steps of some milliseconds it becomes starved, and is in time again, many times a second."""
+    desk = Desk(config(heartbeat_timeout=1e6))
+    desk.begin(2)
+    for number in range(1, 8):
+        merge_alone(desk, number, late_one_too=number == 4)
+        desk.later(pause if number == 4 else 0.0)
+    assert desk.core.slots[1].starved
+    assert sum(note.kind == "starved" for note in of(desk.log, ev.RecordEvent)) == events
 
 
 # ------------------------------------------------------------------ the last merges
