@@ -18,9 +18,11 @@ at H = 24: steps are 24 times as many. The larger size has the two shorter lengt
 long as all others. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
 intervals are 95 % by Student's t over seeds.
 
-``--sizes gpu`` is a dense model of 25 million parameters on a CUDA device, which no one has to have: it is not among
-the sizes without that word. Results are kept in bench/results/trials.jsonl, which is part of the
-repository, and an interrupted run goes on. bench/ablations.py varies one thing at a time.
+``--sizes gpu`` is a dense model of 25 million parameters, trained on a CUDA device; without that word no trial needs
+one.
+
+Results are kept in bench/results/trials.jsonl, which is part of the repository, and an interrupted run goes on.
+bench/ablations.py varies one thing at a time.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ class Fleet:
                     self._gradients[row.index] *= clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
             optimizers.set_learning_rate(row.optimizer, rate)
             row.optimizer.step()
-        return [float(value) for value in nats.tolist()]
+        found: list[float] = nats.tolist()
+        return found
 
 
 def first_sequence(parts: Sequence[int], total: int, slot: int, step: int) -> int:
