@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from threadpoolctl import ThreadpoolController
 
 import common
 from diloco_protocol.arrays.layout import Layout, Piece, Tensor
@@ -34,7 +35,8 @@ def main() -> None:
     rows = []
     for name, (method, pieces) in cases.items():
         rows += measure(f"merge {name}", method, pieces, args.threads, rounds)
-    rows += measure_isotropic(128 if args.quick else 512, rounds)
+    with ThreadpoolController().select(internal_api="openblas").limit(limits=1):  # as the syncer has it
+        rows += measure_isotropic(128 if args.quick else 512, args.threads, rounds)
     common.show(rows, args.json, f"{LEARNERS} learners, {args.threads} threads")
 
 
@@ -92,7 +94,7 @@ def torch_merge(
         out[span] = direction * (radius / direction.norm())
 
 
-def measure_isotropic(width: int, rounds: int) -> list[common.Row]:
+def measure_isotropic(width: int, threads: int, rounds: int) -> list[common.Row]:
     """What ``merge.method: isotropic`` adds to a merge: every matrix of a fragment."""
     layout = llama_layout(width)
     spans = find_matrices(layout, inner_fragment(layout))
@@ -104,7 +106,7 @@ def measure_isotropic(width: int, rounds: int) -> list[common.Row]:
     ]
     rows = common.compare(
         f"isotropic, {len(spans)} matrices of width {width}",
-        lambda: equalize_singular_values(out, spans),
+        lambda: equalize_singular_values(out, spans, threads),
         {
             "torch's SVD": lambda: [by_svd(matrix) for matrix in matrices],
             "Newton-Schulz in torch, five steps": lambda: [newton_schulz(matrix) for matrix in matrices],

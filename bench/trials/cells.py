@@ -4,9 +4,11 @@ A trial's digest is that of all that makes it: the whole job with its defaults, 
 torch's version. ``CODE`` is raised by whoever changes what a trial computes: data, the world, layout, adoption, merge,
 outer optimizers, codec; of those kinds of model whose trials it changes.
 
-A trial uses one core and one thread of torch. Its result is the same on every run of one build of torch on one kind of
-processor. On another kind losses differ: of thirteen trials of 6 merges nine had the same loss there, three differed by
-up to 0.001 nats, and one, of a vision model, by 0.008.
+A trial uses one core: one thread of torch and one of BLAS. Its result is the same on every run of one build of torch on
+one kind of processor. Until commit 57a73abb BLAS had two threads: with one the loss of the large dense model with two
+learners is 0.001 nats higher after 6 merges, and those of small models are the same. On another kind of processor
+losses differ: of thirteen trials of 6 merges nine had the same loss there, three differed by up to 0.001 nats, and one,
+of a vision model, by 0.008.
 
 Models of the size ``gpu`` are trained on a CUDA device, where no two runs have the same bits: the digest leaves torch's
 version out, and the result says it, with the GPU's name.
@@ -118,6 +120,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     trials with learners ``merges``, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``; of those
     on a GPU its name (``device``) and ``torch``, its version."""
     import torch
+    from threadpoolctl import threadpool_limits
 
     from trials import tasks
 
@@ -126,7 +129,9 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"{describe(trial)} is trained on a GPU, and torch finds none")
     began = time.process_time()
-    result = _reference(trial) if trial.learners == 0 else _decoupled(trial)
+    # BLAS's threads, of isotropic merges, would take a core each also while they wait.
+    with threadpool_limits(1, "blas"):
+        result = _reference(trial) if trial.learners == 0 else _decoupled(trial)
     result["seconds"] = time.process_time() - began
     if where.type == "cuda":
         result |= {"device": torch.cuda.get_device_name(where), "torch": torch.__version__}

@@ -108,8 +108,8 @@ def _serve(given: argparse.Namespace) -> int:
         return SyncerExit.CONFIGURATION
 
     threads = given.threads or min(16, usable_cores())
-    # Read when numpy is loaded, below: its matrix products (isotropic merges) know nothing of a container's quota.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+    # Read when numpy is loaded, below. BLAS's own threads would take a core each between products (isotropic.py).
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
     from diloco_syncer.numerics.outer import OuterError
     from diloco_syncer.service import run

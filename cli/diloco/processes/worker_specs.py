@@ -14,6 +14,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import EVALUATOR
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+THREADS_OF_SYNCER = ("OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")  # of which it chooses the number itself
 PASSED_ON = ("DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS")
 
 # Fields below spec that only a cluster reads; *: all of the section's.

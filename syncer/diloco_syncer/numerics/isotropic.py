@@ -16,8 +16,12 @@ as they are.
 
 How: with A of m rows and n >= m columns (else transposed), A·Aᵀ = U·Σ²·Uᵀ, and U·Vᵀ = (U·Σ⁻¹·Uᵀ)·A. The product and
 its eigenvectors are float64, summed over slabs of columns, so that memory beside A is some 5·m² numbers. It takes
-2·m²·n multiplications and additions twice, and some 9·m³. The products are BLAS's: their bits depend on the machine
-and on how many processors it has, unlike those of the other methods.
+2·m²·n multiplications and additions twice, and some 9·m³. The products are BLAS's: their bits depend on the machine's
+kind of processor, unlike those of the other methods.
+
+Matrices are shared among threads, up to ``AT_ONCE`` at a time, and BLAS has one thread (``__main__``). Its own threads
+would have more to do only in large matrices, wait for the next product in a loop that takes a core each for some 70 ms,
+and make the bits depend on how many there are.
 """
 
 from __future__ import annotations
@@ -29,11 +33,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco_protocol.arrays.kernels import Float32s
+from diloco_protocol.arrays.kernels import Float32s, share
 from diloco_protocol.arrays.layout import Layout, Piece
 
 TINY = 1e-5  # of the greatest singular value: what is below is rounding error
 EXPERT = 16  # least rows and columns of the matrices in a stack
+AT_ONCE = 4  # matrices, which bounds the memory
 _SLAB = 4096  # columns
 
 Matrix = NDArray[np.float32]
@@ -68,12 +73,17 @@ def _spans(piece: Piece, shape: Sequence[int]) -> Iterator[Span]:
             yield Span(piece.offset + start - piece.start, rows, columns)
 
 
-def equalize_singular_values(delta: Float32s, spans: Sequence[Span]) -> None:
+def equalize_singular_values(delta: Float32s, spans: Sequence[Span], threads: int = 1) -> None:
     """Make the singular values of each of ``spans`` in ``delta`` (float32, changed in place) equal; each keeps its L2
-    norm. A matrix of zeros stays. Raises numpy.linalg.LinAlgError if an eigenvalue iteration does not converge."""
-    for span in spans:
-        matrix = delta[span.offset : span.offset + span.rows * span.columns].reshape(span.rows, span.columns)
-        _equalize(matrix if span.rows <= span.columns else matrix.T)
+    norm. A matrix of zeros stays. The result does not depend on ``threads``. Raises numpy.linalg.LinAlgError if an
+    eigenvalue iteration does not converge."""
+
+    def work(first: int, last: int) -> None:
+        for span in spans[first:last]:
+            matrix = delta[span.offset : span.offset + span.rows * span.columns].reshape(span.rows, span.columns)
+            _equalize(matrix if span.rows <= span.columns else matrix.T)
+
+    share(work, len(spans), 1, min(threads, AT_ONCE))
 
 
 def _equalize(matrix: Matrix) -> None:

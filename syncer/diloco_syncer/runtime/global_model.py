@@ -153,7 +153,8 @@ class GlobalModel:
         weights = [r.weight for r in action.responders]
         merged = merge.merge(pieces, deltas, weights, self._method, squares, threads=self._threads)
         if self._method == "isotropic":
-            isotropic.equalize_singular_values(merged.delta, isotropic.find_matrices(self.layout, pieces))
+            spans = isotropic.find_matrices(self.layout, pieces)
+            isotropic.equalize_singular_values(merged.delta, spans, self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
         state = self._outer.step(
             theta, merged.delta, state, ages=[r.age for r in action.responders], weights=weights, threads=self._threads

@@ -54,6 +54,16 @@ def test_zeros_stay_and_the_other_elements_are_not_touched() -> None:
     np.testing.assert_allclose(delta[40:70].reshape(6, 5), oracle(before[40:70].reshape(6, 5)), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("threads", [2, 4, 16])
+def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+    spans = [Span(first * 800, *shape) for first, shape in enumerate([(20, 40), (40, 20), (2, 400), (28, 28)] * 3)]
+    alone, shared = (RANDOM.normal(size=9600).astype(np.float32) for _ in range(2))
+    shared[:] = alone
+    equalize_singular_values(alone, spans)
+    equalize_singular_values(shared, spans, threads)
+    np.testing.assert_array_equal(shared, alone)
+
+
 @pytest.mark.parametrize(
     ("shape", "start", "stop", "expected"),
     [
