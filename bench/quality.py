@@ -14,8 +14,7 @@ Every trial trains a small model from scratch on so many tokens and is scored on
   inner rate is that of M = 4.
 
 Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
-at H = 24: steps are 24 times as many. The larger size has the two shorter lengths, for the third alone would take as
-long as all others. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
+at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
 intervals are 95 % by Student's t over seeds.
 
 ``--sizes gpu`` is a dense model of 25 million parameters, trained on a CUDA device; without that word no trial needs
@@ -45,7 +44,7 @@ from trials.tables import TrialRow, make_row
 KINDS = ("dense", "moe", "vision")
 SIZES = ("small", "large")
 ON_GPU = "gpu"  # the size that needs one; of dense models alone
-LENGTHS = {"small": (6, 40, 200), "large": (6, 40), ON_GPU: (6, 20)}  # unless --lengths says others
+LENGTHS = {"small": (6, 40, 200), "large": (6, 40, 200), ON_GPU: (6, 20)}  # unless --lengths says others
 LEARNERS = (1, 2, 4, 8, 16)
 DDP = "DDP, two ranks"
 DDP_OF = {(kind, "small", 6) for kind in KINDS} | {("dense", "small", 40), ("dense", "large", 6)}
