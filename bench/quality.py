@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -66,7 +67,12 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     found.append(("M = 4, faults", replace(base, learners=4, deaths=True)))
     if (reference.kind, reference.size, reference.merges) in DDP_OF and not chosen.sync:
         found.append((DDP, replace(reference, ddp=True)))
-    return [(name, trial) for name, trial in found if not chosen.arms or any(word in name for word in chosen.arms)]
+    return [(name, trial) for name, trial in found if not chosen.arms or any(has(name, word) for word in chosen.arms)]
+
+
+def has(name: str, word: str) -> bool:
+    """Whether the arm's name has the word, whole: "M = 1" is not in "M = 16"."""
+    return re.search(rf"{re.escape(word)}\b", name) is not None
 
 
 def rate_search(trial: Trial) -> Trial | None:

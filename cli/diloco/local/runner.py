@@ -42,12 +42,12 @@ from diloco.processes.unjoined import UnjoinedLearners, unjoined_text
 from diloco.processes.watchdog import Watchdog, peak_rss_bytes, progress
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
-    THREADS_OF_SYNCER,
     ServeOptions,
     WorkerSpec,
     base_environment,
     served_worker_specs,
     syncer_command,
+    syncer_environment,
     threads_each,
     worker_specs,
 )
@@ -315,7 +315,7 @@ class Runner:
             self._killed_syncer = False
             self._begin_log("syncer")
             try:
-                env = {k: v for k, v in self._env.items() if k not in THREADS_OF_SYNCER or k in os.environ}
+                env = syncer_environment(self._env, os.environ)
                 process: Process = await Child.start("syncer", command, env, self.workdir.log("syncer"))
             except StartError as error:
                 self._decide(RunOutcome("failed", 1, str(error)))

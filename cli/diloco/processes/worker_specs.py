@@ -14,7 +14,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import EVALUATOR
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-THREADS_OF_SYNCER = ("OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")  # of which it chooses the number itself
+OF_THE_SYNCER = ("OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")  # threads of which it chooses the number itself
 PASSED_ON = ("DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS")
 
 # Fields below spec that only a cluster reads; *: all of the section's.
@@ -95,6 +95,12 @@ def base_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]
     env = {key: value for key, value in environ.items() if not key.startswith("DILOCO_")}
     env |= {name: environ[name] for name in PASSED_ON if environ.get(name)}
     return {**{name: str(threads) for name in THREADS}, **env}
+
+
+def syncer_environment(base: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """``base`` (``base_environment``) for the syncer, which uses the cores that learners leave: without the numbers of
+    threads that are a learner's share and that the user has not said."""
+    return {key: value for key, value in base.items() if key not in OF_THE_SYNCER or key in environ}
 
 
 def syncer_command(workdir: Workdir, sync: str, control: str, http: str, serving: ServeOptions | None) -> list[str]:

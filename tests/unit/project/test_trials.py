@@ -282,6 +282,20 @@ def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(
     assert found == {f"M = {m}": best[m] for m in quality.LEARNERS} | {"M = 4, faults": best[4], quality.DDP: best[0]}
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["M = 1"], ["M = 1"]),
+        (["M = 4"], ["M = 4", "M = 4, faults"]),
+        (["faults", "DDP"], ["M = 4, faults", "DDP, two ranks"]),
+        ([], ["M = 1", "M = 2", "M = 4", "M = 8", "M = 16", "M = 4, faults", "DDP, two ranks"]),
+    ],
+)
+def test_arms_are_chosen_by_whole_words_of_their_names(words: list[str], expected: list[str]) -> None:
+    chosen = quality.parse(["--arms", *words] if words else [])
+    assert [name for name, _ in quality.arms(Trial("dense", "small", 6, 0), chosen)] == expected
+
+
 def test_results_in_the_repository_are_of_the_trials_as_they_are_made_now() -> None:
     """A default, a task or ``CODE`` that changes makes other trials: take their lines out, and run them again."""
     old, lines = [], Cache(RESULTS).lines()

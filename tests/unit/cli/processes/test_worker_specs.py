@@ -9,6 +9,7 @@ from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
     base_environment,
     gpus,
+    syncer_environment,
     threads_each,
     without_meaning,
     worker_environment,
@@ -56,6 +57,13 @@ def test_the_environment_of_another_job_does_not_leak() -> None:
     assert env["OMP_NUM_THREADS"] == "7"  # the user has said how many
     assert env["MKL_NUM_THREADS"] == "2"
     assert base_environment({"DILOCO_LOG_LEVEL": "DEBUG"}, 1)["DILOCO_LOG_LEVEL"] == "DEBUG"
+
+
+def test_the_syncer_has_no_learners_share_of_threads() -> None:
+    env = base_environment({"NUMBA_NUM_THREADS": "3"}, threads=2)
+    found = syncer_environment(env, {"NUMBA_NUM_THREADS": "3"})
+    assert "OPENBLAS_NUM_THREADS" not in found and found["NUMBA_NUM_THREADS"] == "3"
+    assert found["OMP_NUM_THREADS"] == "2"
 
 
 def test_a_worker_is_told_who_it_is_and_where_the_syncer_is() -> None:
