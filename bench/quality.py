@@ -186,7 +186,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--rates", action="store_true", help="only the search for the best inner rates, of data-parallel too"
     )
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if ON_GPU in chosen.sizes and "dense" not in chosen.kinds:
+        parser.error(f"--sizes {ON_GPU} has dense models alone: add dense to --kinds")
+    if ON_GPU in chosen.sizes and not (chosen.show or chosen.quick) and not finds_gpu():
+        parser.error(f"--sizes {ON_GPU} is trained on a CUDA device, and torch finds none: --show prints what is known")
+    return chosen
+
+
+def finds_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def main(arguments: Sequence[str]) -> int:

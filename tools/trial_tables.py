@@ -50,7 +50,7 @@ def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]
 
 
 def quality_table(cache: Cache, sync: dict[str, object]) -> str:
-    chosen = quality.parse(["--sizes", *quality.LENGTHS, "--sync", json.dumps(sync)])
+    chosen = quality.parse(["--show", "--sizes", *quality.LENGTHS, "--sync", json.dumps(sync)])
     rows = sorted(quality.quality_rows(chosen, cache), key=lambda row: quality.KINDS.index(row.group.partition("-")[0]))
     return table(
         ("model", "merges", "learners"),

@@ -193,6 +193,20 @@ def test_a_trial_on_a_gpu_is_found_whatever_torch_made_it_and_says_that_it_needs
         run_trial(there)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--kinds", "moe"], "add dense to --kinds"), ([], "torch finds none: --show prints what is known")],
+)
+def test_the_size_of_gpus_is_refused_in_words(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as refused:
+        quality.parse(["--sizes", "gpu", *words])
+    assert refused.value.code == 2 and said in capsys.readouterr().err
+    assert quality.parse(["--sizes", "gpu", "--show"]).show
+
+
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_the_task_of_gpus_learns_in_steps_of_its_own_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
