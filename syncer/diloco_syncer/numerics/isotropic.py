@@ -20,8 +20,8 @@ its eigenvectors are float64, summed over slabs of columns, so that memory besid
 kind of processor, unlike those of the other methods.
 
 Matrices are shared among threads, up to ``AT_ONCE`` at a time, and BLAS has one thread (``__main__``). Its own threads
-would have more to do only in large matrices, wait for the next product in a loop that takes a core each for some 70 ms,
-and make the bits depend on how many there are.
+would have more to do only in large matrices, wait for the next product in a loop that takes a core each for some
+100 ms, and make the bits depend on how many there are.
 """
 
 from __future__ import annotations
