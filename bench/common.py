@@ -27,12 +27,14 @@ from diloco_protocol.arrays.kernels import RANGE, U32_IN, kernel
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: ``value`` in ``unit``, and its ``ratio`` to what ``against`` names."""
+    """One figure: ``value`` in ``unit``, the ``baseline`` that ``against`` names in the same unit, and the ``ratio`` of
+    the two. Where both were timed in turns the ratio is the median over turns, and not that of the two medians."""
 
     name: str
     value: float
     unit: str
     against: str
+    baseline: float
     ratio: float
 
 
@@ -86,8 +88,11 @@ def compare(
 ) -> list[Row]:
     """One row per reference. The value is ``work`` per second of our median time."""
     seconds = times({name: ours, **references}, rounds)
-    value = work / statistics.median(seconds[name])
-    return [Row(name, value, unit, reference, paired(seconds[reference], seconds[name])) for reference in references]
+    speeds = {each: work / statistics.median(taken) for each, taken in seconds.items()}
+    return [
+        Row(name, speeds[name], unit, reference, speeds[reference], paired(seconds[reference], seconds[name]))
+        for reference in references
+    ]
 
 
 def paired(reference: Sequence[float], ours: Sequence[float]) -> float:
@@ -120,9 +125,9 @@ def _word_sums(words: np.ndarray, sums: np.ndarray, first: int, last: int) -> No
 
 
 def show(rows: Sequence[Row], as_json: bool, note: str = "") -> None:
-    """Print the figures: one JSON list, or a table under ``note``."""
+    """Print the figures: one JSON object, or a table under ``note``."""
     if as_json:
-        json.dump([asdict(row) for row in rows], sys.stdout)
+        json.dump({"rows": [asdict(row) for row in rows]}, sys.stdout)
         print()
         return
     if note:

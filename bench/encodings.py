@@ -292,19 +292,19 @@ def figures(
     for (up, down), run in found.items():
         name, of = f"{up} up, {down} down", need(up, down)
         for way, count in zip(("up", "down"), run.per_token(batch), strict=True):
-            rows.append(common.Row(f"{name}: link, {way}", count, "B/token", against, reference / batch / count))
+            whole = reference / batch
+            rows.append(common.Row(f"{name}: link, {way}", count, "B/token", against, whole, whole / count))
         if base is not None:
             for way, count, full in zip(("in", "out"), run.per_step(), base.per_step(), strict=True):
-                rows.append(common.Row(f"{name}: hub, {way}", count, "B/step", "float32 up and down", full / count))
+                words = f"{name}: hub, {way}"
+                rows.append(common.Row(words, count, "B/step", "float32 up and down", full, full / count))
         for kind, bits in (("formula", of.formula), ("queue", of.queue)):
-            rows.append(
-                common.Row(f"{name}: need by {kind}", bits / 1e9, "Gb/s", "data-parallel's need", of.parallel / bits)
-            )
+            words, needed = f"{name}: need by {kind}", of.parallel / 1e9
+            rows.append(common.Row(words, bits / 1e9, "Gb/s", "data-parallel's need", needed, of.parallel / bits))
     for encoding, moved_bytes in ddp.items():
         wide = computed(size, 4 if encoding == "float32" else 2)
-        rows.append(
-            common.Row(f"data-parallel, {encoding}", moved_bytes / batch, "B/token", "computed", wide / moved_bytes)
-        )
+        words, moved = f"data-parallel, {encoding}", moved_bytes / batch
+        rows.append(common.Row(words, moved, "B/token", "computed", wide / batch, wide / moved_bytes))
     return rows
 
 

@@ -86,7 +86,7 @@ def measure_syncer(parameters: int, down: str, optimizer: str) -> common.Row:
     held = pipe.recv() / parameters
     process.join(10)
     bound = TWO_MOMENTS if down.startswith("delta") and len(REGISTRY[optimizer].vectors) > 1 else SYNCER
-    return common.Row(f"syncer, {down}, {optimizer}", held, "B", f"the bound, {bound:g}", held / bound)
+    return common.Row(f"syncer, {down}, {optimizer}", held, "B", "the bound", bound, held / bound)
 
 
 def hold_model(pipe: Connection, parameters: int, down: str, optimizer: str) -> None:
@@ -129,7 +129,7 @@ def measure(parameters: int, feedback: bool) -> list[common.Row]:
 
     def row(what: str, value: float, bound: float) -> None:
         share = max(0.0, value) / parameters
-        found.append(common.Row(f"{size}, {what}", share, "B", f"the bound, {bound:g}", share / bound))
+        found.append(common.Row(f"{size}, {what}", share, "B", "the bound", bound, share / bound))
 
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-", dir=Path.cwd()) as text,

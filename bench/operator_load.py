@@ -66,12 +66,13 @@ class Bench:
         answer = self.pipe.recv()
         return json.loads(answer) if word == "told" else answer
 
-    def row(self, name: str, value: float, unit: str, against: str, ratio: float) -> None:
-        self.rows.append(common.Row(name, value, unit, against, ratio))
+    def row(self, name: str, value: float, unit: str, against: str, baseline: float) -> None:
+        """The ratio is that of the baseline to the value."""
+        self.rows.append(common.Row(name, value, unit, against, baseline, baseline / value))
 
     def under(self, name: str, value: float, unit: str, aim: float, scale: float = 1.0) -> None:
-        """A figure that has an aim: the ratio is aim to value."""
-        self.row(name, value / scale, unit, f"the aim, {aim / scale:g}", aim / max(value, aim / 1e6))
+        """A figure that has an aim."""
+        self.row(name, max(value, aim / 1e6) / scale, unit, "the aim", aim / scale)
 
     def reconcile(self, phase: str, before: Snapshot, after: Snapshot) -> None:
         share = quantile(0.95, "reconcile_seconds", before, after)
@@ -108,14 +109,9 @@ class Bench:
         self.reconcile("creation", before, after)
         per_job = (after.counted - before.counted) / self.jobs
         self.created = made / self.jobs
-        self.row(
-            "creation: API requests",
-            per_job,
-            "a job",
-            "as the operator counts",
-            difference(before, after) / (after.counted - before.counted),
-        )
-        self.row("creation: until every job is whole", whole, "s", "until all StatefulSets are made", made / whole)
+        counted = difference(before, after) / self.jobs
+        self.row("creation: API requests", per_job, "a job", "as the operator counts", counted)
+        self.row("creation: until every job is whole", whole, "s", "until all StatefulSets are made", made)
         say(f"  requests: {words(before, after)}")
 
     def made(self) -> int:
@@ -142,13 +138,12 @@ class Bench:
         name = f"{phase}: API requests per job and minute"
         if aim:
             self.under(name, rate, "", AIM_REQUESTS)
-        counted = difference(before, after)
-        if not aim:
-            ratio = counted / max(1.0, after.counted - before.counted)
-            self.row(name, rate, "", "as the operator counts", ratio)
+        counted = difference(before, after) / self.jobs / minutes
+        if not aim and rate:
+            self.row(name, rate, "", "as the operator counts", counted)
         say(
             f"  requests: {rate:.3f} per job and minute by the API server's count, "
-            f"{counted / self.jobs / minutes:.3f} by the operator's: {words(before, after)}"
+            f"{counted:.3f} by the operator's: {words(before, after)}"
         )
 
     def burst(self) -> None:
@@ -172,7 +167,7 @@ class Bench:
         waits = self.told_after(killed)
         if waits:
             most, middle = percentile(0.95, waits), statistics.median(waits)
-            self.row("burst: pod killed until its syncer is told, p95", most, "s", "the median", middle / most)
+            self.row("burst: pod killed until its syncer is told, p95", most, "s", "the median", middle)
         say(f"  syncers were told of {len(waits)} of {roles['learner']} learners that were killed")
 
     def told_after(self, killed: Mapping[str, float]) -> list[float]:
@@ -190,9 +185,9 @@ class Bench:
         self.operator.stop()
         self.under("operator: peak memory", peak, "MB", AIM_BYTES, 1e6)
         bare, self.listed = bare_kopf(kubeconfig, folder, self.jobs * (self.pods + 1))
-        self.row("operator: peak memory", peak / 1e6, "MB", "kopf that does nothing", bare / peak)
+        self.row("operator: peak memory", peak / 1e6, "MB", "kopf that does nothing", bare / 1e6)
         alone = self.apply_again(min(self.jobs, 40))
-        self.row("creation: objects made", self.created, "s/job", "plain apply, one by one", alone / self.created)
+        self.row("creation: objects made", self.created, "s/job", "plain apply, one by one", alone)
         say(f"kopf that does nothing: {bare / 1e6:.0f} MB, all seen after {self.listed:.1f} s")
         say(f"plain server-side apply: {alone:.3f} s a job")
 
@@ -228,11 +223,10 @@ class Bench:
         after = snapshot(self.operator, self.api)
         took = after.at - before.at
         name = "restart: until it has looked at every job"
-        self.row(name, took, "s", "kopf that does nothing, to see all", self.listed / took)
+        self.row(name, took, "s", "kopf that does nothing, to see all", self.listed)
         self.reconcile("restart", before, after)
-        counted = after.counted - before.counted
-        name, ratio = "restart: API requests", difference(before, after) / counted
-        self.row(name, counted / self.jobs, "a job", "as the operator counts", ratio)
+        asked, counted = ((after.counted - before.counted) / self.jobs, difference(before, after) / self.jobs)
+        self.row("restart: API requests", asked, "a job", "as the operator counts", counted)
         say(f"  requests: {words(before, after)}")
         time.sleep(30)
         self.under("restart: peak memory", self.operator.peak_bytes, "MB", AIM_BYTES, 1e6)

@@ -142,13 +142,13 @@ class Turn(NamedTuple):
 
 def figures(measured: dict[str, list[Turn]]) -> list[common.Row]:
     stalled = statistics.mean(turn.stalled for turn in measured["with"])
-    rows = [
-        common.Row("training thread inside the library", 100 * stalled, "%", "the training thread's wall time", stalled)
-    ]
+    name = "training thread inside the library"
+    rows = [common.Row(name, 100 * stalled, "%", "the training thread's wall time", 100.0, stalled)]
     for name, of in (("step, synchronised", "median"), ("step, synchronised, mean", "mean")):
         seconds = {who: [getattr(turn, of) for turn in turns] for who, turns in measured.items()}
-        value, ratio = statistics.median(seconds["with"]), common.paired(seconds["without"], seconds["with"])
-        rows.append(common.Row(name, 1e3 * value, "ms", "the same loop alone", ratio))
+        value, alone = (1e3 * statistics.median(seconds[who]) for who in ("with", "without"))
+        ratio = common.paired(seconds["without"], seconds["with"])
+        rows.append(common.Row(name, value, "ms", "the same loop alone", alone, ratio))
     return rows
 
 

@@ -353,12 +353,14 @@ def measure(pipes: list[Connection], size: int, rounds: int) -> list[common.Row]
     learners = f"{len(pipes)} learner{'s' * (len(pipes) > 1)}"
     names = {"upload": f"upload, {learners}", "verdict": f"push to verdict, {learners}"}
     references = {"raw": "raw gRPC streams", "tcp": "a TCP socket"}
+    speeds = {word: size / statistics.median(taken) / 1e9 for word, taken in seconds.items()}
     return [
         common.Row(
             names[ours],
-            size / statistics.median(seconds[ours]) / 1e9,
+            speeds[ours],
             "GB/s",
             references[other],
+            speeds[other],
             common.paired(seconds[other], seconds[ours]),
         )
         for ours in names
