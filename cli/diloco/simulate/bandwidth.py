@@ -60,7 +60,6 @@ PUBLISHED: tuple[tuple[float, Case, int | None], ...] = (
     (104.0, Case(5_000_000_000, 2, _PAPER, 0.90), None),
     (1.7, Case(5_000_000_000, 2, _PAPER, 0.90), 16),
 )
-RATIOS = (60.0, 242.0)  # published: data-parallel's need over that of fragments
 
 
 def all_reduce_need(case: Case, bits: int) -> Both:

@@ -170,10 +170,18 @@ def goodput(
     ] = Path("runs/simulate"),
     repetitions: Annotated[
         int,
-        typer.Option(min=3, max=1000, metavar="N", help="Repetitions of each fleet: more make the intervals narrower."),
+        typer.Option(
+            min=3,
+            max=1000,
+            metavar="N",
+            help="Repetitions of each fleet, of --core too: more make the intervals narrower.",
+        ),
     ] = 8,
     failures: Annotated[
-        float, typer.Option(min=10, max=1e6, metavar="N", help="Failures of the whole fleet in one repetition.")
+        float,
+        typer.Option(
+            min=10, max=1e6, metavar="N", help="Failures of the whole fleet in one repetition; with --core at most 400."
+        ),
     ] = 2000,
     seed: Annotated[
         int, typer.Option(min=0, metavar="N", help="Seed of everything: the same seed gives the same figures.")
@@ -228,7 +236,7 @@ def goodput(
     tried = learners or (LEARNERS if chips is None else fitting)
     document = _goodput(chips, tried, conditions, run, Progress("goodput").advance)
     if core:
-        document["rows"] += _core_rows(chips, learners, conditions, quick, seed, cache)
+        document["rows"] += _core_rows(chips, learners, conditions, run, quick, cache)
     document["plots"] = goodput_plots(document["rows"])
     _write_report(document, report)
     print_text(json.dumps(document) if as_json else goodput_text(document))
@@ -282,7 +290,7 @@ def _parameters(conditions: Any) -> dict[str, dict[str, Any]]:
 
 
 def _core_rows(
-    chips: int | None, learners: tuple[int, ...] | None, conditions: Any, quick: bool, seed: int, cache: Path
+    chips: int | None, learners: tuple[int, ...] | None, conditions: Any, fast: Any, quick: bool, cache: Path
 ) -> list[dict[str, Any]]:
     import diloco.simulate.failures
     import diloco.simulate.goodput
@@ -297,7 +305,8 @@ def _core_rows(
     files = (diloco.simulate.failures, diloco_worker.core.adoption)
     code = [Path(str(package.__file__)).parent for package in packages]
     cells = CellCache(cache, code + [Path(str(module.__file__)) for module in files])
-    run = shortened(CoreRun(seed=seed)) if quick else CoreRun(seed=seed)
+    full = CoreRun(fast.repetitions, min(fast.failures, CoreRun().failures), seed=fast.seed)
+    run = shortened(full) if quick else full
     few = (1_200_000,) if quick else (600_000, 1_200_000, 2_400_000)
     sizes = few if chips is None else (chips,)
     tried = learners or ((4,) if quick else (1, 2, 4, 8, 16))

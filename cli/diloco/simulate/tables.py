@@ -180,15 +180,19 @@ def bandwidth_text(document: Row) -> str:
     rates = list(dict.fromkeys(row["rate"] for row in curves))
     found = {(row["series"], row["rate"]): row for row in curves}
     times = "data-parallel ÷ it"
+
+    def shares(field: str) -> str:
+        lines = [[name, *(f"{found[name, rate][field]:.3g}" for rate in rates)] for name in series]
+        return format_table(["", *(f"{rate:g}" for rate in rates)], lines)
+
     return "\n\n".join(
         [
             format_table(["Gbit/s needed, 5e9 parameters, steps of 1 s", "published", "ours", times], published),
             format_table([document["title"], "Gbit/s", times], ours),
             "Share of its time (%) that a learner computes, by the queue; columns: Gbit/s of its link, each way. (A "
             "learner of this project does not wait on a slow link: its merges become rarer, in the same proportion.)",
-            format_table(
-                ["", *(f"{rate:g}" for rate in rates)],
-                [[name, *(f"{found[name, rate]['value']:.3g}" for rate in rates)] for name in series],
-            ),
+            shares("value"),
+            "The same by the formula, which counts one exchange at a time:",
+            shares("formula"),
         ]
     )

@@ -24,7 +24,7 @@ class CoreRun:
     """How much the core simulates: each fleet ``repetitions`` times, until ``failures`` of its chips fail if all train,
     but at most ``steps`` steps of each learner; ``learner_steps`` of all together."""
 
-    repetitions: int = 4
+    repetitions: int = 8
     failures: float = 400
     steps: int = 4000
     learner_steps: int = 20_000
