@@ -128,14 +128,20 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     where = torch.device(tasks.TASKS[trial.kind, trial.size].device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"{describe(trial)} is trained on a GPU, and torch finds none")
-    began = time.process_time()
+    began = processor_seconds()
     # BLAS's threads, of isotropic merges, would take a core each also while they wait.
     with threadpool_limits(1, "blas"):
         result = _reference(trial) if trial.learners == 0 else _decoupled(trial)
-    result["seconds"] = time.process_time() - began
+    result["seconds"] = processor_seconds() - began
     if where.type == "cuda":
         result |= {"device": torch.cuda.get_device_name(where), "torch": torch.__version__}
     return result
+
+
+def processor_seconds() -> float:
+    """Of this process and of its children that have ended, such as the ranks of DDP."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _reference(trial: Trial) -> dict[str, Any]:
@@ -303,24 +309,23 @@ def _is_default(trial: Trial, one: Field[Any]) -> bool:
     return bool(getattr(trial, one.name) == default)
 
 
-def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, quiet: bool = False, end: float = math.inf) -> bool:
+def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, end: float = math.inf) -> bool:
     """Run those trials whose results are not cached, ``jobs`` at once; whether all are there. None is begun after
     ``end`` (of ``time.monotonic``). A line on stderr for each tells the time left."""
     wanted = {trial.digest: trial for trial in trials}
     missing = [trial for trial in wanted.values() if cache.find(trial) is None]
     began, done, count = time.monotonic(), 0.0, 0
     left = sum(trial.effort for trial in missing)
-    if missing and not quiet:
+    if missing:
         print(f"{len(missing)} trials of {len(wanted)} to run", file=sys.stderr, flush=True)
 
     def finish(trial: Trial, result: Mapping[str, Any]) -> None:
         nonlocal done, count
         cache.put(trial, result)
         done, count = done + trial.effort, count + 1
-        if not quiet:
-            seconds = (time.monotonic() - began) * (left - done) / done
-            words = f"{count} of {len(missing)}, {seconds / 60:.0f} minutes left: {describe(trial)}"
-            print(f"{words}: {result['loss']:.4f} nats, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+        seconds = (time.monotonic() - began) * (left - done) / done
+        words = f"{count} of {len(missing)}, {seconds / 60:.0f} minutes left: {describe(trial)}"
+        print(f"{words}: {result['loss']:.4f} nats, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
 
     def in_time() -> bool:
         return time.monotonic() < end
