@@ -3,9 +3,9 @@
 The trials are those of bench/quality.py (dense, small, M = 4 unless the arm says otherwise), and so is the cache. All
 groups but ``outer`` vary the default: isotropic merges and Nesterov 0.5. Groups (--groups):
 
-* ``outer``: the outer optimizer after RDA, with the rates and momenta of its grid (bench/trials/outers.py says what
-  those are that the job file cannot name), and after the isotropic merge;
-* ``adoption``: keep, overwrite, mix;
+* ``outer``: the outer optimizer after RDA, after the isotropic merge, and after IsoLoCo's own; bench/trials/outers.py
+  says what those are that the job file cannot name;
+* ``adoption``: keep, overwrite, mix; the first two also where an exchange takes a third of the H steps (τ = 8);
 * ``merge``: RDA, mean and isotropic, M = 2 to 16;
 * ``weights``: by tokens and quality, by tokens, uniform, with learners at 1, 1/2 and 1/4 speed (whose batches are
   equal, so that the first two are the same), and with batches of 8, 4, 2 and 2 sequences;
@@ -67,6 +67,7 @@ class Arm:
 
 ISOTROPIC = {"merge": {"method": "isotropic"}}
 RDA = {"merge": {"method": "rda"}}
+MEAN = {"merge": {"method": "mean"}}
 BASE_OUTER = {"optimizer": "nesterov", "momentum": 0.5}
 BASE_RATE = 1.4
 RDA_RATE = 0.5  # after RDA or the mean, with BASE_OUTER
@@ -82,9 +83,14 @@ def outer_arms(base: Trial) -> Iterator[Arm]:
     def of_job(name: str, start: float, **outer: Any) -> Arm:
         return Arm(name, replace(base, sync={**RDA, "outer": outer}), start)
 
-    def on_trial(name: str, start: float, momentum: float = 0.9) -> Arm:
-        trial = replace(base, sync=RDA, outer={"name": name, "momentum": momentum})
-        return Arm(f"{name} {momentum:g}", trial, start)
+    def on_trial(
+        name: str, start: float, momentum: float = 0.9, sync: Mapping[str, Any] = RDA, prefix: str = ""
+    ) -> Arm:
+        trial = replace(base, sync=sync, outer={"name": name, "momentum": momentum})
+        return Arm(f"{prefix}{name} {momentum:g}", trial, start)
+
+    def isotropic(name: str, start: float, **outer: Any) -> Arm:
+        return Arm(f"isotropic, {name}", replace(base, sync={**ISOTROPIC, "outer": outer}), start)
 
     yield of_job("sgd", 1.0, optimizer="sgd")
     yield of_job("nesterov 0.5", 0.5, optimizer="nesterov", momentum=0.5)
@@ -95,13 +101,20 @@ def outer_arms(base: Trial) -> Iterator[Arm]:
     yield on_trial("horizon", 1.0)
     yield on_trial("delayed", 0.7)
     yield on_trial("heloco", 0.1)
-    yield Arm("isotropic, sgd", replace(base, sync={**ISOTROPIC, "outer": {"optimizer": "sgd"}}), 2.0)
-    yield Arm("isotropic, nesterov 0.5", replace(base, sync={**ISOTROPIC, "outer": BASE_OUTER}), 1.4)
+    yield isotropic("sgd", 2.0, optimizer="sgd")
+    yield isotropic("nesterov 0.5", 1.4, **BASE_OUTER)
+    yield isotropic("nesterov 0.9", 0.5, optimizer="nesterov", momentum=0.9)
+    yield on_trial("warm-up", 1.0, sync=ISOTROPIC, prefix="isotropic, ")
+    for momentum in (0.5, 0.9):
+        yield on_trial("isoloco", 2.0 if momentum == 0.5 else 1.0, momentum, MEAN)
 
 
 def adoption_arms(base: Trial) -> Iterator[Arm]:
     for rule in ("keep", "overwrite", "mix"):
         yield arm(rule, base, {"adoption": {"rule": rule}})
+    for rule in ("keep", "overwrite"):
+        made = arm(f"τ = 8, {rule}", base, {"adoption": {"rule": rule}, "overlap": 8}, exchange=7.5)
+        yield replace(made, default="τ = 8, keep")
 
 
 def merge_arms(base: Trial) -> Iterator[Arm]:

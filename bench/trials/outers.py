@@ -15,6 +15,8 @@ element. In plain numpy; the product's are compiled.
   with the rate η/N, and every N-th merge the momentum, with their mean.
 * ``heloco``: Nesterov, and before the merge each learner's Δ is turned, tensor by tensor, where it lies across the
   momentum (HeLoCo, arXiv 2606.00271, algorithm 1 with the constants of its table 3).
+* ``isoloco``: Nesterov, after merges as IsoLoCo has them (arXiv 2607.03011): of each matrix the weighted mean, with all
+  singular values at their mean. The product's isotropic merge has RDA's length instead.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from diloco_protocol.arrays.kernels import Float32s
 from diloco_protocol.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.sync import OuterSpec
+from diloco_syncer.numerics import isotropic
 from diloco_syncer.numerics.outer import Nesterov, Outer, State, _Moment
 
 MOMENTUM_MERGES = 10.0  # c of ``horizon``
@@ -101,6 +105,17 @@ class HeLoCo(Nesterov):
     """The product's Nesterov; versions.py turns the pushes (``turn_delta``)."""
 
 
+class IsoLoCo(Nesterov):
+    """The product's Nesterov; versions.py makes the singular values of the mean equal (``equalize_to_mean``)."""
+
+
+def equalize_to_mean(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The matrix with each of its singular values, but for rounding error, at the mean of all."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    kept = values > isotropic.TINY * values[0]
+    return np.asarray(values.mean() * (left[:, kept] @ right[kept]), np.float32)
+
+
 _ALIGNED, _SHRINK, _TURN, _MOST_SHRINK, _TRUST, _TINY = 0.2, 0.5, 1.0, 0.5, 3.0, 1e-8  # HeLoCo's table 3
 
 
@@ -136,6 +151,7 @@ def make(settings: Mapping[str, Any], merges: int) -> Outer | None:
         return Horizon(spec, 16, merges)
     kinds: dict[str, type[Outer]] = {
         "heloco": HeLoCo,
+        "isoloco": IsoLoCo,
         "heavy-ball": HeavyBall,
         "warm-up": WarmUp,
         "corrected": Corrected,

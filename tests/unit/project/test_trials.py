@@ -12,7 +12,7 @@ import pytest
 
 from diloco_protocol.merging import outer_settings, settle_merge
 from diloco_protocol.spec.sync import OuterSpec
-from diloco_syncer.numerics import outer
+from diloco_syncer.numerics import isotropic, outer
 from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -59,6 +59,16 @@ def test_candidates_are_what_they_say_in_cases_that_others_know() -> None:
     np.testing.assert_allclose(
         stepped(by_name("delayed", momentum=0.0), 12), stepped(of_job(optimizer="sgd", lr=0.125), 12), rtol=1e-4
     )
+
+
+def test_isolocos_merge_is_the_products_at_another_length() -> None:
+    matrix = RANDOM.normal(size=(8, 20)).astype(np.float32)
+    found, product = outers.equalize_to_mean(matrix), matrix.copy().ravel()
+    isotropic.equalize_singular_values(product, [isotropic.Span(0, 8, 20)])
+    values = np.linalg.svd(matrix, compute_uv=False)
+    scale = values.mean() / np.sqrt((values**2).mean())
+    np.testing.assert_allclose(found, scale * product.reshape(8, 20), rtol=1e-4, atol=1e-6)
+    assert np.allclose(np.linalg.svd(found, compute_uv=False), values.mean(), rtol=1e-4)
 
 
 def test_heavy_ball_is_torchs_momentum() -> None:
@@ -333,7 +343,7 @@ def test_means_have_students_interval() -> None:
 def test_an_arm_is_beside_the_default_of_its_group_by_the_seeds_that_both_have(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "trials.jsonl")
     arms = ablations.chosen_arms(ablations.parse(["--groups", "adoption", "--lengths", "6"]))
-    keep, overwrite, _ = (replace(one, rates=(one.start,)) for one in arms)
+    keep, overwrite, *_ = (replace(one, rates=(one.start,)) for one in arms)
     for one, factor, seeds in ((keep, 1.0, 4), (overwrite, 1.1, 3)):
         for seed in range(seeds):
             # A seed's own part is ten times what the arms differ by, and must not be in the interval.
@@ -351,8 +361,8 @@ def test_each_group_of_ablations_has_its_default_as_an_arm() -> None:
     for one in arms:
         (default,) = [other for other in arms if ablations.is_default_of(other, one)]
         assert default.trial.learners == one.trial.learners
-        if default.name.startswith("after the mean"):
-            continue  # beside which sparse pushes are compared that SparseLoCo merges so
+        if default.name.startswith(("after the mean", "τ = 8")):
+            continue  # sparse pushes beside what SparseLoCo merges so, and rules of adoption where exchanges are long
         # At the rate 1.4 its job is that of a file that names nothing.
         settings = (default.at(1.4).sync, {})
         named, silent = (tasks.make_job("dense", "small", default.trial.learners, 10, 0, sync) for sync in settings)
