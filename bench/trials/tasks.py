@@ -7,7 +7,7 @@ Three kinds of model at two sizes each, small enough that a trial takes minutes:
 * ``vision``: a vision transformer on scikit-learn's handwritten digits (1,797 images of 8 x 8), a fifth held out;
   training images get noise on every pixel, so that long trials have something to learn.
 
-A third size, ``gpu``, is of ``dense`` alone: 25 million parameters, trained on a CUDA device.
+A third size, ``gpu``, is of ``dense`` alone: 26 million parameters, trained on a CUDA device.
 
 A trial's batch is the same whatever trains it: so many sequences per step in all, which learners share. The model is
 built and evaluated by the product's code (``diloco_worker.training``).
