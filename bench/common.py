@@ -62,6 +62,13 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+def finds_gpu() -> bool:
+    """Whether torch can train on a CUDA device here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def times(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each candidate in each of ``rounds`` rounds, after one round to warm up."""
     names = list(candidates)

@@ -74,6 +74,8 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     if args.millions is not None and args.millions < 1:
         parser.error(f"--millions is {args.millions}: expected 1 or more")
+    if on_gpu and not common.finds_gpu():
+        parser.error("--device cuda: torch finds no CUDA device here")
     millions = args.millions or (GPU_MILLIONS if on_gpu else None)
     if millions is not None:
         turns, steps = (2, 12) if args.quick else (4 if on_gpu else 6, 24)

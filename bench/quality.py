@@ -37,6 +37,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import common
 from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
 from trials.reports import quality_report, show_trials
 from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned
@@ -189,15 +190,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if ON_GPU in chosen.sizes and "dense" not in chosen.kinds:
         parser.error(f"--sizes {ON_GPU} has dense models alone: add dense to --kinds")
-    if ON_GPU in chosen.sizes and not (chosen.show or chosen.quick) and not finds_gpu():
+    if ON_GPU in chosen.sizes and not (chosen.show or chosen.quick) and not common.finds_gpu():
         parser.error(f"--sizes {ON_GPU} is trained on a CUDA device, and torch finds none: --show prints what is known")
     return chosen
-
-
-def finds_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def main(arguments: Sequence[str]) -> int:
