@@ -5,7 +5,7 @@ groups but ``outer`` vary the default: isotropic merges and Nesterov 0.5. Groups
 
 * ``outer``: the outer optimizer after RDA, after the isotropic merge, and after IsoLoCo's own; bench/trials/outers.py
   says what those are that the job file cannot name;
-* ``adoption``: keep, overwrite, mix; the first two also where an exchange takes a third of the H steps (τ = 8);
+* ``adoption``: keep, overwrite, mix; the first two also where an exchange takes most of 8 or of 20 of the H steps;
 * ``merge``: RDA, mean and isotropic, M = 2 to 16;
 * ``weights``: by tokens and quality, by tokens, uniform, with learners at 1, 1/2 and 1/4 speed (whose batches are
   equal, so that the first two are the same), and with batches of 8, 4, 2 and 2 sequences;
@@ -112,9 +112,11 @@ def outer_arms(base: Trial) -> Iterator[Arm]:
 def adoption_arms(base: Trial) -> Iterator[Arm]:
     for rule in ("keep", "overwrite", "mix"):
         yield arm(rule, base, {"adoption": {"rule": rule}})
-    for rule in ("keep", "overwrite"):
-        made = arm(f"τ = 8, {rule}", base, {"adoption": {"rule": rule}, "overlap": 8}, exchange=7.5)
-        yield replace(made, default="τ = 8, keep")
+    for overlap in (8, 20):
+        for rule in ("keep", "overwrite"):
+            sync = {"adoption": {"rule": rule}, "overlap": overlap}
+            made = arm(f"τ = {overlap}, {rule}", base, sync, exchange=overlap - 0.5)
+            yield replace(made, default=f"τ = {overlap}, keep")
 
 
 def merge_arms(base: Trial) -> Iterator[Arm]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from trials.cells import Cache, Trial, losses
 
-INNER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+INNER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 
 
 def searched_seeds(trial: Trial) -> int:
