@@ -1,6 +1,6 @@
 """Has a bench or a command printed an object with rows of {name, value, unit, baseline, ratio} and more, every number
-finite? `baseline` is a number, and `against`, where it is there, the name of what has it. The object's `rmse`, where it
-has one, is within its bound."""
+finite? `baseline` is a number or null, and `against`, where it is a number, the name of what has it. The object's
+`rmse`, where it has one, is within its bound."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def row_problems(rows: object) -> list[str]:
             found.append(f"{row['name']}: `baseline` and `ratio` go together")
         if ratio is not None and (not isinstance(ratio, (int, float)) or not math.isfinite(ratio)):
             found.append(f"{row['name']}: ratio {ratio!r} is not a finite number")
+        elif ratio is not None and baseline is not None and not row.get("against"):
+            found.append(f"{row['name']}: `against` does not say what has the baseline")
     return found
 
 
@@ -52,7 +54,7 @@ def main() -> int:
         print(f"{path}: {problem}", file=sys.stderr)
     if not found:
         for row in document["rows"]:
-            against = "" if row["ratio"] is None else f"  {row['ratio']:.3g} of {row.get('against', 'the baseline')}"
+            against = "" if row["ratio"] is None else f"  {row['ratio']:.3g} of {row['against']}"
             print(f"  {row['name']}: {row['value']:.4g} {row['unit']}{against}")
     return 1 if found else 0
 

@@ -141,4 +141,6 @@ def show(rows: Sequence[Row], as_json: bool, note: str = "") -> None:
         print(note)
     width = max(len(row.name) for row in rows)
     for row in rows:
-        print(f"{row.name:{width}}  {row.value:9.2f} {row.unit:5}  {row.ratio:6.2f} x {row.against}")
+        print(
+            f"{row.name:{width}}  {row.value:9.2f} {row.unit:5}  {row.ratio:6.2f} x {row.against} ({row.baseline:.4g})"
+        )

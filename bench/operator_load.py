@@ -72,7 +72,8 @@ class Bench:
 
     def under(self, name: str, value: float, unit: str, aim: float, scale: float = 1.0) -> None:
         """A figure that has an aim."""
-        self.row(name, max(value, aim / 1e6) / scale, unit, "the aim", aim / scale)
+        ratio = aim / max(value, aim / 1e6)
+        self.rows.append(common.Row(name, value / scale, unit, "the aim", aim / scale, ratio))
 
     def reconcile(self, phase: str, before: Snapshot, after: Snapshot) -> None:
         share = quantile(0.95, "reconcile_seconds", before, after)

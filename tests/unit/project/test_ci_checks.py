@@ -93,7 +93,8 @@ def test_bigram_entropy_of_noise_and_of_certainty() -> None:
     ("printed", "words"),
     [
         ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": None, "ratio": None}], "rmse": 1.1}, ""),
-        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": 0.5, "more": None}]}, ""),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": 0.5, "against": "b"}]}, ""),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": 0.5}]}, "against"),
         ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": None, "ratio": None}], "rmse": 1.6}, "rmse"),
         ([{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": 0.5}], "not an object"),
         ({"rows": []}, "not a list"),
@@ -102,7 +103,7 @@ def test_bigram_entropy_of_noise_and_of_certainty() -> None:
         ({"rows": [{"name": "a", "value": None, "unit": "s", "baseline": None, "ratio": None}]}, "finite"),
         ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": None}]}, "go together"),
         ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": 2, "ratio": math.inf}]}, "ratio"),
-        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "ratio": 0.5}]}, "baseline"),
+        ({"rows": [{"name": "a", "value": 1, "unit": "s", "baseline": "b", "against": "c", "ratio": 0.5}]}, "baseline"),
     ],
 )
 def test_what_a_bench_prints_is_checked(printed: object, words: str) -> None:

@@ -74,6 +74,8 @@ def test_the_command_says_link_and_hub(tmp_path: Path) -> None:
     assert parts["hub, in"] == pytest.approx(4 * parts["link, up"])
     assert parts["hub, out"] == pytest.approx(4 * parts["link, down"])
     code, text = diloco("--quick", "--report", str(tmp_path))
+    shares = [line for line in text.splitlines() if line.startswith("star, int4 up, bfloat16 down, overlap 2")]
+    assert len(shares) == 2 and shares[0] != shares[1]  # by the queue, and by the formula
     plots = json.loads((tmp_path / "report.json").read_text())["plots"]
     assert [plot["title"].rpartition(", ")[2] for plot in plots] == ["by the queue", "by the formula"]
     by_queue, by_formula = ({one["name"]: one["y"] for one in plot["series"]} for plot in plots)
