@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trials.cells import RESULTS, Cache, Trial, common_losses, run_trials
+import common
+from trials.cells import RESULTS, Cache, Trial, cache_file, common_losses, run_trials
 from trials.reports import ablation_report, show_trials
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
@@ -38,6 +40,7 @@ from trials.tables import TrialRow, beside_default, make_row
 LENGTHS = {"outer": (6, 40), "adoption": (6, 40), "visitors": (6, 40)}  # of a group, in merges of each fragment
 SHORT = (6,)  # of other groups
 SEEDS = 5
+LEARNERS = (1, 2, 4, 8, 16)
 GRID = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)  # outer rates
 
 
@@ -286,29 +289,52 @@ def chosen_arms(chosen: argparse.Namespace) -> list[Arm]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
+    common.add_report(parser)
     parser.add_argument("--quick", action="store_true", help="two arms for a few steps: does it run, not what is best")
-    parser.add_argument("--cache", type=Path, default=RESULTS, metavar="FILE", help="what there is already")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at once, a core each")
-    parser.add_argument("--hours", type=float, default=1e6, help="begin no trial after that; run again to go on")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
+    parser.add_argument("--cache", type=cache_file, default=RESULTS, metavar="FILE", help="what there is already")
+    parser.add_argument(
+        "--jobs", type=common.whole_number(1), default=1, metavar="N", help="trials at once, a core each"
+    )
+    parser.add_argument(
+        "--hours", type=common.number(least=0), default=1e6, help="begin no trial after that; run again to go on"
+    )
+    parser.add_argument("--seeds", type=common.whole_number(1), default=SEEDS, metavar="N")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="MERGES", help="instead of those of the groups")
+    parser.add_argument(
+        "--lengths", nargs="+", type=common.whole_number(1), metavar="MERGES", help="instead of those of the groups"
+    )
     parser.add_argument("--kind", default="dense", choices=("dense", "moe", "vision"))
-    parser.add_argument("--learners", type=int, default=4, metavar="M")
+    parser.add_argument("--learners", type=int, default=4, choices=LEARNERS, metavar="M", help="1, 2, 4, 8 or 16")
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.show and not chosen.cache.exists():
+        parser.error(f"--show --cache {chosen.cache}: there is no such file")
+    known = chosen_arms(argparse.Namespace(**{**vars(chosen), "arms": None}))
+    for word in chosen.arms or ():
+        if not any(word in one.name for one in known):
+            names = ", ".join(dict.fromkeys(one.name for one in known))
+            parser.error(f"--arms: no arm of these groups has {word!r} in its name; there are {names}")
+    return chosen
 
 
 def main(arguments: Sequence[str]) -> int:
     """0: all trials are there; 3: --hours were over before."""
     chosen = parse(arguments)
+    if not chosen.quick:
+        return run_ablations(chosen, chosen.cache)
+    # It shows that trials run, so none may be known.
+    with tempfile.TemporaryDirectory(prefix="diloco-ablations-") as folder:
+        return run_ablations(chosen, Path(folder) / "trials.jsonl")
+
+
+def run_ablations(chosen: argparse.Namespace, file: Path) -> int:
+    """As ``main``, with what is known in ``file``."""
     seeds = 1 if chosen.quick else chosen.seeds
     arms = chosen_arms(chosen)
     if chosen.quick:
         arms = [replace(one, rates=(one.start,)) for one in arms[:2]]
-    cache, complete, search = Cache(chosen.cache), True, Search(arms, Cache(chosen.cache))
+    cache, complete, search = Cache(file), True, Search(arms, Cache(file))
     if not chosen.show:
         run = partial(run_trials, cache=cache, jobs=chosen.jobs, end=time.monotonic() + 3600 * chosen.hours)
         while complete and (wanted := search.next_trials(tune=not chosen.quick)):
@@ -323,4 +349,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    common.run_to_exit(partial(main, sys.argv[1:]))

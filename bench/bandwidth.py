@@ -113,13 +113,17 @@ class CellFailed(Exception):
     """A cell could not be measured; the message says why."""
 
 
-def main() -> None:
+def main() -> int:
     common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--arm", action="append", choices=sorted(ARMS), help="only these arms")
-    parser.add_argument("--mbit", action="append", type=float, help="only these rates, instead of the five")
-    parser.add_argument("--latency", type=float, default=0.0, metavar="SECONDS", help="one way, of each link")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
+    parser.add_argument(
+        "--mbit", action="append", type=common.number(above=0), help="only these rates, instead of the five"
+    )
+    parser.add_argument(
+        "--latency", type=common.number(least=0), default=0.0, metavar="SECONDS", help="one way, of each link"
+    )
+    common.add_report(parser)
     parser.add_argument("--again", action="store_true", help="measure cells anew that are there already")
     args = parser.parse_args()
     sizes = QUICK if args.quick else FULL
@@ -137,6 +141,7 @@ def main() -> None:
         print(document.model_dump_json())
     else:
         show(document)
+    return 0
 
 
 def measured_cells(
@@ -569,6 +574,6 @@ def show(document: ResultDocument) -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        common.run_to_exit(main)
     except (CellFailed, programs.ProgramFailed) as error:
         raise SystemExit(f"bench/bandwidth: {error}") from error

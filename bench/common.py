@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -51,6 +53,69 @@ def arguments(description: str) -> argparse.ArgumentParser:
         help="threads for ours and for the references alike (default: the cores of this process)",
     )
     return parser
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The ``type`` of an option: a whole number within these bounds."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            bounds = f"of at least {least}" + (f" and at most {most}" if most is not None else "")
+            raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, not {text!r}")
+        return value
+
+    return read
+
+
+def number(*, above: float = -math.inf, least: float = -math.inf) -> Callable[[str], float]:
+    """The ``type`` of an option: a finite number within this bound."""
+    bound = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (above < value < math.inf and value >= least):
+            raise argparse.ArgumentTypeError(f"must be a number {bound}, not {text!r}")
+        return value
+
+    return read
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """The option --report."""
+    words = "write report.json, report.md and report.html there"
+    parser.add_argument("--report", type=_new_folder, metavar="DIR", help=words)
+
+
+def _new_folder(text: str) -> Path:
+    """A folder, made now, so that hours of work do not end without it."""
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text}: {error.strerror or error}; name a folder that can be written"
+        ) from None
+    return folder
+
+
+def run_to_exit(main: Callable[[], int]) -> NoReturn:
+    """Exit with what ``main`` returns. Ctrl-C is told in a line, a closed stdout is not told."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print("interrupted; what was finished and kept is not run again", file=sys.stderr, flush=True)
+        code = 130
+    except BrokenPipeError:  # the reader of stdout, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
 
 
 def end_on_sigterm() -> None:

@@ -20,9 +20,7 @@ small job of each part, beside nothing. Exit code 1: a run failed.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -78,10 +76,10 @@ def main() -> int:
     common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--only", choices=("speeds", "scavenging"), help="one of the two parts")
-    parser.add_argument("--seconds", type=float, help="of each run (default: 60, with --quick 7)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (--quick: 1)")
+    parser.add_argument("--seconds", type=common.number(above=0), help="of each run (default: 60, with --quick 7)")
+    parser.add_argument("--seeds", type=common.whole_number(1), default=3, help="runs of each kind (--quick: 1)")
     parser.add_argument("--fresh", action="store_true", help="run again what is cached; --quick always does")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
+    common.add_report(parser)
     args = parser.parse_args()
     seconds = args.seconds or (7.0 if args.quick else 60.0)
     seeds = range(1 if args.quick else args.seeds)
@@ -191,6 +189,6 @@ def show(document: ResultDocument, as_json: bool) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        common.run_to_exit(main)
     except (RunFailed, CommandError) as error:
         raise SystemExit(f"bench/heterogeneous: {error}") from error

@@ -34,21 +34,26 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
-from trials.cells import RESULTS, Cache, Trial, common_losses, losses, run_trials
+from diloco_protocol.spec.load import JobError, job_to_json, parse_job
+from trials.cells import RESULTS, Cache, Trial, cache_file, common_losses, losses, run_trials
 from trials.reports import quality_report, show_trials
 from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned
 from trials.tables import TrialRow, make_row
+from trials.tasks import make_job
 
 KINDS = ("dense", "moe", "vision")
 SIZES = ("small", "large")
 ON_GPU = "gpu"  # the size that needs one; of dense models alone
 LENGTHS = {"small": (6, 40, 200), "large": (6, 40, 200), ON_GPU: (6, 20)}  # unless --lengths says others
 LEARNERS = (1, 2, 4, 8, 16)
+FAULTS = "M = 4, faults"
 DDP = "DDP, two ranks"
+ARM_NAMES = (*(f"M = {m}" for m in LEARNERS), FAULTS, DDP)
 DDP_OF = {(kind, "small", merges) for kind in KINDS for merges in (6, 40)} | {("dense", "large", 6)}
 SEEDS = 5
 
@@ -65,7 +70,7 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     """What is compared with this reference, by name, at the task's inner rate; DDP at the reference's."""
     base = replace(reference, rate=None, sync=chosen.sync)
     found = [(f"M = {m}", replace(base, learners=m)) for m in LEARNERS]
-    found.append(("M = 4, faults", replace(base, learners=4, deaths=True)))
+    found.append((FAULTS, replace(base, learners=4, deaths=True)))
     if (reference.kind, reference.size, reference.merges) in DDP_OF and not chosen.sync:
         found.append((DDP, replace(reference, ddp=True)))
     return [(name, trial) for name, trial in found if not chosen.arms or any(has(name, word) for word in chosen.arms)]
@@ -166,21 +171,33 @@ def sync_from(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("""not an object such as {"merge": {"method": "rda"}}""")
+    job = json.loads(job_to_json(make_job("dense", "small", 1, 2, 0, {})))
+    job["spec"]["sync"] |= found
+    try:
+        parse_job(json.dumps(job))
+    except JobError as error:
+        raise argparse.ArgumentTypeError("; ".join(map(str, error.problems))) from error
     return found
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md and report.html there")
+    common.add_report(parser)
     parser.add_argument("--quick", action="store_true", help="a few steps: does it run, not how good")
-    parser.add_argument("--cache", type=Path, default=RESULTS, metavar="FILE", help="what there is already")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at once, a core each")
-    parser.add_argument("--hours", type=float, default=1e6, help="begin no trial after that; run again to go on")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N")
+    parser.add_argument("--cache", type=cache_file, default=RESULTS, metavar="FILE", help="what there is already")
+    parser.add_argument(
+        "--jobs", type=common.whole_number(1), default=1, metavar="N", help="trials at once, a core each"
+    )
+    parser.add_argument(
+        "--hours", type=common.number(least=0), default=1e6, help="begin no trial after that; run again to go on"
+    )
+    parser.add_argument("--seeds", type=common.whole_number(1), default=SEEDS, metavar="N")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--sizes", nargs="+", choices=(*SIZES, ON_GPU), default=SIZES)
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="MERGES", help="instead of those of each size")
+    parser.add_argument(
+        "--lengths", nargs="+", type=common.whole_number(1), metavar="MERGES", help="instead of those of each size"
+    )
     parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")
     parser.add_argument(
@@ -188,6 +205,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
     chosen = parser.parse_args(arguments)
+    if chosen.arms and (unknown := [word for word in chosen.arms if not any(has(name, word) for name in ARM_NAMES)]):
+        parser.error(f"--arms: no arm has {unknown[0]!r} in its name; there are {', '.join(ARM_NAMES)}")
+    if chosen.show and not chosen.cache.exists():
+        parser.error(f"--show --cache {chosen.cache}: there is no such file")
     if ON_GPU in chosen.sizes and "dense" not in chosen.kinds:
         parser.error(f"--sizes {ON_GPU} has dense models alone: add dense to --kinds")
     if ON_GPU in chosen.sizes and not (chosen.show or chosen.quick) and not common.finds_gpu():
@@ -223,4 +244,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    common.run_to_exit(partial(main, sys.argv[1:]))

@@ -36,22 +36,16 @@ def _number_text(error: ValidationError, param: Any) -> str:
     """What is wrong with a number; empty: something else is wrong."""
     found = error.errors()[0]
     kind, value = found["type"], found["input"]
-    if kind.startswith("int_") or (kind.startswith(("greater_", "less_")) and _is_whole(value)):
-        noun = "a whole number"
-    elif kind.startswith(("float_", "finite_", "greater_", "less_")):
-        noun = "a number"
-    else:
-        return ""
     low, high = getattr(param, "min", None), getattr(param, "max", None)
+    if not kind.startswith(("int_", "float_", "finite_", "greater_", "less_")):
+        return ""
+    noun = (
+        "a whole number"
+        if kind.startswith("int_") or param.type_descriptor.annotation in (int, int | None)
+        else "a number"
+    )
     bounds = [f"{words} {bound:,}" for words, bound in (("at least", low), ("at most", high)) if bound is not None]
     return f"must be {noun}{' of ' * bool(bounds)}{' and '.join(bounds)}, not {value!r}"
-
-
-def _is_whole(value: Any) -> bool:
-    with contextlib.suppress(ValueError, TypeError):
-        int(value)
-        return True
-    return False
 
 
 class Command(TyperCommand):

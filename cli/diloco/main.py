@@ -186,7 +186,7 @@ def chaos(
         ),
     ] = [],  # noqa: B006
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two learners against ddp for 12 s: only to see that it runs.")
+        bool, typer.Option("--quick", help="Two learners, 12 s, --mtbf 6 unless said: only to see that it runs.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the faults, as --chaos takes them, and end.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -43,7 +44,8 @@ from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 
 TELL_SECONDS = 10.0
-QUICK_MINUTES, QUICK_MTBF = 0.2, 6.0  # two learners, rigid data-parallel training alone
+MINUTES, MTBF = 5.0, 60.0
+QUICK_MINUTES, QUICK_MTBF = 0.2, 6.0
 QUICK_LEARNERS = 2
 
 
@@ -55,9 +57,9 @@ class CompareOptions:
     job: Path
     report: Path | None = None
     compare: str = "ddp"
-    mtbf: float = 60.0
+    mtbf: float = MTBF
     repair: float | None = None
-    minutes: float = 5.0
+    minutes: float = MINUTES
     seed: int = 0
     chaos: str = ""
     step_seconds: float | None = None
@@ -68,10 +70,12 @@ class CompareOptions:
 
 
 def quick(options: CompareOptions) -> CompareOptions:
-    """The same in about a minute: does it run, not how it ends."""
-    learners = (f"regions.0.learners={QUICK_LEARNERS}",)
+    """Other defaults, with which it takes about a minute: does it run, not how it ends."""
     return replace(
-        options, compare="ddp", overrides=(*learners, *options.overrides), minutes=QUICK_MINUTES, mtbf=QUICK_MTBF
+        options,
+        overrides=(f"regions.0.learners={QUICK_LEARNERS}", *options.overrides),
+        minutes=QUICK_MINUTES if options.minutes == MINUTES else options.minutes,
+        mtbf=QUICK_MTBF if options.mtbf == MTBF else options.mtbf,
     )
 
 
@@ -79,8 +83,10 @@ def compare(options: CompareOptions) -> int:
     """Run the comparison; the exit code: 0, or 1 where an arm could not be run. Raises CommandError."""
     baselines = _baselines(options.compare)
     seconds = options.minutes * 60
-    if not seconds > 0:
-        raise CommandError(f"--minutes {options.minutes:g}: it must be above 0")
+    given = {"--minutes": options.minutes, "--mtbf": options.mtbf, "--repair": options.repair}
+    for option, value in {**given, "--step-seconds": options.step_seconds}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise CommandError(f"{option} {value:g}: it must be a number above 0")
     overrides = job_overrides(options.overrides, seconds, options.seed)
     job = read_job_file(options.job, overrides)
     if any(region.spares for region in job.spec.regions):
@@ -99,7 +105,9 @@ def compare(options: CompareOptions) -> int:
     jobs = {name: read_job_file(options.job, [*overrides, *own[name]]) for name in own}
     schedule = _schedule(options, job, seconds)
     if options.dry_run:
-        print_text(text_of(schedule))
+        text = text_of(schedule)
+        rows = [{"name": fault.text, "value": fault.after_seconds, "unit": "s"} for fault in schedule]
+        print_text(json.dumps({"chaos": text, "rows": rows}) if options.as_json else text)
         return COMPLETE
     # The programs run in the job file's folder, so a path of this process's own means another place there.
     folder = (options.report or Path("runs") / f"chaos-{job.metadata.name}").absolute()
@@ -140,6 +148,8 @@ def pod_schedule(options: CompareOptions) -> tuple[str, tuple[Fault, ...]]:
 
 def _baselines(text: str) -> list[str]:
     names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not names:
+        raise CommandError(f"--compare: name a baseline; there are {', '.join(BASELINES)}")
     for name in names:
         if name not in BASELINES:
             raise CommandError(f"--compare: there is no baseline {name!r}; there are {', '.join(BASELINES)}")
@@ -153,8 +163,6 @@ def _baselines(text: str) -> list[str]:
 def _schedule(options: CompareOptions, job: DiLoCoJob, seconds: float) -> tuple[Fault, ...]:
     learners = job.spec.slots
     repair = options.mtbf / 6 if options.repair is None else options.repair
-    if not (options.mtbf > 0 and repair > 0):
-        raise CommandError("--mtbf and --repair: they have to be above 0, in seconds")
     try:
         if not options.chaos:
             return draw_schedule(options.seed, learners, options.mtbf, repair, seconds)
@@ -167,6 +175,8 @@ def _schedule(options: CompareOptions, job: DiLoCoJob, seconds: float) -> tuple[
                 f"--chaos {fault.text}: a comparison takes kill, pause, cut and slow of one named learner at a time,"
                 " for the others have no syncer, no drain and no slots; leave it out, or use diloco run --chaos"
             )
+        if fault.after_seconds is not None and fault.after_seconds >= seconds:
+            raise CommandError(f"--chaos {fault.text}: the arms end after {seconds:g} s; raise --minutes")
     return schedule
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from diloco.local.chaos.schedule import Fault, parse
+from diloco.local.chaos.schedule import NONE, Fault, parse
 from diloco.simulate.failures import RepairTimes, draw_failures
 
 SHAPE, POWER = 0.8, 2.0  # of repair times: most are short, few are long, none takes no time
@@ -61,7 +61,7 @@ def draw_kills(seed: int, learners: int, mtbf: float, seconds: float) -> tuple[F
 
 def text_of(schedule: tuple[Fault, ...]) -> str:
     """The schedule as ``diloco run --chaos`` takes it."""
-    return ",".join(fault.text for fault in schedule)
+    return ",".join(fault.text for fault in schedule) or NONE
 
 
 def mean_seconds_between_kills(schedule: tuple[Fault, ...], seconds: float) -> float:

@@ -124,7 +124,7 @@ def document(
     notes = conditions(plan, arms, cores)
     notes += [f"{name} alone: --set {override}" for name, overrides in own.items() for override in overrides]
     notes += [f"{name} could not be run: {why}" for name, why in failed.items()]
-    notes.append(f"The faults: --chaos {text_of(plan.schedule) or 'none'}")
+    notes.append(f"The faults: --chaos {text_of(plan.schedule)}")
     return {
         "title": f"{plan.job.metadata.name} under faults, compared",
         "summary": "The same job, data, batch and faults in every arm. Pace is emulated.",

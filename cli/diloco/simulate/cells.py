@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco.console import CommandError
 from diloco.sources import source_digest
 from diloco_protocol.common.files import write_whole
 
@@ -17,6 +18,10 @@ class CellCache:
     changes, everything is made anew."""
 
     def __init__(self, folder: Path, code: list[Path]) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandError(f"--cache {folder}: {error.strerror or error}; name a folder") from None
         self._folder = folder
         self._code = source_digest(code)
 
@@ -30,6 +35,5 @@ class CellCache:
         except (OSError, ValueError):
             pass
         result = make()
-        self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(result).encode())
         return result

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.command_line import CommandLine
-from diloco.console import FAILED, command, duration, print_text
+from diloco.console import FAILED, CommandError, command, duration, print_text
 from diloco.simulate.goodput import published
 from diloco_protocol.vocabulary import MAX_FRAGMENTS
 
@@ -28,6 +28,8 @@ simulate = CommandLine(
         diloco simulate bandwidth
 """,
 )
+
+LEAST_SECONDS_BETWEEN_FAILURES = 0.01  # of the whole fleet; below it no step is ever made
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 
@@ -231,16 +233,33 @@ def goodput(
         repairs=RepairTimes.with_mean(of(repair_mean, published.REPAIR_MEAN), repair_shape, repair_power),
         spares=spares,
     )
+    _check_fleet(chips, learners, conditions)
     run = Run(repetitions, min(failures, 400) if quick else failures, seed)
     fitting = tuple(m for m in CANDIDATES if chips is None or m == 2 or chips / m >= size)
     tried = learners or (LEARNERS if chips is None else fitting)
+    cells = _core_cells(cache) if core else None
     document = _goodput(chips, tried, conditions, run, Progress("goodput").advance)
-    if core:
-        document["rows"] += _core_rows(chips, learners, conditions, run, quick, cache)
+    if cells is not None:
+        document["rows"] += _core_rows(chips, learners, conditions, run, quick, cells)
     document["plots"] = goodput_plots(document["rows"])
     _write_report(document, report)
     print_text(json.dumps(document) if as_json else goodput_text(document))
     return FAILED if any(not row.get("agrees", True) for row in document["rows"]) else 0
+
+
+def _check_fleet(chips: int | None, learners: tuple[int, ...] | None, conditions: Any) -> None:
+    """Raises CommandError where there are fewer slices than learners, or failures that come faster than any step."""
+    size = conditions.slice_chips
+    most = max(published.CHIPS) if chips is None else chips
+    if chips is not None and (wanted := max(learners or (2,))) * size > chips:
+        raise CommandError(
+            f"--chips {chips}: {wanted} learners need a slice of {size:g} chips each, {wanted * size:g} in all;"
+            " lower --learners or --slice"
+        )
+    if conditions.mtbi / most < LEAST_SECONDS_BETWEEN_FAILURES:
+        raise CommandError(
+            f"--mtbi: of {most:,} chips one fails every {conditions.mtbi / most:.2g} s; write a time such as 30d or 1y"
+        )
 
 
 def _goodput(
@@ -289,22 +308,26 @@ def _parameters(conditions: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _core_rows(
-    chips: int | None, learners: tuple[int, ...] | None, conditions: Any, fast: Any, quick: bool, cache: Path
-) -> list[dict[str, Any]]:
+def _core_cells(cache: Path) -> Any:
     import diloco.simulate.failures
     import diloco.simulate.goodput
     import diloco_syncer.core
     import diloco_worker.core.adoption
     from diloco.simulate.cells import CellCache
-    from diloco.simulate.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
-    from diloco.simulate.goodput.core_rows import quick as shortened
-    from diloco.simulate.progress import Progress
 
     packages = (diloco.simulate.goodput, diloco_syncer.core)
     files = (diloco.simulate.failures, diloco_worker.core.adoption)
     code = [Path(str(package.__file__)).parent for package in packages]
-    cells = CellCache(cache, code + [Path(str(module.__file__)) for module in files])
+    return CellCache(cache, code + [Path(str(module.__file__)) for module in files])
+
+
+def _core_rows(
+    chips: int | None, learners: tuple[int, ...] | None, conditions: Any, fast: Any, quick: bool, cells: Any
+) -> list[dict[str, Any]]:
+    from diloco.simulate.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
+    from diloco.simulate.goodput.core_rows import quick as shortened
+    from diloco.simulate.progress import Progress
+
     full = CoreRun(fast.repetitions, min(fast.failures, CoreRun().failures), seed=fast.seed)
     run = shortened(full) if quick else full
     few = (1_200_000,) if quick else (600_000, 1_200_000, 2_400_000)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 ACTIONS = ("kill", "term", "pause", "cut", "slow")
 LASTING = ("pause", "cut", "slow")  # these need a DURATION
 GRAMMAR = "TIME:ACTION:TARGET[:DURATION], as in 20s:kill:local-2 or step=150:pause:learner:5s"
+NONE = "none"  # a schedule without faults, in words
 MAX_FAULTS = 10_000
 NAMED = 8  # learners that an error lists
 
@@ -73,8 +74,8 @@ class Fault:
 
 
 def parse(spec: str) -> tuple[Fault, ...]:
-    """Read a schedule. Raises ChaosError; an empty or blank ``spec`` is no schedule."""
-    if not spec.strip():
+    """Read a schedule. Raises ChaosError; an empty or blank ``spec``, and ``NONE``, have no fault."""
+    if spec.strip() in ("", NONE):
         return ()
     items = _split(spec, ",")
     if len(items) > MAX_FAULTS:

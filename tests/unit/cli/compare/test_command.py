@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -25,6 +27,22 @@ def test_the_schedule_is_printed_and_is_the_same_again() -> None:
     assert said("--chaos", text.strip(), "--dry-run")[1] == text
 
 
+def test_the_schedule_is_printed_for_programs_too() -> None:
+    code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run", "--json")
+    printed = json.loads(text)
+    assert code == 0 and len(printed["rows"]) == len(parse(printed["chaos"]))
+    assert json.loads(said("--mtbf", "1e9", "--dry-run", "--json")[1]) == {"chaos": "none", "rows": []}
+    assert said("--mtbf", "1e9", "--dry-run") == (0, "none\n")
+    assert said("--chaos", "none", "--dry-run") == (0, "none\n")
+
+
+def test_quick_changes_defaults_and_not_what_is_said() -> None:
+    short = said("--quick", "--dry-run")[1]
+    assert all((fault.after_seconds or 0) < 12 for fault in parse(short.strip()))
+    longer = said("--quick", "--minutes", "3", "--dry-run")[1]
+    assert max(fault.after_seconds or 0 for fault in parse(longer.strip())) > 12
+
+
 def test_in_a_cluster_there_are_kills_alone() -> None:
     code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run", "--context", "nowhere")
     kills = parse(text.strip())
@@ -35,8 +53,14 @@ def test_in_a_cluster_there_are_kills_alone() -> None:
     ("arguments", "words"),
     [
         (["--compare", "ddp,horovod"], "there is no baseline 'horovod'; there are ddp, ddp-elastic, torchft"),
-        (["--mtbf", "0"], "--mtbf and --repair: they have to be above 0"),
-        (["--minutes", "0"], "--minutes 0: it must be above 0"),
+        (["--compare", ""], "--compare: name a baseline; there are ddp"),
+        (["--compare", "ddp,dpp", "--quick"], "there is no baseline 'dpp'"),
+        (["--mtbf", "0"], "--mtbf 0: it must be a number above 0"),
+        (["--mtbf", "-3", "--quick"], "--mtbf -3: it must be a number above 0"),
+        (["--repair", "inf"], "--repair inf: it must be a number above 0"),
+        (["--minutes", "0"], "--minutes 0: it must be a number above 0"),
+        (["--step-seconds", "0"], "--step-seconds 0: it must be a number above 0"),
+        (["--chaos", "500s:kill:learner-1:3s"], "the arms end after 300 s; raise --minutes"),
         (["--chaos", "5s:kill:syncer"], "a comparison takes kill, pause, cut and slow of one named learner"),
         (["--chaos", "5s:kill:learner-7"], "the job has no learner-7"),
         (["--set", "regions.0.spares=1"], "no baseline has spare machines"),
