@@ -125,7 +125,9 @@ def goodput(
     step: Annotated[float | None, _time(published.STEP, "Time of one step.", positive)] = None,
     recovery: Annotated[
         float | None,
-        typer.Option(metavar="DURATION", parser=duration, help="--downscale and --upscale together, one half each."),
+        typer.Option(
+            metavar="DURATION", parser=duration, help="--downscale and --upscale together, one half each unless given."
+        ),
     ] = None,
     downscale: Annotated[
         float | None, _time(published.DOWNSCALE, "How long a learner stands still after a failure.")

@@ -111,7 +111,7 @@ def label(method: str, learners: int) -> str:
 
 def published_value(method: str, learners: int, chips: int, conditions: FleetConditions) -> int | None:
     """The paper's goodput (%) of such a fleet; None: it has none."""
-    if chips not in published.CHIPS or conditions.mtbi != published.MTBI.value:
+    if chips not in published.CHIPS or conditions.mtbi != published.MTBI.value or conditions.spares:
         return None
     rows = {RIGID: published.RIGID, ELASTIC: published.ELASTIC}
     values = rows.get(method) or published.DECOUPLED.get(learners)

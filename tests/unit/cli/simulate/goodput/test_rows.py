@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from diloco.simulate.goodput.rows import (
     scavenging_rows,
     uneven_rows,
 )
+from repository import ROOT
 
 SHORT = ("--repetitions", "3", "--failures", "60")
 
@@ -133,3 +135,19 @@ def test_a_fleet_of_ones_own_gets_advice() -> None:
 def test_a_wrong_argument_is_named(option: str, wrong: str) -> None:
     code, output = diloco("goodput", option, wrong)
     assert code == 2 and option in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--chips", "100", "--learners", "64"), "64 learners need a slice of 8 chips each, 512 in all"),
+        (("--chips", "3"), "2 learners need a slice of 8 chips each, 16 in all"),
+        (("--mtbi", "1"), "one fails every 4.2e-07 s; write a time such as 30d or 1y"),
+        (("--core", "--quick", "--cache", str(ROOT / "README.md")), "File exists; name a folder"),
+        (("--repetitions", "1"), "must be a whole number of at least 3"),
+        (("--repair-shape", "-1"), "must be a number of at least 0.1"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_words(arguments: tuple[str, ...], words: str) -> None:
+    code, output = diloco("goodput", *arguments)
+    assert code == 2 and words in " ".join(re.sub("[│╭╮╰╯─]", " ", output).split())
