@@ -57,8 +57,8 @@ class Told:
         self._saw(False, obj)
         return set()
 
-    def drop(self, kind: Kind, namespace: str, name: str, uid: str) -> set[Any]:
-        """An object is not there any more."""
+    def drop(self, kind: Kind, namespace: str, name: str, uid: str, version: str | None = None) -> set[Any]:
+        """An object is not there any more. ``version``: as of the operator's cache, and not needed here."""
         before = self._known.get((namespace, name))
         if before is not None and before["metadata"]["uid"] == uid:
             del self._known[namespace, name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from types import ModuleType
 
 import pytest
 
+from diloco_operator.informer.cache import Cache
 from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
 import ablations
 import common
+import kubeapi
 import overlap
 import quality
 
@@ -127,3 +130,9 @@ def test_quick_ablations_leave_kept_results_alone(tmp_path: Path, monkeypatch: p
     kept = tmp_path / "trials.jsonl"
     assert ablations.main(["--cache", str(kept)]) == ablations.main(["--quick", "--cache", str(kept)]) == 0
     assert files[0] == kept != files[1]
+
+
+def test_what_stands_in_for_the_operators_cache_is_called_as_the_cache_is() -> None:
+    for name in ("put", "drop"):
+        taken = list(inspect.signature(getattr(kubeapi.Told, name)).parameters)
+        assert taken == list(inspect.signature(getattr(Cache, name)).parameters)
