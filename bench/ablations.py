@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-from trials.cells import RESULTS, Cache, Trial, cache_file, common_losses, run_trials
+from trials.cells import Cache, Trial, common_losses, run_trials
+from trials.options import add_trial_options, check_cache
 from trials.reports import ablation_report, show_trials
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
@@ -288,28 +289,12 @@ def chosen_arms(chosen: argparse.Namespace) -> list[Arm]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    common.add_report(parser)
-    parser.add_argument("--quick", action="store_true", help="two arms for a few steps: does it run, not what is best")
-    parser.add_argument("--cache", type=cache_file, default=RESULTS, metavar="FILE", help="what there is already")
-    parser.add_argument(
-        "--jobs", type=common.whole_number(1), default=1, metavar="N", help="trials at once, a core each"
-    )
-    parser.add_argument(
-        "--hours", type=common.number(least=0), default=1e6, help="begin no trial after that; run again to go on"
-    )
-    parser.add_argument("--seeds", type=common.whole_number(1), default=SEEDS, metavar="N")
+    add_trial_options(parser, "two arms for a few steps: does it run, not what is best", SEEDS)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
-    parser.add_argument(
-        "--lengths", nargs="+", type=common.whole_number(1), metavar="MERGES", help="instead of those of the groups"
-    )
     parser.add_argument("--kind", default="dense", choices=("dense", "moe", "vision"))
     parser.add_argument("--learners", type=int, default=4, choices=LEARNERS, metavar="M", help="1, 2, 4, 8 or 16")
-    parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
     chosen = parser.parse_args(arguments)
-    if chosen.show and not chosen.cache.exists():
-        parser.error(f"--show --cache {chosen.cache}: there is no such file")
+    check_cache(parser, chosen)
     known = chosen_arms(argparse.Namespace(**{**vars(chosen), "arms": None}))
     for word in chosen.arms or ():
         if not any(word in one.name for one in known):

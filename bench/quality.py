@@ -40,7 +40,8 @@ from typing import Any
 
 import common
 from diloco_protocol.spec.load import JobError, job_to_json, parse_job
-from trials.cells import RESULTS, Cache, Trial, cache_file, common_losses, losses, run_trials
+from trials.cells import Cache, Trial, common_losses, losses, run_trials
+from trials.options import add_trial_options, check_cache
 from trials.reports import quality_report, show_trials
 from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned
 from trials.tables import TrialRow, make_row
@@ -182,33 +183,17 @@ def sync_from(text: str) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    common.add_report(parser)
-    parser.add_argument("--quick", action="store_true", help="a few steps: does it run, not how good")
-    parser.add_argument("--cache", type=cache_file, default=RESULTS, metavar="FILE", help="what there is already")
-    parser.add_argument(
-        "--jobs", type=common.whole_number(1), default=1, metavar="N", help="trials at once, a core each"
-    )
-    parser.add_argument(
-        "--hours", type=common.number(least=0), default=1e6, help="begin no trial after that; run again to go on"
-    )
-    parser.add_argument("--seeds", type=common.whole_number(1), default=SEEDS, metavar="N")
+    add_trial_options(parser, "a few steps: does it run, not how good", SEEDS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--sizes", nargs="+", choices=(*SIZES, ON_GPU), default=SIZES)
-    parser.add_argument(
-        "--lengths", nargs="+", type=common.whole_number(1), metavar="MERGES", help="instead of those of each size"
-    )
-    parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--sync", type=sync_from, default={}, metavar="JSON", help="spec.sync, if not the defaults")
     parser.add_argument(
         "--rates", action="store_true", help="only the search for the best inner rates, of data-parallel too"
     )
-    parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
     chosen = parser.parse_args(arguments)
     if chosen.arms and (unknown := [word for word in chosen.arms if not any(has(name, word) for name in ARM_NAMES)]):
         parser.error(f"--arms: no arm has {unknown[0]!r} in its name; there are {', '.join(ARM_NAMES)}")
-    if chosen.show and not chosen.cache.exists():
-        parser.error(f"--show --cache {chosen.cache}: there is no such file")
+    check_cache(parser, chosen)
     if ON_GPU in chosen.sizes and "dense" not in chosen.kinds:
         parser.error(f"--sizes {ON_GPU} has dense models alone: add dense to --kinds")
     if ON_GPU in chosen.sizes and not (chosen.show or chosen.quick) and not common.finds_gpu():

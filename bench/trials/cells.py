@@ -16,7 +16,6 @@ version out, and the result says it, with the GPU's name.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import json
@@ -299,29 +298,17 @@ class Cache:
             return
         self._read_bytes += len(whole + end)
         for text in whole.splitlines():
-            if (line := _read_line(text)) is not None:
+            if (line := read_line(text)) is not None:
                 self._lines[line["digest"]] = line
 
 
-def _read_line(text: bytes) -> dict[str, Any] | None:
+def read_line(text: bytes) -> dict[str, Any] | None:
     """A trial's line of the file; None: it is none."""
     try:
         line: Any = json.loads(text)
     except ValueError:
         return None
     return line if isinstance(line, dict) and line.keys() >= {"digest", "trial", "code", "result"} else None
-
-
-def cache_file(text: str) -> Path:
-    """The ``type`` of --cache: a file of results, or one that does not exist yet."""
-    path = Path(text)
-    try:
-        lines = path.read_bytes().splitlines() if path.exists() else []
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror or error}; name a file of results") from None
-    if lines and not any(_read_line(line) for line in lines):
-        raise argparse.ArgumentTypeError(f"{text}: no line of it is a trial's result; name another file")
-    return path
 
 
 def _is_default(trial: Trial, one: Field[Any]) -> bool:

@@ -1,0 +1,43 @@
+"""Options that quality.py and ablations.py share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import common
+from trials.cells import RESULTS, read_line
+
+
+def add_trial_options(parser: argparse.ArgumentParser, quick: str, seeds: int) -> None:
+    """What is printed, and which trials are run. ``quick``: the help of --quick; ``seeds``: by default."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    common.add_report(parser)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--cache", type=cache_file, default=RESULTS, metavar="FILE", help="what there is already")
+    whole = common.whole_number(1)
+    parser.add_argument("--jobs", type=whole, default=1, metavar="N", help="trials at once, a core each")
+    hours = common.number(least=0)
+    parser.add_argument("--hours", type=hours, default=1e6, help="begin no trial after that; run again to go on")
+    parser.add_argument("--seeds", type=whole, default=seeds, metavar="N")
+    parser.add_argument("--lengths", nargs="+", type=whole, metavar="MERGES", help="instead of the lengths by default")
+    parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
+    parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
+
+
+def check_cache(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """End the program where there is nothing to show."""
+    if chosen.show and not chosen.cache.exists():
+        parser.error(f"--show --cache {chosen.cache}: there is no such file")
+
+
+def cache_file(text: str) -> Path:
+    """The ``type`` of --cache: a file of results, or one that does not exist yet."""
+    path = Path(text)
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror or error}; name a file of results") from None
+    if lines and not any(read_line(line) for line in lines):
+        raise argparse.ArgumentTypeError(f"{text}: no line of it is a trial's result; name another file")
+    return path
