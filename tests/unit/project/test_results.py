@@ -69,7 +69,8 @@ def problem_of(command: str) -> str | None:
 def problem_of_script(script: str, words: list[str]) -> str | None:
     if not (ROOT / script).exists():
         return f"{script} is not there"
-    known = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', contents(script) + contents("bench/common.py")))
+    shared = ["bench/common.py"] + ["bench/trials/options.py"] * ("from trials.options import" in contents(script))
+    known = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', "".join(map(contents, [script, *shared]))))
     return next((f"{script} has no option {word}" for word in words if OPTION.match(word) and word not in known), None)
 
 
