@@ -150,15 +150,18 @@ def chaos(
         ),
     ] = None,
     mtbf: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Mean time until a healthy learner fails (Poisson).")
-    ] = 60.0,
+        float | None,
+        typer.Option(metavar="SECONDS", help="Mean time until a healthy learner fails (Poisson).  [default: 60]"),
+    ] = None,
     repair: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS", help="Mean time that a fault lasts (exponentiated Weibull).  [default: --mtbf / 6]"
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(metavar="N", help="Minutes of training in each arm.")] = 5.0,
+    minutes: Annotated[
+        float | None, typer.Option(metavar="N", help="Minutes of training in each arm.  [default: 5]")
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -213,25 +216,25 @@ def chaos(
 
         diloco chaos job.yaml --mtbf 120 --minutes 10 --context my-cluster
     """
-    from diloco.compare.command import CompareOptions
+    from diloco.compare.command import LONG, QUICK, CompareOptions
     from diloco.compare.command import compare as compare_arms
-    from diloco.compare.command import quick as quickly
     from diloco.compare.random_faults import text_of
     from diloco.packages import require_packages
 
     named = job_file(job, file, "diloco chaos")
     baselines = "ddp" if compare is None else compare
+    defaults = QUICK if quick else LONG
     options = CompareOptions(
         named,
         report,
         baselines,
-        mtbf,
+        defaults.mtbf if mtbf is None else mtbf,
         repair,
-        minutes,
+        defaults.minutes if minutes is None else minutes,
         seed,
         spec,
         step_seconds,
-        tuple(overrides),
+        (*defaults.overrides, *overrides),
         tuple(arm_overrides),
         dry_run,
         as_json,
@@ -248,10 +251,10 @@ def chaos(
         if dry_run:
             print_text(text_of(schedule))
             return 0
-        return delete_by_schedule(there, name, schedule, minutes * 60, as_json)
+        return delete_by_schedule(there, name, schedule, options.minutes * 60, as_json)
     if not dry_run:
         require_packages("diloco chaos")
-    return compare_arms(quickly(options) if quick else options)
+    return compare_arms(options)
 
 
 @app.command()

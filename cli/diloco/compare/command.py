@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from diloco.compare.arm import ArmError, ArmResult, Record, Tell, measure_arm
 from diloco.compare.baselines import calibrate, run_baseline
@@ -44,9 +45,18 @@ from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 
 TELL_SECONDS = 10.0
-MINUTES, MTBF = 5.0, 60.0
-QUICK_MINUTES, QUICK_MTBF = 0.2, 6.0
-QUICK_LEARNERS = 2
+
+
+class Defaults(NamedTuple):
+    """What holds where the command line is silent. ``mtbf``: seconds; ``overrides``: before the given ones."""
+
+    minutes: float
+    mtbf: float
+    overrides: tuple[str, ...]
+
+
+LONG = Defaults(5.0, 60.0, ())
+QUICK = Defaults(0.2, 6.0, ("regions.0.learners=2",))  # about a minute: does it run, not how it ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +67,9 @@ class CompareOptions:
     job: Path
     report: Path | None = None
     compare: str = "ddp"
-    mtbf: float = MTBF
+    mtbf: float = LONG.mtbf
     repair: float | None = None
-    minutes: float = MINUTES
+    minutes: float = LONG.minutes
     seed: int = 0
     chaos: str = ""
     step_seconds: float | None = None
@@ -67,16 +77,6 @@ class CompareOptions:
     arm_overrides: Sequence[str] = field(default_factory=tuple)
     dry_run: bool = False
     as_json: bool = False
-
-
-def quick(options: CompareOptions) -> CompareOptions:
-    """Other defaults, with which it takes about a minute: does it run, not how it ends."""
-    return replace(
-        options,
-        overrides=(f"regions.0.learners={QUICK_LEARNERS}", *options.overrides),
-        minutes=QUICK_MINUTES if options.minutes == MINUTES else options.minutes,
-        mtbf=QUICK_MTBF if options.mtbf == MTBF else options.mtbf,
-    )
 
 
 def compare(options: CompareOptions) -> int:

@@ -39,6 +39,7 @@ def test_the_schedule_is_printed_for_programs_too() -> None:
 def test_quick_changes_defaults_and_not_what_is_said() -> None:
     short = said("--quick", "--dry-run")[1]
     assert all((fault.after_seconds or 0) < 12 for fault in parse(short.strip()))
+    assert said("--quick", "--minutes", "5", "--mtbf", "60", "--dry-run")[1] != short  # the long form's own defaults
     longer = said("--quick", "--minutes", "3", "--dry-run")[1]
     assert max(fault.after_seconds or 0 for fault in parse(longer.strip())) > 12
 
