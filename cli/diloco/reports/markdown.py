@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from diloco.reports.document import Plot, ResultDocument, ResultTable, Scalar, point_rows, thinned, value_text
 from diloco_protocol.common.logs import printable
@@ -45,15 +46,26 @@ def _table(table: ResultTable) -> Iterator[str]:
 
 def _plot(plot: Plot) -> Iterator[str]:
     columns, points = point_rows(plot)
-    rows = thinned(points, ROWS_SHOWN)
+    rows = thinned(points, ROWS_SHOWN) if plot.x.places else _gathered(points)
     yield from ("", f"## {_plain(plot.title)}", "", f"{_plain(plot.y.title)} against {_plain(plot.x.title)}.", "")
     yield from _rows(columns if rows else [], rows)
     if len(rows) < len(points):
-        yield from ("", f"{len(rows)} of {len(points)} points.")
+        last = "" if plot.x.places or len(plot.series) == 1 else " A column has its last value since the row before."
+        yield from ("", f"{len(rows)} of {len(points)} points.{last}")
     if plot.marks:
         yield ""
         yield from (f"- at {value_text(mark.x)} {_plain(plot.x.unit)}: {_plain(mark.label)}" for mark in plot.marks)
     yield from _notes(plot.notes)
+
+
+def _gathered(points: Sequence[dict[str, Scalar]]) -> list[dict[str, Scalar]]:
+    """Evenly some of the points, each with the last values since the one before: series rarely share an x."""
+    ends = thinned(range(len(points)), ROWS_SHOWN)
+    rows = []
+    for before, end in pairwise([-1, *ends]):
+        row = {name: value for point in points[before + 1 : end + 1] for name, value in point.items()}
+        rows.append(row)
+    return rows
 
 
 def _rows(columns: Sequence[str], rows: Sequence[dict[str, Scalar]]) -> Iterator[str]:

@@ -185,3 +185,15 @@ def test_without_matplotlib_a_page_has_the_numbers_and_the_cure(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     html = render_html(ResultDocument(title="t", plots=[plot()]))
     assert "<svg" not in html and "decoupled-diloco[report]" in html and "<td" in html
+
+
+def test_series_that_share_no_x_have_a_value_in_every_row() -> None:
+    even = Series(name="ours", x=list(range(0, 400, 2)), y=list(range(0, 400, 2)))
+    odd = Series(name="DDP", x=list(range(1, 400, 2)), y=[-x for x in range(1, 400, 2)])
+    short = Series(name="ended", x=[1, 3], y=[7, 8])
+    text = render_markdown(ResultDocument(title="t", plots=[plot(series=[even, odd, short])]))
+    table = re.findall(r"^\| (\d+) \| (\S*) \| (\S*) \| ?(\S*?) ?\|$", text, re.M)
+    assert len(table) == 25 and table[0] == ("0", "0", "", "") and table[-1] == ("399", "398", "-399", "")
+    assert all(0 <= int(x) - int(ours) <= 1 and 0 <= int(x) + int(ddp) <= 1 for x, ours, ddp, _ in table[1:])
+    assert [row[3] for row in table if row[3]] == ["8"]  # nothing is carried past the last row that has it
+    assert "25 of 400 points. A column has its last value since the row before." in text
