@@ -2,10 +2,13 @@
 
 The whole model is one fragment, merged every ``sync.every`` steps with the job's outer rate and momentum, in float32
 and in buckets. A merge that fails discards the steps since the last one; a newcomer takes its state live from a healthy
-replica at its first merge. Settings are those that lose least: one replica is enough, the lighthouse notices a silent
-one after ``SILENT_SECONDS`` and waits for all that are not silent. If it waited for less than the time between two
-merges, a replica that began in the middle of it would never come into step with the others: of three, two would merge
-and the third would wait, each in turn (docs/decisions/066).
+replica at its first merge. Where no replica is left that has a state, since all
+were killed within one merge, training continues from the last merge's checkpoint in memory, without outer momentum.
+
+Settings are those that lose least: one replica is enough, the lighthouse notices a silent one after ``SILENT_SECONDS``
+and waits for all that are not silent. If it waited for less than the time between two merges, a replica that began in
+the middle of it would never come into step with the others: of three, two would merge and the third would wait, each in
+turn (docs/decisions/066).
 
 The package ``torchft`` has to be installed, with what it needs.
 """
@@ -84,6 +87,12 @@ def train_replica(job: DiLoCoJob, settings: BaselineSettings) -> int:
         quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
     )
     outer = _outer_optimizer(rank, outer_settings(job.spec.sync.outer, "mean"))
+    last = rank.states.restore(rank.model, rank.optimizer)
+    if last.step:
+        # A step behind, so that whoever is alive counts as ahead and gives its whole state.
+        manager.load_state_dict(
+            {"step": last.step - 1, "batches_committed": last.sequences // (every * rank.sequences)}
+        )
     rank.mark_started()
     step = within = 0
     with DiLoCo(manager, [rank.model], rank.optimizer, outer, sync_every=every, use_bucketization=True):
@@ -97,7 +106,8 @@ def train_replica(job: DiLoCoJob, settings: BaselineSettings) -> int:
             committed = manager.batches_committed() - before
             rank.record_step(step, tokens, manager.num_participants(), rank.gradient_bytes if within == 0 else 0)
             if committed and manager.participating_rank() == 0:
-                state = TrainState(manager.current_step(), 0, manager.batches_committed() * every * tokens)
+                steps = manager.batches_committed() * every
+                state = TrainState(manager.current_step(), steps * rank.sequences, steps * tokens)
                 rank.states.save(state, rank.model, rank.optimizer)
                 rank.keep_state_if_due(state, committed * every * tokens)
             if rank.out_of_time:
