@@ -2,8 +2,8 @@
 
 The whole model is one fragment, merged every ``sync.every`` steps with the job's outer rate and momentum, in float32
 and in buckets. A merge that fails discards the steps since the last one; a newcomer takes its state live from a healthy
-replica at its first merge. Where no replica is left that has a state, since all
-were killed within one merge, training continues from the last merge's checkpoint in memory, without outer momentum.
+replica at its first merge. If all were killed within one merge, so that none is left that has a state, training
+continues from the last merge's checkpoint in memory, without outer momentum.
 
 Settings are those that lose least: one replica is enough, the lighthouse notices a silent one after ``SILENT_SECONDS``
 and waits for all that are not silent. If it waited for less than the time between two merges, a replica that began in
