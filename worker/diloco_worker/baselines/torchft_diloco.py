@@ -94,17 +94,19 @@ def train_replica(job: DiLoCoJob, settings: BaselineSettings) -> int:
             {"step": last.step - 1, "batches_committed": last.sequences // (every * rank.sequences)}
         )
     rank.mark_started()
-    step = within = 0
+    within = 0
     with DiLoCo(manager, [rank.model], rank.optimizer, outer, sync_every=every, use_bucketization=True):
         while True:
             before = manager.batches_committed()
             place = manager.participating_rank() or 0
             # Replicas that agree on the merges take sequences of their own.
             first = (before * every + place * every + within) * rank.sequences
+            # The job's step, not this process's: a replacement does not warm up again.
+            step = manager.current_step() * every + within
             tokens = rank.make_step(rank.model, first, step, settings.learner)
-            step, within = step + 1, (within + 1) % every
+            within = (within + 1) % every
             committed = manager.batches_committed() - before
-            rank.record_step(step, tokens, manager.num_participants(), rank.gradient_bytes if within == 0 else 0)
+            rank.record_step(step + 1, tokens, manager.num_participants(), rank.gradient_bytes if within == 0 else 0)
             if committed and manager.participating_rank() == 0:
                 steps = manager.batches_committed() * every
                 state = TrainState(manager.current_step(), steps * rank.sequences, steps * tokens)
