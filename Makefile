@@ -185,7 +185,7 @@ format: $(STAMP) ## Format the code and sort its imports
 bench: $(STAMP) ## Measure merge, codec, wire, overlap, encodings, memory and bandwidth, each against its references (BENCH_ARGS=--quick)
 	@for name in $(BENCHES); do echo "== $$name"; $(BIN)/python bench/$$name.py $(BENCH_ARGS); done
 
-# Words for the two below: TRIAL_ARGS="--jobs 2 --sizes small". Results are kept in bench/results/trials.jsonl: commit it.
+# Words for the two below: TRIAL_ARGS="--sizes small --seeds 2". Results are kept in bench/results/trials.jsonl: commit it.
 TRIAL_ARGS ?=
 .PHONY: quality
 quality: $(STAMP) ## Compare the quality with data-parallel training's (hours; continues where it stopped; TRIAL_ARGS=--quick)

@@ -35,7 +35,7 @@ import common
 from trials.cells import Cache, Trial, common_losses, run_trials
 from trials.options import add_trial_options, check_cache
 from trials.reports import ablation_report, show_trials
-from trials.search import INNER_RATES, best_rate, of_seeds, tuned
+from trials.search import INNER_RATES, SEARCH_ROUND, best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
 
 LENGTHS = {"outer": (6, 40), "adoption": (6, 40), "visitors": (6, 40)}  # of a group, in merges of each fragment
@@ -323,7 +323,7 @@ def run_ablations(chosen: argparse.Namespace, file: Path) -> int:
     if not chosen.show:
         run = partial(run_trials, cache=cache, jobs=chosen.jobs, end=time.monotonic() + 3600 * chosen.hours)
         while complete and (wanted := search.next_trials(tune=not chosen.quick)):
-            complete = run(wanted)
+            complete = run(wanted, what=SEARCH_ROUND)
         best = [one.at(rate) for one in arms if (rate := search.best_rate(one)[0]) is not None]
         best += [search.reference(one) for one in arms]
         complete = complete and run([trial for one in best for trial in of_seeds(one, seeds)])

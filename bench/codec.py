@@ -16,7 +16,9 @@ BLOCK = 128
 
 
 def main() -> None:
-    args = common.arguments(__doc__ or "").parse_args()
+    parser = common.arguments(__doc__ or "")
+    common.add_threads(parser)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     elements = BLOCK * (4_000 if args.quick else 80_000)
     rounds = 3 if args.quick else 15

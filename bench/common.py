@@ -25,6 +25,7 @@ import numpy as np
 
 from diloco_protocol.arrays import kernels
 from diloco_protocol.arrays.kernels import RANGE, U32_IN, kernel
+from diloco_protocol.common.cpu_quota import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,17 @@ class Row:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with --json, --quick and --threads; a benchmark may add its own."""
+    """A parser with --json and --quick; a benchmark may add its own."""
     parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
     parser.add_argument("--quick", action="store_true", help="small and short: does it run, not how fast")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="threads for ours and for the references alike (default: the cores of this process)",
-    )
     return parser
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """--threads, of a benchmark that gives ours and the references as many."""
+    what = "threads for ours and for the references alike (default: the cores of this process)"
+    parser.add_argument("--threads", type=whole_number(1), default=usable_cores(), metavar="N", help=what)
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:

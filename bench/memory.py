@@ -37,7 +37,7 @@ from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.bandwidth import links
 from diloco_protocol.spec.load import load_job
 from diloco_protocol.wire.records import PushHeader, StepReport
-from diloco_syncer.__main__ import give_back_freed_arrays
+from diloco_syncer.__main__ import tune_allocator
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.numerics.outer import REGISTRY
@@ -91,7 +91,7 @@ def measure_syncer(parameters: int, down: str, optimizer: str) -> common.Row:
 
 def hold_model(pipe: Connection, parameters: int, down: str, optimizer: str) -> None:
     """Send what a model takes after three merges of each fragment, in bytes of anonymous memory."""
-    give_back_freed_arrays()
+    tune_allocator()
     overrides = (f"sync.compression.down={down}", f"sync.outer={{optimizer: {optimizer}, lr: 0.1}}")
     job = load_job(EXAMPLE, overrides)
     rows = parameters // FRAGMENTS // 1000

@@ -23,7 +23,9 @@ LEARNERS = 8
 
 
 def main() -> None:
-    args = common.arguments(__doc__ or "").parse_args()
+    parser = common.arguments(__doc__ or "")
+    common.add_threads(parser)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     elements = 500_000 if args.quick else 10_000_000
     rounds = 3 if args.quick else 15

@@ -17,8 +17,9 @@ Three kinds of model (dense, mixture of experts, vision), two sizes, and three l
 at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
 intervals are 95 % by Student's t over seeds.
 
-``--sizes gpu`` is a dense model of 26 million parameters, trained on a CUDA device; without that word no trial needs
-one.
+Of the larger models at 40 and 200 merges some arms are trained only with ``--lengths`` or ``--arms``, because they take
+hours (``is_chosen``). ``--sizes gpu`` is a dense model of 26 million parameters, trained on a CUDA device; without that
+word no trial needs one.
 
 Results are kept in bench/results/trials.jsonl, which is part of the repository, and an interrupted run goes on.
 bench/ablations.py varies one thing at a time.
@@ -43,7 +44,7 @@ from diloco_protocol.spec.load import JobError, job_to_json, parse_job
 from trials.cells import Cache, Trial, common_losses, losses, run_trials
 from trials.options import add_trial_options, check_cache
 from trials.reports import quality_report, show_trials
-from trials.search import INNER_RATES, of_seeds, searched_seeds, tuned
+from trials.search import INNER_RATES, SEARCH_ROUND, of_seeds, searched_seeds, tuned
 from trials.tables import TrialRow, make_row
 from trials.tasks import make_job
 
@@ -59,12 +60,30 @@ DDP_OF = {(kind, "small", merges) for kind in KINDS for merges in (6, 40)} | {("
 SEEDS = 5
 
 
+def is_chosen(kind: str, size: str, merges: int, name: str | None = None) -> bool:
+    """Whether an arm (None: any arm) is trained without --lengths or --arms: some of the larger models' take hours."""
+    if size != "large" or merges < 40:
+        return True
+    if merges < 200:
+        return name != f"M = {LEARNERS[-1]}"
+    return kind != "moe" and name in (None, "M = 4", "M = 8", FAULTS)
+
+
+def is_limited(chosen: argparse.Namespace) -> bool:
+    """Whether ``is_chosen`` decides what is trained."""
+    return not (chosen.lengths or chosen.arms or chosen.show)
+
+
 def references(chosen: argparse.Namespace) -> Iterator[Trial]:
     """The data-parallel trials of seed 0 at the task's rate, shortest first."""
     for merges in chosen.lengths or sorted({merges for size in chosen.sizes for merges in LENGTHS[size]}):
         for size in chosen.sizes:
             if chosen.lengths or merges in LENGTHS[size]:
-                yield from (Trial(kind, size, merges, 0) for kind in chosen.kinds if size != ON_GPU or kind == "dense")
+                for kind in chosen.kinds:
+                    if (size != ON_GPU or kind == "dense") and (
+                        not is_limited(chosen) or is_chosen(kind, size, merges)
+                    ):
+                        yield Trial(kind, size, merges, 0)
 
 
 def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]]:
@@ -74,6 +93,8 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     found.append((FAULTS, replace(base, learners=4, deaths=True)))
     if (reference.kind, reference.size, reference.merges) in DDP_OF and not chosen.sync:
         found.append((DDP, replace(reference, ddp=True)))
+    if is_limited(chosen):
+        return [each for each in found if is_chosen(reference.kind, reference.size, reference.merges, each[0])]
     return [(name, trial) for name, trial in found if not chosen.arms or any(has(name, word) for word in chosen.arms)]
 
 
@@ -211,7 +232,7 @@ def main(arguments: Sequence[str]) -> int:
     cache, end = Cache(chosen.cache), time.monotonic() + 3600 * chosen.hours
     complete = True
     while complete and not chosen.show and (wanted := next_rates(chosen, cache)):
-        complete = run_trials(wanted, cache, chosen.jobs, end=end)
+        complete = run_trials(wanted, cache, chosen.jobs, end=end, what=SEARCH_ROUND)
     if chosen.rates:
         show_rates(chosen, cache)
         return 0 if complete else 3

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 import ablations
 import quality
 from trials.cells import RESULTS, Cache
+from trials.search import INNER_RATES
 from trials.tables import TrialRow, difference
 
 DILOCOS_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
@@ -33,7 +34,11 @@ HEAD = (
 
 
 def loss_text(loss: float, rate: float | None) -> str:
-    return f"{loss:.3f}" if rate is None else f"{loss:.3f} at {rate:g}"
+    """With the inner rate, and a star where that is an end of the grid."""
+    if rate is None:
+        return f"{loss:.3f}"
+    star = "\\*" if rate in (INNER_RATES[0], INNER_RATES[-1]) else ""
+    return f"{loss:.3f} at {rate:g}{star}"
 
 
 def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]], *, with_default: bool = False) -> str:

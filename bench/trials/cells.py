@@ -5,13 +5,13 @@ torch's version. ``CODE`` is raised by whoever changes what a trial computes: da
 outer optimizers, codec; of those kinds of model whose trials it changes.
 
 A trial uses one core: one thread of torch and one of BLAS. Its result is the same on every run of one build of torch on
-one kind of processor. Until commit 57a73abb BLAS had two threads: with one the loss of the large dense model with two
+one kind of processor. Until commit 56c9b847 BLAS had two threads: with one the loss of the large dense model with two
 learners is 0.001 nats higher after 6 merges, and those of small models are the same. On another kind of processor
 losses differ: of thirteen trials of 6 merges nine had the same loss there, three differed by up to 0.001 nats, and one,
 of a vision model, by 0.008.
 
-Models of the size ``gpu`` are trained on a CUDA device, where no two runs have the same bits: the digest leaves torch's
-version out, and the result says it, with the GPU's name.
+Models of the size ``gpu`` are trained on a CUDA device, where two runs need not have the same bits: the digest leaves
+torch's version out, and the result says it, with the GPU's name.
 """
 
 from __future__ import annotations
@@ -316,22 +316,25 @@ def _is_default(trial: Trial, one: Field[Any]) -> bool:
     return bool(getattr(trial, one.name) == default)
 
 
-def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, end: float = math.inf) -> bool:
+def run_trials(trials: Iterable[Trial], cache: Cache, jobs: int, end: float = math.inf, what: str = "") -> bool:
     """Run those trials whose results are not cached, ``jobs`` at once; whether all are there. None is begun after
-    ``end`` (of ``time.monotonic``). A line on stderr for each tells the time left."""
+    ``end`` (of ``time.monotonic``). A line on stderr for each tells the time left of these trials, which ``what``
+    names."""
+    if what:
+        what += ": "
     wanted = {trial.digest: trial for trial in trials}
     missing = [trial for trial in wanted.values() if cache.find(trial) is None]
     began, done, count = time.monotonic(), 0.0, 0
     left = sum(trial.effort for trial in missing)
     if missing:
-        print(f"{len(missing)} trials of {len(wanted)} to run", file=sys.stderr, flush=True)
+        print(f"{what}{len(missing)} trials of {len(wanted)} to run", file=sys.stderr, flush=True)
 
     def finish(trial: Trial, result: Mapping[str, Any]) -> None:
         nonlocal done, count
         cache.put(trial, result)
         done, count = done + trial.effort, count + 1
         seconds = (time.monotonic() - began) * (left - done) / done
-        words = f"{count} of {len(missing)}, {seconds / 60:.0f} minutes left: {describe(trial)}"
+        words = f"{what}{count} of {len(missing)}, {seconds / 60:.0f} minutes left: {describe(trial)}"
         print(f"{words}: {result['loss']:.4f} nats, {result['seconds']:.0f} s", file=sys.stderr, flush=True)
 
     def in_time() -> bool:

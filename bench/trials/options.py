@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import common
+from diloco_protocol.common.cpu_quota import usable_cores
 from trials.cells import RESULTS, read_line
 
 
@@ -16,7 +17,9 @@ def add_trial_options(parser: argparse.ArgumentParser, quick: str, seeds: int) -
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--cache", type=cache_file, default=RESULTS, metavar="FILE", help="what there is already")
     whole = common.whole_number(1)
-    parser.add_argument("--jobs", type=whole, default=1, metavar="N", help="trials at once, a core each")
+    cores = usable_cores()
+    what = "trials at once, a core each (default: the cores of this process)"
+    parser.add_argument("--jobs", type=whole, default=cores, metavar="N", help=what)
     hours = common.number(least=0)
     parser.add_argument("--hours", type=hours, default=1e6, help="begin no trial after that; run again to go on")
     parser.add_argument("--seeds", type=whole, default=seeds, metavar="N")

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from trials.cells import Cache, Trial, losses
 
+SEARCH_ROUND = "search for rates, this round"  # what ``run_trials`` names: more rounds may follow
 INNER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 
 

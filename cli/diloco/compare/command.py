@@ -106,7 +106,8 @@ def compare(options: CompareOptions) -> int:
     schedule = _schedule(options, job, seconds)
     if options.dry_run:
         text = text_of(schedule)
-        rows = [{"name": fault.text, "value": fault.after_seconds, "unit": "s"} for fault in schedule]
+        nothing = {"against": None, "baseline": None, "ratio": None}
+        rows = [{"name": fault.text, "value": fault.after_seconds, "unit": "s", **nothing} for fault in schedule]
         print_text(json.dumps({"chaos": text, "rows": rows}) if options.as_json else text)
         return COMPLETE
     # The programs run in the job file's folder, so a path of this process's own means another place there.

@@ -307,7 +307,9 @@ def find(argument: str | None) -> Workdir:
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             raise WorkdirError(f"{argument} is another user's: a run's directory is for who runs it alone")
         if not os.path.isfile(path / "job.json"):
-            raise WorkdirError(f"{argument} is no run's directory (it has no job.json)")
+            other = path / "report.json"
+            hint = f"; diloco report {other} --html shows its figures" if os.path.isfile(other) else ""
+            raise WorkdirError(f"{argument} is no run's directory (it has no job.json){hint}")
         if os.path.isdir(path / "epochs") and os.path.isfile(path.absolute().parent / "job.json"):
             raise WorkdirError(f"{argument} is the store of a run: name the run's directory: {path.parent}")
         return Workdir(path.absolute())

@@ -170,8 +170,13 @@ def goodput(
         ),
     ] = False,
     cache: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where --core keeps finished simulations, to continue from them.")
-    ] = Path("runs/simulate"),
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where --core keeps finished simulations, to continue from them.  [default: runs/simulate]",
+            show_default=False,
+        ),
+    ] = None,
     repetitions: Annotated[
         int,
         typer.Option(
@@ -239,7 +244,9 @@ def goodput(
     run = Run(repetitions, min(failures, 400) if quick else failures, seed)
     fitting = tuple(m for m in CANDIDATES if chips is None or m == 2 or chips / m >= size)
     tried = learners or (LEARNERS if chips is None else fitting)
-    cells = _core_cells(cache) if core else None
+    if cache is not None and not core:
+        raise typer.BadParameter("it keeps the simulations of --core: add --core", param_hint="--cache")
+    cells = _core_cells(cache or Path("runs/simulate")) if core else None
     document = _goodput(chips, tried, conditions, run, Progress("goodput").advance)
     if cells is not None:
         document["rows"] += _core_rows(chips, learners, conditions, run, quick, cells)
@@ -405,6 +412,8 @@ def bandwidth(
             f"{fragments}: P is at most H (--every {every}) and --params", param_hint="--fragments"
         )
     steps = overlap or (2,)
+    if max(steps) >= every:
+        raise typer.BadParameter(f"{max(steps)}: τ is below H (--every {every})", param_hint="--overlap")
     case = Case(
         size, learners, Turn(fragments, every, steps[0], step_seconds, ROUND_TRIPS * round_trip_seconds), utilisation
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,42 @@ def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(
 def test_arms_are_chosen_by_whole_words_of_their_names(words: list[str], expected: list[str]) -> None:
     chosen = quality.parse(["--arms", *words] if words else [])
     assert [name for name, _ in quality.arms(Trial("dense", "small", 6, 0), chosen)] == expected
+
+
+@pytest.mark.parametrize("program", [quality, pytest.param(ablations, marks=pytest.mark.slow)])
+def test_what_the_long_forms_train_without_more_words_is_kept(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make quality` and `make ablations` train nothing: all that they choose by themselves was run."""
+    wanted: list[Trial] = []
+
+    def run_trials(trials: Iterable[Trial], cache: Cache, *_: object, **__: object) -> bool:
+        wanted.extend(trial for trial in trials if cache.find(trial) is None)
+        return not wanted
+
+    monkeypatch.setattr(program, "run_trials", run_trials)
+    assert program.main([]) == 0
+    assert wanted == []
+
+
+def test_of_the_larger_models_some_arms_are_trained_only_when_they_are_asked_for() -> None:
+    def asked(*words: str) -> set[tuple[str, str, int, str]]:
+        chosen = quality.parse(words)
+        return {
+            (reference.kind, reference.size, reference.merges, name)
+            for reference in quality.references(chosen)
+            for name, _ in quality.arms(reference, chosen)
+        }
+
+    by_itself = asked()
+    assert {name for *where, name in by_itself if where == ["dense", "large", 200]} == {
+        "M = 4",
+        "M = 8",
+        quality.FAULTS,
+    }
+    assert not any(where == ["moe", "large", 200] for *where, _ in by_itself)
+    assert ("moe", "large", 40, "M = 16") not in by_itself
+    assert ("moe", "small", 200, "M = 16") in by_itself
+    for words in (["--lengths", "40", "200"], ["--arms", "M = 16"]):
+        assert {("moe", "large", 40, "M = 16"), ("moe", "large", 200, "M = 16")} <= asked(*words)
 
 
 def test_results_in_the_repository_are_of_the_trials_as_they_are_made_now() -> None:

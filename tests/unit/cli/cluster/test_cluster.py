@@ -205,7 +205,9 @@ def test_what_an_argument_of_status_means(tmp_path: Path, monkeypatch: pytest.Mo
     code, output = diloco("export", "tiny-gpt", tmp_path / "out")
     assert code == 2 and "nothing on this machine is called tiny-gpt" in output
     code, output = diloco("status", "there")
-    assert code == 2 and "is no run's directory" in output
+    assert code == 2 and "is no run's directory" in output and "report.json" not in output
+    (tmp_path / "there" / "report.json").write_text("{}")
+    assert "diloco report there/report.json --html shows its figures" in diloco("report", "there")[1]
     code, output = diloco("status", "there", "-n", "lab")
     assert code == 2 and output.startswith("error: there is no kubeconfig")
 

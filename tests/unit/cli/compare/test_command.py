@@ -31,6 +31,7 @@ def test_the_schedule_is_printed_for_programs_too() -> None:
     code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run", "--json")
     printed = json.loads(text)
     assert code == 0 and len(printed["rows"]) == len(parse(printed["chaos"]))
+    assert all({"name", "value", "baseline", "ratio"} <= row.keys() for row in printed["rows"])
     assert json.loads(said("--mtbf", "1e9", "--dry-run", "--json")[1]) == {"chaos": "none", "rows": []}
     assert said("--mtbf", "1e9", "--dry-run") == (0, "none\n")
     assert said("--chaos", "none", "--dry-run") == (0, "none\n")

@@ -130,6 +130,7 @@ def test_a_fleet_of_ones_own_gets_advice() -> None:
         ("--repetitions", "1"),
         ("--failures", "1"),
         ("--spares", "-1"),
+        ("--cache", "here"),
     ],
 )
 def test_a_wrong_argument_is_named(option: str, wrong: str) -> None:
