@@ -87,7 +87,14 @@ def test_the_command_says_link_and_hub(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "wrong"),
-    [("--params", "x"), ("--overlap", "0"), ("--overlap", "2,24"), ("--learners", "1"), ("--fragments", "25"), ("--utilisation", "1")],
+    [
+        ("--params", "x"),
+        ("--overlap", "0"),
+        ("--overlap", "2,24"),
+        ("--learners", "1"),
+        ("--fragments", "25"),
+        ("--utilisation", "1"),
+    ],
 )
 def test_a_wrong_argument_is_named(option: str, wrong: str) -> None:
     code, output = diloco(option, wrong)
