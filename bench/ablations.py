@@ -33,7 +33,7 @@ from typing import Any
 
 import common
 from trials.cells import Cache, Trial, common_losses, run_trials
-from trials.options import add_trial_options, check_cache
+from trials.options import add_trial_options, check_cache, check_shown
 from trials.reports import ablation_report, show_trials
 from trials.search import INNER_RATES, SEARCH_ROUND, best_rate, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
@@ -329,6 +329,7 @@ def run_ablations(chosen: argparse.Namespace, file: Path) -> int:
         complete = complete and run([trial for one in best for trial in of_seeds(one, seeds)])
     note = "Held-out loss of each arm at its best outer rate, and by how much it is above data-parallel training's."
     rows = ablation_rows(arms, seeds, cache)
+    check_shown(chosen, rows)
     show_trials(ablation_report(rows, note), rows, chosen.json, chosen.report)
     return 0 if complete else 3
 

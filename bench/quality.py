@@ -42,7 +42,7 @@ from typing import Any
 import common
 from diloco_protocol.spec.load import JobError, job_to_json, parse_job
 from trials.cells import Cache, Trial, common_losses, losses, run_trials
-from trials.options import add_trial_options, check_cache
+from trials.options import add_trial_options, check_cache, check_shown
 from trials.reports import quality_report, show_trials
 from trials.search import INNER_RATES, SEARCH_ROUND, of_seeds, searched_seeds, tuned
 from trials.tables import TrialRow, make_row
@@ -60,18 +60,14 @@ DDP_OF = {(kind, "small", merges) for kind in KINDS for merges in (6, 40)} | {("
 SEEDS = 5
 
 
-def is_chosen(kind: str, size: str, merges: int, name: str | None = None) -> bool:
-    """Whether an arm (None: any arm) is trained without --lengths or --arms: some of the larger models' take hours."""
-    if size != "large" or merges < 40:
+def is_chosen(chosen: argparse.Namespace, reference: Trial, name: str | None = None) -> bool:
+    """Whether an arm (None: any arm) is trained beside this reference: some arms of the larger models, which take
+    hours, only where --lengths or --arms asks for them. Whatever was run is shown."""
+    if chosen.lengths or chosen.arms or chosen.show or reference.size != "large" or reference.merges < 40:
         return True
-    if merges < 200:
+    if reference.merges < 200:
         return name != f"M = {LEARNERS[-1]}"
-    return kind != "moe" and name in (None, "M = 4", "M = 8", FAULTS)
-
-
-def is_limited(chosen: argparse.Namespace) -> bool:
-    """Whether ``is_chosen`` decides what is trained."""
-    return not (chosen.lengths or chosen.arms or chosen.show)
+    return reference.kind != "moe" and name in (None, "M = 4", "M = 8", FAULTS)
 
 
 def references(chosen: argparse.Namespace) -> Iterator[Trial]:
@@ -79,11 +75,8 @@ def references(chosen: argparse.Namespace) -> Iterator[Trial]:
     for merges in chosen.lengths or sorted({merges for size in chosen.sizes for merges in LENGTHS[size]}):
         for size in chosen.sizes:
             if chosen.lengths or merges in LENGTHS[size]:
-                for kind in chosen.kinds:
-                    if (size != ON_GPU or kind == "dense") and (
-                        not is_limited(chosen) or is_chosen(kind, size, merges)
-                    ):
-                        yield Trial(kind, size, merges, 0)
+                found = (Trial(kind, size, merges, 0) for kind in chosen.kinds if size != ON_GPU or kind == "dense")
+                yield from (trial for trial in found if is_chosen(chosen, trial))
 
 
 def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]]:
@@ -93,9 +86,11 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     found.append((FAULTS, replace(base, learners=4, deaths=True)))
     if (reference.kind, reference.size, reference.merges) in DDP_OF and not chosen.sync:
         found.append((DDP, replace(reference, ddp=True)))
-    if is_limited(chosen):
-        return [each for each in found if is_chosen(reference.kind, reference.size, reference.merges, each[0])]
-    return [(name, trial) for name, trial in found if not chosen.arms or any(has(name, word) for word in chosen.arms)]
+    return [
+        (name, trial)
+        for name, trial in found
+        if is_chosen(chosen, reference, name) and (not chosen.arms or any(has(name, word) for word in chosen.arms))
+    ]
 
 
 def has(name: str, word: str) -> bool:
@@ -245,7 +240,9 @@ def main(arguments: Sequence[str]) -> int:
         for trial in compared
     ]
     complete = chosen.show or (complete and run_trials(trials, cache, chosen.jobs, end=end))
-    show_quality(quality_rows(chosen, cache), chosen, note)
+    rows = quality_rows(chosen, cache)
+    check_shown(chosen, rows)
+    show_quality(rows, chosen, note)
     return 0 if complete else 3
 
 

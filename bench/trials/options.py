@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sized
 from pathlib import Path
 
 import common
@@ -32,6 +33,12 @@ def check_cache(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> 
     """End the program where there is nothing to show."""
     if chosen.show and not chosen.cache.exists():
         parser.error(f"--show --cache {chosen.cache}: there is no such file")
+
+
+def check_shown(chosen: argparse.Namespace, rows: Sized) -> None:
+    """Raises SystemExit where --show has nothing to show."""
+    if chosen.show and not rows:
+        raise SystemExit("--show: no result of these trials is kept; without --show they are trained")
 
 
 def cache_file(text: str) -> Path:

@@ -20,9 +20,7 @@ def show_trials(
     document: ResultDocument, rows: Sequence[TrialRow], as_json: bool, directory: Path | None = None
 ) -> None:
     """Print the rows, or the whole document, and write report.json, report.md and report.html into the directory, where
-    there is one. Raises SystemExit, also where there is nothing to print."""
-    if not rows:
-        raise SystemExit("no result of these is kept yet: run without --show, and for longer")
+    there is one. Raises SystemExit."""
     if as_json:
         print(document.model_dump_json())
     else:

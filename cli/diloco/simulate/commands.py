@@ -30,6 +30,7 @@ simulate = CommandLine(
 )
 
 LEAST_SECONDS_BETWEEN_FAILURES = 0.01  # of the whole fleet; below it no step is ever made
+CELLS = Path("runs/simulate")  # of --core
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 
@@ -173,7 +174,7 @@ def goodput(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where --core keeps finished simulations, to continue from them.  [default: runs/simulate]",
+            help=f"Where --core keeps finished simulations, to continue from them.  [default: {CELLS}]",
             show_default=False,
         ),
     ] = None,
@@ -246,7 +247,7 @@ def goodput(
     tried = learners or (LEARNERS if chips is None else fitting)
     if cache is not None and not core:
         raise typer.BadParameter("it keeps the simulations of --core: add --core", param_hint="--cache")
-    cells = _core_cells(cache or Path("runs/simulate")) if core else None
+    cells = _core_cells(cache or CELLS) if core else None
     document = _goodput(chips, tried, conditions, run, Progress("goodput").advance)
     if cells is not None:
         document["rows"] += _core_rows(chips, learners, conditions, run, quick, cells)

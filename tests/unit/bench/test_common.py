@@ -124,6 +124,14 @@ def test_what_trials_refuse(
     assert refused.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_show_without_a_result_says_so(tmp_path: Path) -> None:
+    for bench in (quality, ablations):
+        with pytest.raises(SystemExit, match="no result of these trials is kept"):
+            bench.main(["--show", "--lengths", "7"])
+    # What had no time to be trained is not an error of --show.
+    assert quality.main(["--hours", "0", "--lengths", "7", "--sizes", "small", "--cache", str(tmp_path / "new")]) == 3
+
+
 def test_quick_ablations_leave_kept_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files: list[Path] = []
     monkeypatch.setattr(ablations, "run_ablations", lambda chosen, file: files.append(file) or 0)

@@ -321,7 +321,9 @@ def test_arms_are_chosen_by_whole_words_of_their_names(words: list[str], expecte
     assert [name for name, _ in quality.arms(Trial("dense", "small", 6, 0), chosen)] == expected
 
 
-@pytest.mark.parametrize("program", [quality, pytest.param(ablations, marks=[pytest.mark.slow, pytest.mark.untimed])])
+@pytest.mark.slow
+@pytest.mark.untimed
+@pytest.mark.parametrize("program", [quality, ablations])
 def test_what_the_long_forms_train_without_more_words_is_kept(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make quality` and `make ablations` train nothing: all that they choose by themselves was run."""
     wanted: list[Trial] = []
