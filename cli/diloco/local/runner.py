@@ -283,7 +283,7 @@ class Runner:
         output = self.watch.output
         if phase == JobPhase.COMPLETE and output is not None and output.state == "failed":
             return RunOutcome(outcome, 1, f"the merged model was not written to {output.uri}: {output.message}")
-        note = self.supervisor.vain_replacements() if outcome == "interrupted" else ""
+        note = self.supervisor.vain_replacements() if outcome != "complete" else ""
         return RunOutcome(outcome, code, self.watch.end_message if code else "", note=note)
 
     def _reason_to_kill_syncer(self) -> str:

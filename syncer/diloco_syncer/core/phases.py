@@ -6,7 +6,8 @@
     (restart)            draining ──all left, last merges──▶ evaluating ──▶ complete
                              └──▶ suspended
 
-Failed and deleted are entered at once. Training starts when K slots hold version 0.
+Failed and deleted are entered at once; failed also after a drain that ends a job in which nothing was ever merged, for
+its model is still the one that it began with. Training starts when K slots hold version 0.
 
 Below K active slots the job holds: learners go on, merges wait, and K stays. The same while a whole region is
 lost and failurePolicy.onRegionLost is Hold; where it is Fail, a lost region ends the job.
@@ -34,6 +35,10 @@ _EVALUATING = "the merged model is evaluated"
 _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "enough learners are active"
 _AGAIN = "continued: the learners have to join again"
+_NOTHING_MERGED = (
+    "and nothing was merged: fewer than {quorum} learners had work to offer at the end,"
+    " and the model is the one that the job began with; see why learners ended, or raise training.stop"
+)
 
 
 @dataclass
@@ -193,6 +198,9 @@ class Phases:
         if merging or self.donors.checkpoint_pending:
             return False
         self.state.clock.end(now)
+        if self._target is JobPhase.COMPLETE and not state.merges:
+            nothing = _NOTHING_MERGED.format(quorum=state.config.rules.quorum)
+            return self._end(JobPhase.FAILED, f"{self._target_message}, {nothing}", now)
         if self._target is JobPhase.COMPLETE and self.state.config.evaluated:
             return self._set(JobPhase.EVALUATING, _EVALUATING, now)
         return self._end(self._target, self._target_message, now)

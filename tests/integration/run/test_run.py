@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -382,12 +383,50 @@ def test_a_job_that_always_diverges_fails_after_max_replacements(start: Callable
         "training.model=null",
         "training.data=null",
         "failurePolicy.maxReplacements=1",
+        "training.stop.steps=100000",  # never reached: a report of the first steps may come before their learner ends
     )
     run = start(*(word for one in settings for word in ("--set", one)), learners=1, change=change)
     assert run.ends(300) == 1, run.everything()
     assert "exit code 5" in run.output and "training diverged: fragment" in run.output, run.everything()
     assert "failurePolicy.maxReplacements: 1" in run.output
     assert run.report()["outcome"] == "failed" and run.report()["merges"] == 0
+
+
+STANDING_AFTER_THE_STOP = """
+import time
+import torch
+import diloco_worker
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with diloco_worker.Learner.from_environment(model, optimizer) as learner:
+    for step in learner.steps():
+        time.sleep(0.5 if step < 8 else 600)  # more than a heartbeat's interval: each step is reported
+        learner.after_step(tokens=1, loss=1.0)
+"""
+
+
+def test_a_stop_reached_without_a_merge_fails_the_job(start: Callable[..., Run], tmp_path: Path) -> None:
+    """Exit code 0 would say that the model which the job began with is a trained one."""
+    (tmp_path / "standing.py").write_text(STANDING_AFTER_THE_STOP)
+    change = "  learners: {command: [python, standing.py]}\n"
+    settings = (
+        "training.evaluation=null",
+        "training.model=null",
+        "training.data=null",
+        "training.stop.steps=8",
+        "sync.every=1000",
+    )
+    run = start(*(word for one in settings for word in ("--set", one)), learners=1, change=change)
+    run.waits_for("draining: the stop is reached")
+    for child in run.children():  # the learner, and the process that watches over it
+        with suppress(psutil.NoSuchProcess):
+            if "standing.py" in child.cmdline():
+                child.kill()
+    assert run.ends() == 1, run.everything()
+    assert "the stop is reached, and nothing was merged" in run.output, run.everything()
+    report = run.report()
+    assert report["outcome"] == "failed" and report["merges"] == 0 and "raise training.stop" in report["message"]
 
 
 def test_data_that_is_not_there_is_the_users_error(start: Callable[..., Run]) -> None:

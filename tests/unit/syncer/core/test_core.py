@@ -665,10 +665,13 @@ def test_what_does_not_drain_in_time_is_given_up() -> None:
     desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0))
     desk.begin(1)
     desk.report(1, 4)
+    desk.push(0, 4, round=0)
     assert desk.core.phase is JobPhase.DRAINING
+    merges: list[ev.Merge] = []
     for _ in range(31):
-        desk.later(1.0)
+        merges += of(desk.later(1.0), ev.Merge)
         desk.report(1, 4)
+    desk.do(ev.MergeDurable(0, merges[0].version, 0.1, (1.0,)))
     assert desk.core.phase is JobPhase.COMPLETE
 
 

@@ -55,6 +55,32 @@ def test_a_drain_that_comes_on_is_not_cut_short() -> None:
     assert desk.core.phase is JobPhase.COMPLETE
 
 
+def test_a_stop_that_is_reached_without_any_merge_is_no_complete_job() -> None:
+    """The model would be the one that the job began with, under the name of a trained one."""
+    desk = Desk(config(slots=2, quorum=2, stop=("steps", 4), evaluated=True, heartbeat_timeout=1e6))
+    desk.begin(2)
+    desk.report(1, 4)
+    desk.push(0, 4, round=0)
+    desk.do(ev.Drained(1))
+    desk.do(ev.ProcessEnded("r", 1, "", "exit code 5"))
+    core = desk.core
+    assert core.phase is JobPhase.FAILED, "and no evaluator is waited for"
+    message = core.status(desk.now, SHELL).message
+    assert message.startswith("the stop is reached, and nothing was merged: fewer than 2 learners had work to offer")
+    assert core.report(desk.now, SHELL, "", 0).outcome == "failed"
+
+
+def test_a_job_that_once_merged_is_complete_though_its_last_learners_end() -> None:
+    desk = Desk(config(slots=1, stop=("steps", 8), heartbeat_timeout=1e6))
+    desk.begin(1)
+    desk.report(1, 4)
+    (merge,) = of(desk.push(0, 4, round=0), ev.Merge)
+    desk.do(ev.MergeDurable(0, merge.version, 0.1, (1.0,)))
+    desk.report(1, 8)
+    desk.do(ev.ProcessEnded("r", 0, "", "exit code 5"))
+    assert desk.core.phase is JobPhase.COMPLETE
+
+
 def test_a_job_without_version_0_is_suspended_at_once() -> None:
     desk = Desk(config())
     desk.join(1, 0)
