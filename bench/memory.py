@@ -57,7 +57,7 @@ OVERRIDES = (
 )
 STEADY, FEEDBACK, PASSING = 8.0, 4.0, 4.0  # bytes per parameter
 SYNCER, TWO_MOMENTS = 16.0, 18.1
-QUICK = (("bfloat16", "nesterov"), ("float32", "adamw"), ("delta-int8", "nesterov"), ("delta-int4", "adamw"))
+QUICK = (("bfloat16", "nesterov"), ("delta-int4", "adamw"))
 SAMPLE_SECONDS = 0.005
 STEADY_SECONDS = 3.0
 WAIT_SECONDS = 900.0
