@@ -401,11 +401,13 @@ model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with diloco_worker.Learner.from_environment(model, optimizer) as learner:
     for step in learner.steps():
-        time.sleep(0.5 if step < 8 else 600)  # more than a heartbeat's interval: each step is reported
+        time.sleep(0.5 if step < 2 else 600)  # more than a heartbeat's interval: each step is reported
         learner.after_step(tokens=1, loss=1.0)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.untimed
 def test_a_stop_reached_without_a_merge_fails_the_job(start: Callable[..., Run], tmp_path: Path) -> None:
     """Exit code 0 would say that the model which the job began with is a trained one."""
     (tmp_path / "standing.py").write_text(STANDING_AFTER_THE_STOP)
@@ -414,7 +416,7 @@ def test_a_stop_reached_without_a_merge_fails_the_job(start: Callable[..., Run],
         "training.evaluation=null",
         "training.model=null",
         "training.data=null",
-        "training.stop.steps=8",
+        "training.stop.steps=2",
         "sync.every=1000",
     )
     run = start(*(word for one in settings for word in ("--set", one)), learners=1, change=change)
