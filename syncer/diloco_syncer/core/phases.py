@@ -36,7 +36,7 @@ _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "enough learners are active"
 _AGAIN = "continued: the learners have to join again"
 _NOTHING_MERGED = (
-    "and nothing was merged: fewer than {quorum} learners had work to offer at the end,"
+    "and nothing was merged: {who} had work to offer at the end,"
     " and the model is the one that the job began with; see why learners ended, or raise training.stop"
 )
 
@@ -199,7 +199,8 @@ class Phases:
             return False
         self.state.clock.end(now)
         if self._target is JobPhase.COMPLETE and not state.merges:
-            nothing = _NOTHING_MERGED.format(quorum=state.config.rules.quorum)
+            quorum = state.config.rules.quorum
+            nothing = _NOTHING_MERGED.format(who=f"fewer than {quorum} learners" if quorum > 1 else "no learner")
             return self._end(JobPhase.FAILED, f"{self._target_message}, {nothing}", now)
         if self._target is JobPhase.COMPLETE and self.state.config.evaluated:
             return self._set(JobPhase.EVALUATING, _EVALUATING, now)

@@ -70,6 +70,15 @@ def test_a_stop_that_is_reached_without_any_merge_is_no_complete_job() -> None:
     assert core.report(desk.now, SHELL, "", 0).outcome == "failed"
 
 
+def test_with_a_quorum_of_one_no_learner_had_work() -> None:
+    desk = Desk(config(slots=1, stop=("steps", 4), heartbeat_timeout=1e6))
+    desk.begin(1)
+    desk.report(1, 4)
+    desk.do(ev.ProcessEnded("r", 0, "", "exit code 5"))
+    assert desk.core.phase is JobPhase.FAILED
+    assert "nothing was merged: no learner had work" in desk.core.status(desk.now, SHELL).message
+
+
 def test_a_job_that_once_merged_is_complete_though_its_last_learners_end() -> None:
     desk = Desk(config(slots=1, stop=("steps", 8), heartbeat_timeout=1e6))
     desk.begin(1)
