@@ -212,7 +212,7 @@ def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) ->
     if report.merges and ended.outcome != "failed":
         console.print(f"next: {' · '.join(next_commands(workdir))}", highlight=False)
     if ended.outcome == "failed":
-        print_lasting(f"error: {ended.message or 'the job failed'}", sys.stderr)
+        print_lasting(f"error: {report.message or 'the job failed'}", sys.stderr)
         if ended.log_of:
             log = workdir.log(ended.log_of)
             print_lasting(f"the end of {log}:", sys.stderr)

@@ -198,7 +198,7 @@ class Phases:
         if merging or self.donors.checkpoint_pending:
             return False
         self.state.clock.end(now)
-        if self._target is JobPhase.COMPLETE and not state.merges:
+        if self._target is JobPhase.COMPLETE and not any(state.versions):
             quorum = state.config.rules.quorum
             nothing = _NOTHING_MERGED.format(who=f"fewer than {quorum} learners" if quorum > 1 else "no learner")
             return self._end(JobPhase.FAILED, f"{self._target_message}, {nothing}", now)

@@ -358,6 +358,7 @@ def test_learners_that_cannot_live_fail_the_job(start: Callable[..., Run]) -> No
     assert not psutil.pid_exists(run.process.pid)
 
 
+OWN_LOOP = ("training.evaluation=null", "training.model=null", "training.data=null")  # the program has its own
 DIVERGING = """
 import torch
 import diloco_worker
@@ -379,9 +380,7 @@ def test_a_job_that_always_diverges_fails_after_max_replacements(start: Callable
     (tmp_path / "diverging.py").write_text(DIVERGING)
     change = "  learners: {command: [python, diverging.py]}\n"
     settings = (
-        "training.evaluation=null",
-        "training.model=null",
-        "training.data=null",
+        *OWN_LOOP,
         "failurePolicy.maxReplacements=1",
         "training.stop.steps=100000",  # never reached: a report of the first steps may come before their learner ends
     )
@@ -394,6 +393,7 @@ def test_a_job_that_always_diverges_fails_after_max_replacements(start: Callable
 
 STANDING_AFTER_THE_STOP = """
 import time
+from pathlib import Path
 import torch
 import diloco_worker
 
@@ -401,6 +401,9 @@ model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with diloco_worker.Learner.from_environment(model, optimizer) as learner:
     for step in learner.steps():
+        if not Path("lived").exists():
+            Path("lived").touch()
+            raise RuntimeError("in its first life")
         time.sleep(0.5 if step < 2 else 600)  # more than a heartbeat's interval: each step is reported
         learner.after_step(tokens=1, loss=1.0)
 """
@@ -412,13 +415,7 @@ def test_a_stop_reached_without_a_merge_fails_the_job(start: Callable[..., Run],
     """Exit code 0 would say that the model which the job began with is a trained one."""
     (tmp_path / "standing.py").write_text(STANDING_AFTER_THE_STOP)
     change = "  learners: {command: [python, standing.py]}\n"
-    settings = (
-        "training.evaluation=null",
-        "training.model=null",
-        "training.data=null",
-        "training.stop.steps=2",
-        "sync.every=1000",
-    )
+    settings = (*OWN_LOOP, "training.stop.steps=2", "sync.every=1000")
     run = start(*(word for one in settings for word in ("--set", one)), learners=1, change=change)
     run.waits_for("draining: the stop is reached")
     for child in run.children():  # the learner, and the process that watches over it
@@ -426,9 +423,11 @@ def test_a_stop_reached_without_a_merge_fails_the_job(start: Callable[..., Run],
             if "standing.py" in child.cmdline():
                 child.kill()
     assert run.ends() == 1, run.everything()
-    assert "the stop is reached, and nothing was merged" in run.output, run.everything()
     report = run.report()
-    assert report["outcome"] == "failed" and report["merges"] == 0 and "raise training.stop" in report["message"]
+    assert report["outcome"] == "failed" and report["merges"] == 0
+    assert report["message"].startswith("the stop is reached, and nothing was merged"), report["message"]
+    assert "local-0 was replaced 1 time, at last for: RuntimeError: in its first life" in report["message"]
+    assert f"error: {report['message']}" in run.output, run.everything()
 
 
 def test_data_that_is_not_there_is_the_users_error(start: Callable[..., Run]) -> None:
