@@ -102,6 +102,20 @@ test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERV
 test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (a quarter of an hour on two cores)
 	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/first_hour tests/unit $(PYTEST_ARGS)
 
+# Words for the next one: TEST=tests/unit/worker/net/test_client.py STRESS_ARGS="--times 50 --busy 4".
+TEST ?=
+STRESS_ARGS ?=
+.PHONY: stress
+stress: $(STAMP) ## Run one test many times beside busy processes (TEST=…), and show the first failing log
+	@test -n "$(TEST)" || { echo "Name a test: make stress TEST=tests/unit/…/test_x.py::test_y" >&2; exit 2; }
+	$(BIN)/python tools/stress.py $(TEST) $(STRESS_ARGS)
+
+# Words for the next one: NIGHTLY_ARGS="--only 'e2e-*' --minutes 60", --list.
+NIGHTLY_ARGS ?=
+.PHONY: nightly
+nightly: $(STAMP) $(S3_SERVICE)/.installed ## Run what .ci/run has no time for, part by part (hours; continues where it stopped)
+	$(BIN)/python tools/nightly.py $(NIGHTLY_ARGS)
+
 # Words for tools/mutants.py: MUTANTS_ARGS="--only 'rounds-*'", --list, --jobs 2.
 MUTANTS_ARGS ?=
 .PHONY: mutants

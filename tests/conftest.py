@@ -1,5 +1,5 @@
 """Makes the modules that several kinds of tests share importable (pytest imports tests by file), says
-where Hypothesis takes its examples from, and holds tests to two rules: skips.py, alone.py."""
+where Hypothesis takes its examples from, and holds tests to the rules of skips.py, alone.py and unstable.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from alone import pytest_runtest_protocol
 from s3_service import S3Service
 from skips import pytest_make_collect_report, pytest_runtest_makereport
+from unstable import register_second_chances
 
 # What a script starts in the background ignores Ctrl-C, and so would the programs of which tests ask what it does.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,6 +25,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Several tests run at once, many with processes of their own: threads that wait for each other only take time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+HERE = Path(__file__).parent
+# Every test in these folders has real processes, sockets or clusters.
+REALTIME_FOLDERS = (HERE / "integration", HERE / "e2e")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    register_second_chances(config)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(folder in item.path.parents for folder in REALTIME_FOLDERS):
+            item.add_marker(pytest.mark.realtime)
+
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_runtest_protocol"]
 
