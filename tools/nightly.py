@@ -30,8 +30,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES = ROOT / "tests" / "nightly.jsonl"
 LOGS = ROOT / "build" / "nightly"
 PYTHON = ".venv/bin/python"
-QUICK_FORMS = ("wire", "merge", "codec", "overlap", "encodings", "memory", "heterogeneous", "bandwidth", "quality")
-QUICK_FORMS += ("ablations", "chaos", "goodput")
+QUICK_FORMS = (
+    *("wire", "merge", "codec", "overlap", "encodings", "memory", "heterogeneous", "bandwidth"),
+    *("quality", "ablations", "chaos", "goodput"),
+)
 # The files of tests/e2e, by the cluster that they share. Those of the first group begin without the operator.
 E2E = {
     "commands": ("test_before_install.py", "test_cli_api.py", "test_cli_pods.py", "test_chart.py"),

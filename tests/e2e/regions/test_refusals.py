@@ -24,7 +24,7 @@ from parties import DAY, Parties
 from ..clusters import until
 from ..conftest import SYSTEM
 from ..jobs import Job, pod_template
-from .world import EU, US, RunJob, World, contributes
+from .world import HUB, US, RunJob, World, contributes
 
 pytestmark = pytest.mark.timeout(600)
 ANSWER_SECONDS = 60.0  # to a Join; a busy machine's syncer may stand still for some
@@ -70,7 +70,7 @@ def joins(to: Job, **changes: Any) -> bytes:
         "format": limits.FORMAT,
         "job": to.name,
         "process": secrets.token_hex(16),
-        "region": EU,
+        "region": HUB,
         "ordinal": 9,
         "role": sync_pb2.ROLE_LEARNER,
         "idle": True,
@@ -146,21 +146,21 @@ def refused(job: Job) -> dict[str, int]:
 
 @pytest.mark.ci
 def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
-    job = run_job("guarded", {EU: 1, US: 1})
+    job = run_job("guarded", {HUB: 1, US: 1})
     job.in_merges(2)
-    pods, epoch = world.identities(job.name, EU, US), job.training()["epoch"]
+    pods, epoch = world.identities(job.name, HUB, US), job.training()["epoch"]
     insider, address = Insider(world, job), world.address()
-    honest = insider.learner("honest", EU, token=insider.secret)
+    honest = insider.learner("honest", HUB, token=insider.secret)
     foreign = Parties(world.folder / "foreign", job.name, world.namespace, title="theirs")
-    stranger = foreign.learner("stranger", EU, token=insider.secret)
+    stranger = foreign.learner("stranger", HUB, token=insider.secret)
     (stranger / "ca.crt").write_bytes(insider.authority.certificate)  # it trusts the hub, and not the other way
 
     # The certificate.
     for folder, reason, said in (
         (stranger, "stranger", "unknown ca"),
-        (insider.at(EU, since=-30 * DAY, days=10), "expired", "certificate expired"),
-        (insider.at(EU, since=30 * DAY), "not-yet-valid", "refuses our certificate"),
-        (insider.at(EU, job="another"), "wrong-job", "hung up"),
+        (insider.at(HUB, since=-30 * DAY, days=10), "expired", "certificate expired"),
+        (insider.at(HUB, since=30 * DAY), "not-yet-valid", "refuses our certificate"),
+        (insider.at(HUB, job="another"), "wrong-job", "hung up"),
         (insider.syncer("another-syncer"), "wrong-role", "refuses our certificate"),
     ):
         before = refused(job).get(reason, 0)
@@ -184,7 +184,7 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     assert ask_to_join_as_trusted(address, honest, lambda: said_once[-1]) == "replayed"
     assert ask_to_join_as_trusted(address, honest, lambda: joins(job, job="another")) == "bad-join"
     assert ask_to_join_as_trusted(address, honest, lambda: joins(job, region=US)) == "wrong-region"
-    thief = insider.at(EU, token="b6" * 32)
+    thief = insider.at(HUB, token="b6" * 32)
     assert ask_to_join_as_trusted(address, thief, lambda: joins(job)) == "UNAUTHENTICATED"
 
     expected = {
@@ -205,9 +205,9 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     for reason in expected:
         assert f'reason="{reason}"' in page, reason
     # Nobody who trains has noticed.
-    for region in (EU, US):
+    for region in (HUB, US):
         contributes(job, region, 60)
-    assert world.identities(job.name, EU, US) == pods and job.training()["epoch"] == epoch
+    assert world.identities(job.name, HUB, US) == pods and job.training()["epoch"] == epoch
     nothing_secret_is_shown(world, job, insider)
     job.exact()
 
@@ -228,15 +228,14 @@ def nothing_secret_is_shown(world: World, job: Job, insider: Insider) -> None:
         assert not [value for value in values if value in shown], name
 
 
-@pytest.mark.ci
 def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
     """Silence, half a handshake, garbage and strangers, from one address: nobody is kept out."""
     # Whoever begins a handshake costs the syncer a signature: with a fifth of a core it has none to spare.
-    job = run_job("flooded", {EU: 1, US: 1}, syncer={"podTemplate": pod_template("syncer", None)})
+    job = run_job("flooded", {HUB: 1, US: 1}, syncer={"podTemplate": pod_template("syncer", None)})
     job.in_merges(2)
-    pods, insider = world.identities(job.name, EU, US), Insider(world, job)
+    pods, insider = world.identities(job.name, HUB, US), Insider(world, job)
     foreign = Parties(world.folder / "foreign-flood", job.name, world.namespace, title="theirs")
-    (stranger := foreign.learner("stranger", EU)).joinpath("ca.crt").write_bytes(insider.authority.certificate)
+    (stranger := foreign.learner("stranger", HUB)).joinpath("ca.crt").write_bytes(insider.authority.certificate)
     with Flood(world.address(), insider, stranger) as flood:
         until("it is a flood", lambda: job.training()["tls"]["handshakes"] > 100, 60)
         job.merging_on(120, merges=8)
@@ -246,7 +245,7 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
         until("its successor", lambda: (now := there.identities()) and not now.items() & pods[US].items(), 120)
         contributes(job, US, 240)
         assert min(flood.counts.values()) > 20, flood.counts
-    assert world.identities(job.name, EU)[EU] == pods[EU] and job.training()["tls"]["handshakes"] <= 256
+    assert world.identities(job.name, HUB)[HUB] == pods[HUB] and job.training()["tls"]["handshakes"] <= 256
     counts = refused(job)
     print(f"connections that were made: {flood.counts}; refused: {counts}")
     assert {"stranger", "not-tls"} <= counts.keys()
@@ -255,7 +254,7 @@ def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
 
 def test_a_region_whose_copy_differs_is_kept_out(world: World, run_job: RunJob) -> None:
     """In what is immutable: said on both sides, with the fields' names; it comes in when it is put right."""
-    regions = {EU: 1, US: 1}
+    regions = {HUB: 1, US: 1}
     document = world.document("drifted", regions)
     job = run_job("drifted", regions, US)
     job.in_merges(1)

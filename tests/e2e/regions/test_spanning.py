@@ -48,7 +48,6 @@ def read_links(world: World, job: Job) -> Reading:
     return Reading(before, kernel, after, time.monotonic(), steps, page["merges"])
 
 
-@pytest.mark.ci
 def test_a_job_over_three_clusters(world: World, run_job: RunJob) -> None:
     """What each region's link carried, as the kernel counts it, is what the report says."""
     # As many bytes up as down: what TCP/IP adds, acknowledgements above all, is then little of either. Nobody merges
@@ -98,10 +97,10 @@ def reported_bytes(job: Job) -> Carried:
 @pytest.mark.ci
 def test_a_region_is_cut_off(world: World, run_job: RunJob) -> None:
     """The other goes on at its own pace; it comes back by itself; the books are exact."""
-    job = run_job("cut", {EU: 1, US: 1}, failurePolicy={"regionLostSeconds": 20})
+    job = run_job("cut", {HUB: 1, US: 1}, failurePolicy={"regionLostSeconds": 20})
     job.in_merges(2)
     time.sleep(random.uniform(0, 10))  # at any moment
-    pods, before = world.identities("cut", EU, US), us_slot(job)
+    pods, before = world.identities("cut", HUB, US), us_slot(job)
     cutting = time.time()
     world.clusters[US].fault("cut")
     try:
@@ -122,7 +121,7 @@ def test_a_region_is_cut_off(world: World, run_job: RunJob) -> None:
     assert after["process"] == before["process"] and after["incarnation"] > before["incarnation"], (before, after)
     job.wait_condition("RegionLost", "False", timeout=60)
     world.job("cut", US).wait_condition("HubReachable", timeout=60)
-    assert world.identities("cut", EU, US) == pods, "something restarted"
+    assert world.identities("cut", HUB, US) == pods, "something restarted"
     back = time.time()
     job.exact()
     (row,) = job.page("/report")["regions_lost"]

@@ -58,8 +58,7 @@ class World:
     def _furnish(self, name: str) -> None:
         cluster = self.clusters[name]
         if name in self.destroyed or not os.environ.get("IMAGES_LOADED"):
-            # No test here has an evaluator, so the hub runs no worker.
-            cluster.load(images("operator", "syncer" if name == HUB else "worker"))
+            cluster.load(images("operator", *(["syncer"] if name == HUB else []), "worker"))
         install(cluster, f"cluster.name={name}")
         if cluster.api(f"/api/v1/namespaces/{self.namespace}") is None:
             cluster.kubectl("create", "namespace", self.namespace)
