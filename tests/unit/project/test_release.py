@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import chart
 import dist
+import nightly
 import version
 import wheel_check
 import wheel_tries
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 URL = "https://git.example.org/them/it"
 
 
@@ -168,18 +170,23 @@ def commands(workflow: Path) -> str:
     return "\n".join(step["run"] for step in steps(workflow) if "run" in step)
 
 
-def test_there_are_workflows_for_ci_docs_and_releases() -> None:
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "docs.yml", "release.yml"]
-    assert ".ci/run" in commands(WORKFLOWS[0]) and "make site" in commands(WORKFLOWS[1])
+def test_each_purpose_has_a_workflow() -> None:
+    assert [*WORKFLOWS] == ["ci", "docs", "nightly", "release"]
+    for name, command in (("ci", ".ci/run"), ("docs", "make site"), ("nightly", "make nightly")):
+        assert command in commands(WORKFLOWS[name])
+    document = yaml.safe_load(WORKFLOWS["nightly"].read_text(encoding="utf-8"))
+    patterns = document["jobs"]["parts"]["strategy"]["matrix"]["only"]
+    for part in nightly.list_parts():  # images are a step of the jobs that need them
+        assert part.name == "images" or any(fnmatch(part.name, pattern) for pattern in patterns), part.name
 
 
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("workflow", WORKFLOWS.values(), ids=[*WORKFLOWS])
 def test_a_workflow_is_bounded_may_little_and_names_what_is_there(workflow: Path) -> None:
     document = yaml.safe_load(workflow.read_text(encoding="utf-8"))
     assert document["permissions"] == {"contents": "read"}
     assert document[True]  # `on`, as YAML reads it
     for name, job in document["jobs"].items():
-        assert 0 < job["timeout-minutes"] <= 180, name
+        assert 0 < job["timeout-minutes"] <= (360 if workflow.stem == "nightly" else 180), name
         needs = job.get("needs", [])
         assert {needs} if isinstance(needs, str) else {*needs} <= {*document["jobs"]}, name
         for step in job["steps"]:
@@ -195,7 +202,7 @@ def test_a_workflow_is_bounded_may_little_and_names_what_is_there(workflow: Path
 
 
 def test_a_release_publishes_after_its_checks_under_no_name_of_its_own() -> None:
-    document = yaml.safe_load(WORKFLOWS[2].read_text(encoding="utf-8"))
+    document = yaml.safe_load(WORKFLOWS["release"].read_text(encoding="utf-8"))
     jobs = document["jobs"]
 
     def before(name: str) -> set[str]:
@@ -206,7 +213,7 @@ def test_a_release_publishes_after_its_checks_under_no_name_of_its_own() -> None
     assert all("check" in before(name) for name in jobs if name != "check")
     assert {"package", "chart", "sign", "images"} <= before("index") and "index" in before("release")
     assert "make wheel-check" in str(jobs["check"]) and "make lint" in str(jobs["check"])
-    text = WORKFLOWS[2].read_text(encoding="utf-8")
+    text = WORKFLOWS["release"].read_text(encoding="utf-8")
     assert document["env"]["REGISTRY"] == "${{ vars.REGISTRY }}"
     assert "password:" not in str(jobs["index"])  # trusted publishing
     assert jobs["index"]["permissions"] == {"id-token": "write"}
