@@ -93,7 +93,7 @@ def test_m1_a_loop_that_asks_for_no_batches_is_told_of(
         return unjoined.unjoined_text(name, log)
 
     monkeypatch.setattr(unjoined, "UNJOINED_SECONDS", 1.0)
-    monkeypatch.setattr("diloco.local.runner.unjoined_text", tell)
+    monkeypatch.setattr("diloco.local.runner.job_follower.unjoined_text", tell)
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "job.yaml").write_text(JOB)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -16,7 +16,7 @@ from diloco.checks.start import StartCheck
 from diloco.console import CommandError, print_lasting, program_name, unwritable_text
 from diloco.local.chaos import schedule as chaos
 from diloco.local.outcome import REFUSED, RunResult, complete_report, hard_end_note, is_hard_end, last_output, read_kept
-from diloco.local.runner import Runner
+from diloco.local.runner.runner import Runner
 from diloco.local.screen import make_screen
 from diloco.local.summary import summary
 from diloco.packages import require_packages

@@ -108,6 +108,10 @@ class ExitErrors:
         except OSError:
             self._begins[name] = 0
 
+    def log_begin(self, name: str) -> int:
+        """Where in its log the process that was started last begins, bytes."""
+        return self._begins.get(name, 0)
+
     def find(self, name: str, kind: Kind, how: Exit, joined: bool = True) -> ExitError | None:
         """The error that ended it; None: none. ``joined``: of a learner, whether it ever joined the job."""
         killed = self._unexplained > 0 if self._count_kills() else None
@@ -147,7 +151,7 @@ class ExitErrors:
         path = self._log_of(name)
         try:
             with path.open("rb") as file:
-                begin = max(self._begins.get(name, 0), path.stat().st_size - MAX_LOG_BYTES)
+                begin = max(self.log_begin(name), path.stat().st_size - MAX_LOG_BYTES)
                 file.seek(begin)
                 raw = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
         except OSError:

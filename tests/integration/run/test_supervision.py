@@ -14,7 +14,8 @@ import pytest
 from runs import JOB
 
 from diloco.local import run
-from diloco.local.runner import Runner
+from diloco.local.runner.job_follower import JobFollower
+from diloco.local.runner.process_keepers import WorkerKeeper
 from diloco.processes import watchdog
 from diloco.processes.supervisor import Kind
 from diloco.processes.worker_specs import WorkerSpec
@@ -42,18 +43,19 @@ class HeldEnd:
     first score on until it is told to go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._pid, keep = 0, Runner._keep_worker
+        self._pid, keep = 0, WorkerKeeper.keep
 
-        async def begin_after_evaluator(one: Runner, worker: WorkerSpec) -> None:
-            while worker.kind is Kind.LEARNER and (one.view.status is None or not one.view.status.evaluators):
+        async def begin_after_evaluator(one: WorkerKeeper, worker: WorkerSpec) -> None:
+            while worker.kind is Kind.LEARNER and ((status := one.watch.view.status) is None or not status.evaluators):
                 await asyncio.sleep(0.05)
             await keep(one, worker)
 
-        monkeypatch.setattr(Runner, "_keep_worker", begin_after_evaluator)
+        monkeypatch.setattr(WorkerKeeper, "keep", begin_after_evaluator)
 
-    def holds(self, one: Runner) -> bool:
+    def holds(self, one: JobFollower) -> bool:
         """Whether the job cannot end now; call it after each poll."""
-        if not self._pid and "evaluator" in one.running and one.view.status and one.view.status.eval_loss:
+        status = one.watch.view.status
+        if not self._pid and "evaluator" in one.running and status and status.eval_loss:
             self._pid = one.running["evaluator"].pid
             os.kill(self._pid, signal.SIGSTOP)
         return self._pid > 0
@@ -63,13 +65,13 @@ class HeldEnd:
 
 
 def signal_syncer(
-    monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[Runner], bool], also: Callable[[bool], None]
+    monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[JobFollower], bool], also: Callable[[bool], None]
 ) -> list[int]:
     """Send the first syncer this signal, once ``when`` holds after a poll, and let the job end when the next one runs.
     ``also`` is called with True at the first and with False at the second. The process id it was sent to."""
-    poll, end, told = Runner._poll, HeldEnd(monkeypatch), list[int]()
+    poll, end, told = JobFollower.poll, HeldEnd(monkeypatch), list[int]()
 
-    async def watched(self: Runner, now: bool = False) -> bool:
+    async def watched(self: JobFollower, now: bool = False) -> bool:
         answered, syncer = await poll(self, now), self.running.get("syncer")
         if end.holds(self) and syncer is not None:
             if not told and when(self):
@@ -81,7 +83,7 @@ def signal_syncer(
                 also(False)
         return answered
 
-    monkeypatch.setattr(Runner, "_poll", watched)
+    monkeypatch.setattr(JobFollower, "poll", watched)
     return told
 
 
@@ -115,17 +117,17 @@ def test_a_syncer_that_is_told_to_stop_while_the_job_ends_is_started_again(
 @pytest.mark.slow
 def test_a_syncer_that_ends_the_job_unheard_leaves_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner hears nothing more from the moment when the stop is reached."""
-    poll, end, deaf = Runner._poll, HeldEnd(monkeypatch), list[float]()
+    poll, end, deaf = JobFollower.poll, HeldEnd(monkeypatch), list[float]()
 
-    async def unheard(self: Runner, now: bool = False) -> bool:
+    async def unheard(self: JobFollower, now: bool = False) -> bool:
         answered = not deaf and await poll(self, now)
-        self.view.serving = answered
+        self.watch.view.serving = answered
         if end.holds(self) and self.watch.closing and not deaf:
             deaf.append(time.monotonic())
             end.release()
         return answered
 
-    monkeypatch.setattr(Runner, "_poll", unheard)
+    monkeypatch.setattr(JobFollower, "poll", unheard)
     assert run.run(job(tmp_path, 600)) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     stored = json.loads((tmp_path / "run" / "store" / "report.json").read_text())

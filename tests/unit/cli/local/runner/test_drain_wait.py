@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diloco.local import runner
-from diloco.local.runner import DRAIN_SECONDS, MAX_DRAIN_SECONDS, Runner
+from diloco.local.runner import run_end
+from diloco.local.runner.run_end import DRAIN_SECONDS, MAX_DRAIN_SECONDS, RunEnd
 from diloco.local.watch import StatusWatch
 from status_documents import status_document
 
@@ -54,10 +54,10 @@ async def test_a_drain_is_waited_for_while_it_progresses(
     monkeypatch: pytest.MonkeyPatch, every: float, changes: float, ends: float, waited: float
 ) -> None:
     job = DrainingJob(every, changes, ends)
-    monkeypatch.setattr(runner, "time", job)
-    monkeypatch.setattr(runner, "asyncio", job)
+    monkeypatch.setattr(run_end, "time", job)
+    monkeypatch.setattr(run_end, "asyncio", job)
     only_its_watch: Any = SimpleNamespace(watch=job)
-    await Runner._wait_for_drain(only_its_watch)
+    await RunEnd._wait_for_drain(only_its_watch)
     assert job.seconds == pytest.approx(waited, abs=0.5)
 
 
