@@ -23,13 +23,17 @@ phase moves: ``Persist``, ``SetPhase``. A later report reaches H steps: ``Pull``
 
 The parts
 ---------
-``state``      what is known of the job; the parts below read and change it
-``members/``   slots, admission, leases, who uploads version 0, whose optimizer state a newcomer gets
-``merging/``   which pushes count (``push_checks`` lists all checks), rounds, aggregation, the ledger of tokens
-``recovery/``  versions that the store lost and learners hold
+An event goes down this list, and what is decided comes back as actions.
+
+``core``       takes an event to the part that decides, and then advances all parts in one order
 ``phases``     start, hold, drain, end
-``documents``  the status document and the report
-``deterministic``  all that differs in deterministic mode
+``members/``   admission, who uploads version 0, whose optimizer state a newcomer gets
+``merging/``   which pushes count (``push_checks`` lists all checks), when rounds open and are merged
+``recovery/``  versions that the store lost and learners hold
+``documents``  the status document and the report; ``reports``: what a learner's report changes
+``actions``    the collector of what is to be done outside
+``state``      all books of one job
+``books/``     what is known: slots, leases, ledger, rounds, ... Books change only themselves
 """
 
 from __future__ import annotations
@@ -44,21 +48,21 @@ from diloco_protocol.wire.records import Evaluation, PushHeader, Receipt, StepRe
 from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.books.ledger import Ledger
+from diloco_syncer.core.books.rounds import Round
+from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.documents import ShellFigures
 from diloco_syncer.core.events import Action
 from diloco_syncer.core.members.admission import Admission
 from diloco_syncer.core.members.first_steps import FirstSteps
-from diloco_syncer.core.members.reports import apply_report, find_nonsense
-from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
-from diloco_syncer.core.merging.ledger import Ledger
-from diloco_syncer.core.merging.rounds import Round
 from diloco_syncer.core.phases import Phases
 from diloco_syncer.core.recovery import receipts
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.recovery.nonsense import repair_state
+from diloco_syncer.core.reports import apply_report, find_nonsense
 from diloco_syncer.core.state import JobState
 
 
@@ -163,7 +167,7 @@ class Core:
 
     @property
     def newest_settled_epoch(self) -> int:
-        """What announcements say of the store's lineage (recovery/lineage.py)."""
+        """What announcements say of the store's lineage (books/lineage.py)."""
         return self._state.lineage.newest_settled
 
     @property

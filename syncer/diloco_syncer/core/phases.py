@@ -25,7 +25,7 @@ from typing import Any
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.deterministic import reached_amount
+from diloco_syncer.core.books.deterministic import reached_amount
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery

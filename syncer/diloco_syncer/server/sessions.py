@@ -34,7 +34,7 @@ from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Broadcast
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import NOBODY, Traffic
-from diloco_syncer.server.pages.links import LinkMeasures
+from diloco_syncer.server.links import LinkMeasures
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.connection_limits import MessagePace, Peer, TooManyCalls
 

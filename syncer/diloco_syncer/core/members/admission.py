@@ -22,10 +22,9 @@ from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, JoinRe
 from diloco_protocol.wire.records import PushHeader, Seat
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.events import MergedPush
+from diloco_syncer.core.books.leases import LeaseBook
+from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.members.initial_model_request import InitialModelRequest
-from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.members.slots import Slot
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.recovery.lost_versions import EPOCHS_ABOVE, VersionRecovery
 from diloco_syncer.core.state import JobState

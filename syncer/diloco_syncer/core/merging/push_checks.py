@@ -33,10 +33,10 @@ When all bytes are here:
     (``core/merging/aggregation.py`` ``receive_push``).
 16. All its values are finite (``check_content``).
 17. Where the job sets ``sync.normGate.factor``, its norm is, for its steps, not far above those of the fragment's
-    merged pushes (``core/merging/norm_gate.py``).
+    merged pushes (``core/books/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
-slot that carries the same steps (``core/merging/rounds.py`` ``superseded``). Each refusal has a reason of its own,
+slot that carries the same steps (``core/books/rounds.py`` ``superseded``). Each refusal has a reason of its own,
 which metrics count; the learner keeps the work of a refused push, is asked again, and sends it in the next one.
 """
 
@@ -44,9 +44,9 @@ from __future__ import annotations
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
-from diloco_syncer.core.members.reports import find_nonsense
-from diloco_syncer.core.members.slots import Slot
-from diloco_syncer.core.merging.rounds import Round
+from diloco_syncer.core.books.rounds import Round
+from diloco_syncer.core.books.slots import Slot
+from diloco_syncer.core.reports import find_nonsense
 from diloco_syncer.core.state import JobState
 
 Refusal = tuple[PushRefusal, str]
