@@ -56,10 +56,12 @@ from diloco_syncer.core.documents import ShellFigures
 from diloco_syncer.core.events import Action
 from diloco_syncer.core.members.admission import Admission
 from diloco_syncer.core.members.first_steps import FirstSteps
+from diloco_syncer.core.members.initial_model_request import InitialModelRequest
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.phases import Phases
 from diloco_syncer.core.recovery import receipts
+from diloco_syncer.core.recovery.joins import JoinRecovery
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.recovery.nonsense import repair_state
 from diloco_syncer.core.reports import apply_report, find_nonsense
@@ -81,15 +83,34 @@ class Core:
         self._donors = StateDonors(self._state, self._actions)
         self._recovery = VersionRecovery(self._state, self._actions)
         self._aggregator = Aggregator(self._state, self._actions)
+        self._initial_model = InitialModelRequest(self._state, self._actions, self._recovery)
         self._admission = Admission(
-            self._state, self._actions, self._donors, self._recovery, self._aggregator.accepted_headers
+            self._state,
+            self._actions,
+            self._initial_model,
+            judge_join=JoinRecovery(self._state, self._recovery).on_join,
+            forget_connection=self._forget_connection,
+            accepted_headers=self._aggregator.accepted_headers,
         )
-        self._phases = Phases(self._state, self._actions, self._aggregator, self._donors, self._recovery)
+        self._phases = Phases(
+            self._state,
+            self._actions,
+            self._aggregator,
+            self._donors,
+            begin_training=self._recovery.begin_training,
+            begin_last_merges=self._recovery.begin_last_merges,
+        )
         self._first_steps = FirstSteps(self._state, self._actions)
         self._next_check = now
         if saved is not None:
             self._state.load(saved["job"], now, wall)
             self._phases.load(saved["phases"])
+
+    def _forget_connection(self, connection: int) -> None:
+        """A connection is closed: whoever waited for something from it waits no longer."""
+        self._donors.forget_connection(connection)
+        self._recovery.forget_connection(connection)
+        self._initial_model.mark_failed(connection)
 
     # ================================================================ what the shell reads
 
@@ -113,7 +134,7 @@ class Core:
     @property
     def initialiser(self) -> int | None:
         """The connection that uploads version 0; None: none does."""
-        return self._admission.initial_model.connection
+        return self._initial_model.connection
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -287,7 +308,7 @@ class Core:
             case ev.InitialModelStored():
                 self._initial_model_stored(event, now)
             case ev.InitialModelFailed():
-                self._admission.initial_model.mark_failed(event.connection)
+                self._initial_model.mark_failed(event.connection)
             case ev.MergeDurable():
                 self._aggregator.complete_merge(event, now)
             case ev.VersionSent():
@@ -373,7 +394,7 @@ class Core:
             if slot.occupied:
                 state.ledger.open_tenure(slot.index, slot.tenure or slot.incarnation)
                 state.rounds.begin_progress(slot.index, slot.step)
-        self._admission.initial_model.complete()
+        self._initial_model.complete()
         self._admission.refuse_other_models(now)  # before anything is announced to them
         self._actions.add(ev.Persist())
         self._actions.add(*(state.announcement(fragment) for fragment in range(state.rounds.fragments)))
@@ -386,7 +407,7 @@ class Core:
         self._admission.seat_standbys(now)
         if state.members.open_places:
             state.clock.set_slots(len(state.members.current), now)
-        self._admission.initial_model.advance(now)
+        self._initial_model.advance(now)
         self._recovery.advance(now)
         self._donors.advance(now)
         self._phases.advance(now)
