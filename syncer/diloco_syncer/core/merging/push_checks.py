@@ -7,7 +7,7 @@ hopeless transfer costs nothing:
 
  1. The header is small enough, is a message, has a known format number, and names this job; the process that
     it names has a session, with TLS under a certificate of the same party as this connection's
-    (``server/uploads.py`` ``upload`` and ``_route``, ``server/sessions.py`` ``check_process``).
+    (``server/uploads.py`` ``upload`` and ``_receive``, ``server/sessions.py`` ``find_caller``).
  2. Every number of the header is in range (``diloco_protocol/wire/convert.py`` ``push_header``).
  3. The syncer is not recovering lost versions; else the learner tries again later
     (``runtime/pushes.py`` ``receive``, ``core/recovery/lost_versions.py`` ``is_pending``).
@@ -19,7 +19,7 @@ hopeless transfer costs nothing:
  7. The base is a version that this store has had, and not a future one (``_check_base``).
  8. Its counts agree with each other (``_check_counts``).
  9. None of its steps was merged before, and none is too old (``_check_steps``).
-10. Its round is open, or opens with it (``core/deterministic.py`` ``opens_round``); an offer's
+10. Its round is open, or opens with it (``core/books/deterministic.py`` ``opens_round``); an offer's
     fragment is not merging an earlier push of the same slot (``_check_round``).
 11. It can be true: no more tokens than its steps, and its tenure, can have trained (``_check_possible``).
 12. It has exactly as many bytes as its encoding gives the fragment (``runtime/pushes.py`` ``receive``).
