@@ -8,9 +8,9 @@ from typing import TypeVar
 from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.rounds import RoundRules
 
 A = TypeVar("A")
 

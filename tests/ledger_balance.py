@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_syncer.core.merging.ledger import Ledger
+from diloco_syncer.core.books.ledger import Ledger
 
 
 def imbalances(ledger: Ledger) -> list[str]:

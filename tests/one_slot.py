@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.rounds import RoundRules
 
 CONFIG = CoreConfig(
     places=(("r", 0),),

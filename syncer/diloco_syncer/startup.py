@@ -24,10 +24,10 @@ from diloco_protocol.merging import settle_merge
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
 from diloco_protocol.vocabulary import EventKind
-from diloco_syncer.core.clock import LONGEST_DOWN
+from diloco_syncer.core.books.clock import LONGEST_DOWN
+from diloco_syncer.core.books.deterministic import make_mode
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.deterministic import make_mode
 from diloco_syncer.core.events import InitialModelStored, ReleasePush
 from diloco_syncer.numerics import merge, outer
 from diloco_syncer.runtime.global_model import GlobalModel
@@ -108,7 +108,7 @@ def restore(
 
 
 def _tell_of_a_clock_ahead(saved: dict[str, Any] | None) -> None:
-    """Log it where the newest state is so old that not all of the time since counts (core/clock.py)."""
+    """Log it where the newest state is so old that not all of the time since counts (core/books/clock.py)."""
     clock = saved["job"]["clock"] if saved is not None else {"running": False}
     if clock["running"] and (down := time.time() - clock["wall"]) > LONGEST_DOWN:
         days = (down / 86_400, LONGEST_DOWN / 86_400)

@@ -37,8 +37,9 @@ from diloco_syncer.runtime.pushes import ReceivedPushes
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.runtime.version_recovery import VersionUploads
 from diloco_syncer.server.downloads import Downloads
+from diloco_syncer.server.messages import Addressed
 from diloco_syncer.server.pages.status_page import StatusPage
-from diloco_syncer.server.sessions import Addressed, Sessions
+from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import PLAINTEXT, CallAuthorizer
 from diloco_syncer.server.tls.listener import TlsListener
 from diloco_syncer.server.uploads import Uploads

@@ -9,7 +9,7 @@ from rich.console import Console
 from diloco.local.summary import summary
 from diloco_protocol.documents import Tokens
 from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
-from diloco_syncer.core.merging.ledger import Ledger
+from diloco_syncer.core.books.ledger import Ledger
 from ledger_balance import imbalances
 from status_documents import job_report
 

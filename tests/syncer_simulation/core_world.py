@@ -24,10 +24,10 @@ from itertools import count
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
 from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.ledger import header_from_json, header_to_json
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
-from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from ledger_balance import imbalances
 from syncer_simulation.learners import Ids, Learner, Setup

@@ -9,7 +9,7 @@ import numpy as np
 
 from diloco_protocol.wire.records import Lease, LeaseCursor, PushHeader, Seat
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.members.leases import LeaseBook, block_order
+from diloco_syncer.core.books.leases import LeaseBook, block_order
 from diloco_syncer.store.checkpoint import offer_name
 from diloco_syncer.store.documents import unpack_document
 from diloco_syncer.store.records import Floats, MergeRecord, parse_record_name

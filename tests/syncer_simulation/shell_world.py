@@ -24,10 +24,10 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_protocol.wire.records import Receipt
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.leases import LeaseBook
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.runtime.driver import RESTART, SteadyClock
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.startup import complete_tape, replay

@@ -14,7 +14,7 @@ from diloco_operator.model import AwaitedSuccessor, Delete, Object, Ref, SecretW
 from diloco_operator.objects import manifests
 from diloco_operator.objects.manifests import DefaultImages, Origin
 from diloco_operator.plan.lifecycle import LifecycleDecision
-from diloco_operator.plan.pods.pod_status import newest_message
+from diloco_operator.plan.pod_status import newest_message
 from diloco_operator.plan.pods.rollout import syncer_change_waits
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import DOMAIN, LABEL_REGION

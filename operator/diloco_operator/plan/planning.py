@@ -7,7 +7,7 @@ The steps of a turn, with their files:
 
 1. ``job.py`` reads the DiLoCoJob and finds what of it is placed on this cluster. A job that is being
    deleted or is invalid is planned here and ends the turn.
-2. ``view.py`` and ``pods/pod_status.py`` read the objects, pods, and the syncer's and learners' answers.
+2. ``view.py`` and ``pod_status.py`` read the objects, pods, and the syncer's and learners' answers.
 3. ``lifecycle.py`` decides the stage of the job's life, such as running or suspending.
 4. ``pods/`` looks after pods: on lost nodes, gone or broken, with an old template.
 5. ``regions.py`` says how each region is.

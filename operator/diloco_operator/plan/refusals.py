@@ -15,7 +15,7 @@ from typing import Literal
 
 from diloco_operator import names
 from diloco_operator.job import Job
-from diloco_operator.plan.pods.pod_status import ContainerExit, Obstacle
+from diloco_operator.plan.pod_status import ContainerExit, Obstacle
 from diloco_protocol.documents import LearnerPage
 from diloco_protocol.vocabulary import ConnectionRefusal, JoinRefusal, TrustFailure, WorkerExit
 

@@ -19,8 +19,8 @@ from diloco_operator.model import Fact, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan import refusals
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
+from diloco_operator.plan.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.node_loss import NodeLosses
-from diloco_operator.plan.pods.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
 from diloco_protocol.spec.cluster import RegionSpec

@@ -21,7 +21,7 @@ from diloco_operator.model import EventWanted, Object, PlanMemory, Topic
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, explain_small_resources
 from diloco_operator.plan.conditions.region_conditions import DRAINED
-from diloco_operator.plan.pods.pod_status import ObstacleKind
+from diloco_operator.plan.pod_status import ObstacleKind
 from diloco_operator.plan.regions import ROLLING
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import JOB_REFUSED_REASONS

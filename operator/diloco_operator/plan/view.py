@@ -1,7 +1,7 @@
 """What a turn looks at: the job, its pods, its objects and what its syncer says, read once.
 
 All other files of the plan take a ``View`` and decide. Raw fields of API objects are read here and in
-``pods/pod_status.py`` only, so that no two files read one field in two ways.
+``pod_status.py`` only, so that no two files read one field in two ways.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import Job, Placement, unix_seconds
 from diloco_operator.model import Fact, Object, Observed, PlanMemory, PlanSettings, Ref, Timer
-from diloco_operator.plan.pods import pod_status
-from diloco_operator.plan.pods.pod_status import Pod
+from diloco_operator.plan import pod_status
+from diloco_operator.plan.pod_status import Pod
 from diloco_protocol.documents import LearnerPage, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import JobPhase
 

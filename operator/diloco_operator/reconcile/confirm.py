@@ -22,7 +22,7 @@ from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.kinds import JOB, NODE, POD, STATEFUL_SET, Kind
 from diloco_operator.model import Call, Key, Object, Observed
-from diloco_operator.plan.pods.pod_status import process_has_ended
+from diloco_operator.plan.pod_status import process_has_ended
 from diloco_protocol.vocabulary import LABEL_JOB, ControlMethod
 
 

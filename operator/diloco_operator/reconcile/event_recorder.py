@@ -21,7 +21,7 @@ from diloco_operator.kube.kinds import EVENT, JOB
 from diloco_operator.logs import about
 from diloco_operator.model import EventWanted, Key, Object
 from diloco_operator.names import MANAGER
-from diloco_operator.plan.pods.pod_status import shortened
+from diloco_operator.plan.pod_status import shortened
 from diloco_protocol.vocabulary import DOMAIN
 
 log = logging.getLogger(__name__)

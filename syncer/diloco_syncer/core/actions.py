@@ -9,8 +9,8 @@ the answer is sent only when the state behind it is durable.
 from __future__ import annotations
 
 from diloco_protocol.vocabulary import EventKind
+from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.events import Action, RecordEvent
-from diloco_syncer.core.members.slots import Slot
 
 
 class Actions:

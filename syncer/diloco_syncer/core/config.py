@@ -8,8 +8,8 @@ from typing import Literal
 
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.wire import limits
-from diloco_syncer.core.deterministic import Mode, StopKind, make_mode
-from diloco_syncer.core.merging.rounds import RoundRules
+from diloco_syncer.core.books.deterministic import Mode, StopKind, make_mode
+from diloco_syncer.core.books.rounds import RoundRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,17 @@ phase moves: ``Persist``, ``SetPhase``. A later report reaches H steps: ``Pull``
 
 The parts
 ---------
-``state``      what is known of the job; the parts below read and change it
-``members/``   slots, admission, leases, who uploads version 0, whose optimizer state a newcomer gets
-``merging/``   which pushes count (``push_checks`` lists all checks), rounds, aggregation, the ledger of tokens
-``recovery/``  versions that the store lost and learners hold
+An event goes down this list, and what is decided comes back as actions.
+
+``core``       takes an event to the part that decides, and then advances all parts in one order
 ``phases``     start, hold, drain, end
-``documents``  the status document and the report
-``deterministic``  all that differs in deterministic mode
+``members/``   admission, who uploads version 0, whose optimizer state a newcomer gets
+``merging/``   which pushes count (``push_checks`` lists all checks), when rounds open and are merged
+``recovery/``  versions that the store lost and learners hold
+``documents``  the status document and the report; ``reports``: what a learner's report changes
+``actions``    the collector of what is to be done outside
+``state``      all books of one job
+``books/``     what is known: slots, leases, ledger, rounds, ... Books change only themselves
 """
 
 from __future__ import annotations
@@ -44,21 +48,23 @@ from diloco_protocol.wire.records import Evaluation, PushHeader, Receipt, StepRe
 from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.books.ledger import Ledger
+from diloco_syncer.core.books.rounds import Round
+from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.documents import ShellFigures
 from diloco_syncer.core.events import Action
 from diloco_syncer.core.members.admission import Admission
 from diloco_syncer.core.members.first_steps import FirstSteps
-from diloco_syncer.core.members.reports import apply_report, find_nonsense
-from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.members.initial_model_request import InitialModelRequest
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
-from diloco_syncer.core.merging.ledger import Ledger
-from diloco_syncer.core.merging.rounds import Round
 from diloco_syncer.core.phases import Phases
 from diloco_syncer.core.recovery import receipts
+from diloco_syncer.core.recovery.joins import JoinRecovery
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.recovery.nonsense import repair_state
+from diloco_syncer.core.reports import apply_report, find_nonsense
 from diloco_syncer.core.state import JobState
 
 
@@ -77,15 +83,34 @@ class Core:
         self._donors = StateDonors(self._state, self._actions)
         self._recovery = VersionRecovery(self._state, self._actions)
         self._aggregator = Aggregator(self._state, self._actions)
+        self._initial_model = InitialModelRequest(self._state, self._actions, self._recovery)
         self._admission = Admission(
-            self._state, self._actions, self._donors, self._recovery, self._aggregator.accepted_headers
+            self._state,
+            self._actions,
+            self._initial_model,
+            judge_join=JoinRecovery(self._state, self._recovery).on_join,
+            forget_connection=self._forget_connection,
+            accepted_headers=self._aggregator.accepted_headers,
         )
-        self._phases = Phases(self._state, self._actions, self._aggregator, self._donors, self._recovery)
+        self._phases = Phases(
+            self._state,
+            self._actions,
+            self._aggregator,
+            self._donors,
+            begin_training=self._recovery.begin_training,
+            begin_last_merges=self._recovery.begin_last_merges,
+        )
         self._first_steps = FirstSteps(self._state, self._actions)
         self._next_check = now
         if saved is not None:
             self._state.load(saved["job"], now, wall)
             self._phases.load(saved["phases"])
+
+    def _forget_connection(self, connection: int) -> None:
+        """A connection is closed: whoever waited for something from it waits no longer."""
+        self._donors.forget_connection(connection)
+        self._recovery.forget_connection(connection)
+        self._initial_model.mark_failed(connection)
 
     # ================================================================ what the shell reads
 
@@ -109,7 +134,7 @@ class Core:
     @property
     def initialiser(self) -> int | None:
         """The connection that uploads version 0; None: none does."""
-        return self._admission.initial_model.connection
+        return self._initial_model.connection
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -163,7 +188,7 @@ class Core:
 
     @property
     def newest_settled_epoch(self) -> int:
-        """What announcements say of the store's lineage (recovery/lineage.py)."""
+        """What announcements say of the store's lineage (books/lineage.py)."""
         return self._state.lineage.newest_settled
 
     @property
@@ -283,7 +308,7 @@ class Core:
             case ev.InitialModelStored():
                 self._initial_model_stored(event, now)
             case ev.InitialModelFailed():
-                self._admission.initial_model.mark_failed(event.connection)
+                self._initial_model.mark_failed(event.connection)
             case ev.MergeDurable():
                 self._aggregator.complete_merge(event, now)
             case ev.VersionSent():
@@ -369,7 +394,7 @@ class Core:
             if slot.occupied:
                 state.ledger.open_tenure(slot.index, slot.tenure or slot.incarnation)
                 state.rounds.begin_progress(slot.index, slot.step)
-        self._admission.initial_model.complete()
+        self._initial_model.complete()
         self._admission.refuse_other_models(now)  # before anything is announced to them
         self._actions.add(ev.Persist())
         self._actions.add(*(state.announcement(fragment) for fragment in range(state.rounds.fragments)))
@@ -382,7 +407,7 @@ class Core:
         self._admission.seat_standbys(now)
         if state.members.open_places:
             state.clock.set_slots(len(state.members.current), now)
-        self._admission.initial_model.advance(now)
+        self._initial_model.advance(now)
         self._recovery.advance(now)
         self._donors.advance(now)
         self._phases.advance(now)

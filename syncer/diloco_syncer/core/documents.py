@@ -27,7 +27,7 @@ from diloco_protocol.documents import (
     VersionRange,
 )
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState
-from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.state import JobState
 
 _OUTCOMES = {JobPhase.COMPLETE: "complete", JobPhase.FAILED: "failed"}  # of those that have ended

@@ -13,6 +13,7 @@ from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Evaluation, Lease, PushHeader, Seat, StepReport
 from diloco_protocol.wire.records import Join as Join
+from diloco_syncer.core.books.slots import MergedPush as MergedPush
 
 
 class BadMessage(WireError):
@@ -222,14 +223,6 @@ Event = (
 
 
 # ------------------------------------------------------------------ actions
-
-
-@dataclass(frozen=True, slots=True)
-class MergedPush:
-    """A learner's newest merged push of one fragment: (sequence, version); (0, 0): none."""
-
-    sequence: int = 0
-    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,9 @@ from typing import Any
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.deterministic import reached_amount
+from diloco_syncer.core.books.deterministic import reached_amount
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
-from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.state import JobState
 
 _EVALUATING = "the merged model is evaluated"
@@ -43,13 +42,15 @@ _NOTHING_MERGED = (
 
 @dataclass
 class Phases:
-    """The phase, and when it is left. Times are monotonic seconds."""
+    """The phase, and when it is left. Times are monotonic seconds. ``begin_training`` and ``begin_last_merges`` are
+    asked when all else is ready; False: something has to come before."""
 
     state: JobState
     actions: Actions
     aggregator: Aggregator
     donors: StateDonors
-    recovery: VersionRecovery
+    begin_training: Callable[[], bool]
+    begin_last_merges: Callable[[JobPhase], bool]
     _target: JobPhase = JobPhase.COMPLETE  # the phase that follows the drain
     _target_message: str = ""
     _entered_at: float = 0.0  # when the phase began
@@ -122,9 +123,8 @@ class Phases:
         if state.initialised and self._stop_reached(now):
             return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
         ready = sum(s.occupied and s.ready for s in state.members.slots)
-        if not state.initialised or ready < self.state.config.rules.quorum or self.recovery.is_pending:
+        if not state.initialised or ready < self.state.config.rules.quorum or not self.begin_training():
             return False
-        state.lineage.mark_settled(state.epoch)
         return self._set(JobPhase.TRAINING, _ENOUGH, now)
 
     def _leave_training(self, now: float) -> bool:
@@ -184,14 +184,9 @@ class Phases:
             self.actions.record_event(EventKind.LOST, slot, f"{slot.learner} did not drain in time")
         if staying:
             return True
-        # A rebuild may be suspended, and goes on after a resume; it never ends in a complete job.
-        suspending = self.recovery.is_rebuilding and self._target is JobPhase.SUSPENDED
-        if self.recovery.is_pending and not suspending:
+        if not self.begin_last_merges(self._target):
             return False
         state = self.state
-        if state.initialised and not suspending and state.lineage.newest_settled < state.epoch:
-            state.lineage.mark_settled(state.epoch)  # what the last merges make comes from no learner
-            self.actions.add(ev.Persist())
         begun, merging = self.aggregator.finish_rounds(now)
         if begun:
             return True

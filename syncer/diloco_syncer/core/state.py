@@ -1,6 +1,6 @@
 """What the syncer knows of its job: the data that the decisions are made from.
 
-``JobState`` holds the parts, each of which changes only itself: ``members`` the slots, ``clock`` the job's time,
+``JobState`` holds the books, each of which changes only itself: ``members`` the slots, ``clock`` the job's time,
 ``leases`` the data, ``rounds`` the versions and open rounds, ``norm_gate`` the usual norms, ``ledger`` the tokens,
 ``lineage`` the store's past, ``scores`` the losses. It is private to the core: the shell asks ``Core``.
 """
@@ -11,16 +11,16 @@ from typing import Any
 
 from diloco_protocol.vocabulary import JobPhase, SlotState
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.clock import JobClock
+from diloco_syncer.core.books.clock import JobClock
+from diloco_syncer.core.books.leases import LeaseBook
+from diloco_syncer.core.books.ledger import Ledger
+from diloco_syncer.core.books.lineage import Lineage
+from diloco_syncer.core.books.norm_gate import NormGate
+from diloco_syncer.core.books.recent_refusals import RecentRefusals
+from diloco_syncer.core.books.rounds import Progress, Round, RoundBook
+from diloco_syncer.core.books.scores import Scores
+from diloco_syncer.core.books.slots import MergedPush, Slot, SlotTable
 from diloco_syncer.core.config import CoreConfig
-from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.members.recent_refusals import RecentRefusals
-from diloco_syncer.core.members.slots import Slot, SlotTable
-from diloco_syncer.core.merging.ledger import Ledger
-from diloco_syncer.core.merging.norm_gate import NormGate
-from diloco_syncer.core.merging.rounds import Progress, Round, RoundBook
-from diloco_syncer.core.recovery.lineage import Lineage
-from diloco_syncer.core.scores import Scores
 
 NAMED = 4  # slots in a message
 
@@ -79,7 +79,7 @@ class JobState:
         """The action that announces the fragment's version to all, with their own newest merged pushes."""
         assert self.ledger
         merged = {
-            slot.connection: slot.merged.get(fragment, ev.MergedPush())
+            slot.connection: slot.merged.get(fragment, MergedPush())
             for slot in self.members.slots
             if slot.connection is not None
         }

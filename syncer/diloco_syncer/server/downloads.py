@@ -25,7 +25,7 @@ from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.server.download_queue import DownloadQueue, TooManyDownloads
-from diloco_syncer.server.sessions import Sessions
+from diloco_syncer.server.sessions import CallerRefused, Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.store.records import Array
 
@@ -74,15 +74,16 @@ class Downloads:
             if _is_for_newcomers(request):  # the job is small, and nobody knows who they are
                 await services.write_download(self._send(request, self.authorizer.find_place(context)), context)
                 return
-            if why := self.sessions.check_process(request.process, peer, context):
-                # Who has no session any more joins again, and then asks again.
-                joined = why[0] != TransferRefusal.NOT_JOINED
-                code = grpc.StatusCode.PERMISSION_DENIED if joined else grpc.StatusCode.FAILED_PRECONDITION
-                await context.abort(code, why[1])
+            caller = self.sessions.find_caller(request.process, peer, context)
             # Looked up now: a learner that takes the last version may leave before the whole of it was sent.
-            place, slot = self.sessions.find_place_and_slot(self.sessions.find_process(request.process))
+            place, slot = self.sessions.find_place_and_slot(caller)
             async with self.queue.await_turn(request.process):
                 await services.write_download(self._send(request, place, slot), context)
+        except CallerRefused as error:
+            # Who has no session any more joins again, and then asks again.
+            joined = error.reason != TransferRefusal.NOT_JOINED
+            code = grpc.StatusCode.PERMISSION_DENIED if joined else grpc.StatusCode.FAILED_PRECONDITION
+            await context.abort(code, str(error))
         except TooManyDownloads:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many downloads at once: try again later")
         except WireError as error:

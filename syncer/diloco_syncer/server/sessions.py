@@ -5,8 +5,8 @@ core's events, and the core's actions become messages. What goes down waits in a
 connection's own, at most ``MAX_QUEUED`` messages. A reader that lets it fill, or takes no message for
 ``limits.STALL_SECONDS``, is disconnected: it joins again and gets everything new in its Welcome.
 
-Every message up is measured before it is parsed, and checked before it is used (diloco_protocol/wire/convert.py).
-One that makes no sense ends the session with a refusal that names the mistake.
+Every message up is measured before it is parsed, and checked before it is used (``messages.py``, which also makes the
+messages down). One that makes no sense ends the session with a refusal that names the mistake.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from typing import Any
 import grpc
 
 from diloco_protocol.security.identity import covers, same_party
-from diloco_protocol.spec.job import DiLoCoJob, SyncerSettings
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, ConnectionRefusal, JobPhase, JoinRefusal, TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
-from diloco_protocol.wire.records import Announcement, Evaluation, Pull, StepReport
+from diloco_protocol.wire.records import StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Broadcast
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import NOBODY, Traffic
-from diloco_syncer.server.pages.links import LinkMeasures
+from diloco_syncer.server import messages
+from diloco_syncer.server.links import LinkMeasures
+from diloco_syncer.server.messages import Addressed, NewsForLearners, OtherJob, phase_to, refusal
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.connection_limits import MessagePace, Peer, TooManyCalls
 
@@ -44,22 +46,14 @@ MAX_QUEUED = 4 * MAX_FRAGMENTS
 MAX_LEASES = limits.MAX_CURSORS  # that one slot may hold
 SPARE_SESSIONS = 64  # beyond four per slot
 PLAIN = Peer()
-_PHASES: dict[JobPhase, Any] = {name: sync_pb2.PhaseName.Value(f"PHASE_{name.name}") for name in JobPhase}
-
-Addressed = ev.RequestPeerState | ev.OfferPeerState | ev.Promote | ev.Pull | ev.GrantLease | ev.RequestVersion
 
 
-def phase_to(phase: JobPhase, message: str) -> sync_pb2.Phase:
-    return sync_pb2.Phase(name=_PHASES[phase], message=message[: limits.MAX_TEXT])
+class CallerRefused(Exception):
+    """A call's peer may not act for the process that it names: ``reason`` is a fixed word, the message for people."""
 
-
-def refusal(reason: str, message: str, fatal: bool, tensors: bytes = b"") -> sync_pb2.SyncerMessage:
-    said = sync_pb2.Refusal(reason=reason, message=message[: limits.MAX_TEXT], fatal=fatal, tensors=tensors)
-    return sync_pb2.SyncerMessage(refusal=said)
-
-
-class OtherJob(WireError):
-    """A Join, well-formed or not, for another job."""
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Connection:
@@ -96,6 +90,10 @@ class Connection:
         self.send(refusal(reason, message, fatal, tensors))
         self.end()
 
+    async def pace_upload(self) -> None:
+        """Wait until an upload of this process may begin."""
+        await asyncio.sleep(self.uploads.count_message(time.monotonic()))
+
     def end(self) -> None:
         """End the stream when what is queued is sent."""
         self.closing = True
@@ -118,6 +116,9 @@ class Sessions:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _connections: dict[int, Connection] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._news = NewsForLearners(self.job, self.core)
+
     @property
     def count(self) -> int:
         return len(self._connections)
@@ -134,32 +135,25 @@ class Sessions:
         """Those that have a session and were told of the phase."""
         return {connection.process for connection in self._connections.values() if connection.welcomed}
 
-    def find_place_and_slot(self, connection: Connection | None) -> tuple[str, int | None]:
+    def find_place_and_slot(self, connection: Connection) -> tuple[str, int | None]:
         """The place and the slot to which transfers of a connection's process are counted."""
-        if connection is None:
-            return NOBODY, None
         slot = self.core.slot_by_connection(connection.number)
         return connection.place, None if slot is None else slot.index
 
-    def check_process(self, process: str, peer: Peer, context: Any) -> tuple[str, str] | None:
-        """Check that a call's peer may act for a process: it has a session, under a certificate of the same party.
-        None: it may; else the reason and a sentence."""
+    def find_caller(self, process: str, peer: Peer, context: Any) -> Connection:
+        """The connection of the process for which a call's peer acts. Raises ``CallerRefused`` if it has no session, or
+        one under a certificate of another party."""
         connection = self.find_process(process)
         if connection is None or not connection.welcomed:
-            return TransferRefusal.NOT_JOINED, f"process {process[:80]!r} has no session: join first"
+            raise CallerRefused(TransferRefusal.NOT_JOINED, f"process {process[:80]!r} has no session: join first")
         if not self.authorizer.secure:
-            return None
-        if same_party(connection.peer.names, peer.names):
-            self.authorizer.assign_place(context, connection.place)
-            return None
-        message = "a process with another certificate has this id"
-        self.authorizer.record_refusal(peer, ConnectionRefusal.WRONG_PROCESS, message)
-        return ConnectionRefusal.WRONG_PROCESS, message
-
-    async def pace_upload(self, process: str) -> None:
-        """Wait until an upload of a process may begin."""
-        if (connection := self.find_process(process)) is not None:
-            await asyncio.sleep(connection.uploads.count_message(time.monotonic()))
+            return connection
+        if not same_party(connection.peer.names, peer.names):
+            refused = CallerRefused(ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id")
+            self.authorizer.record_refusal(peer, refused.reason, str(refused))
+            raise refused
+        self.authorizer.assign_place(context, connection.place)
+        return connection
 
     # ------------------------------------------------------------- the service
 
@@ -243,19 +237,7 @@ class Sessions:
         if raw is None:
             raise WireError("the stream ended before Join")
         first = convert.parse(sync_pb2.LearnerMessage, raw)
-        if first.WhichOneof("kind") != "join":
-            raise WireError("the first message must be Join")
-        limits.check_format(first.join.format)
-        said, job = first.join, self.job.metadata.name
-        if said.job != job:
-            raise OtherJob(f"job {said.job[:80]!r}: this syncer serves {job!r}")
-        if said.role not in (sync_pb2.ROLE_LEARNER, sync_pb2.ROLE_EVALUATOR):
-            raise WireError("role: expected learner or evaluator")
-        evaluator = said.role == sync_pb2.ROLE_EVALUATOR
-        join = convert.from_wire(ev.Join, said, connection=connection.number, evaluator=evaluator)
-        if odd := next((held for held in join.held if held.settled > held.epoch), None):
-            raise WireError(f"held: epoch {odd.settled} cannot have settled before epoch {odd.epoch}")
-        return join, said.attempt
+        return messages.read_join(first, self.job.metadata.name, connection.number), first.join.attempt
 
     async def _pump(self, stream: AsyncIterator[bytes], context: Any, connection: Connection) -> None:
         reading = asyncio.create_task(self._read(stream, connection))
@@ -319,41 +301,19 @@ class Sessions:
             await connection.wake.wait()
 
     def _handle_message(self, connection: Connection, message: sync_pb2.LearnerMessage) -> None:
-        number = connection.number
-        event: ev.Event
         match message.WhichOneof("kind"):
             case "report":
                 report = convert.from_wire(StepReport, message.report)
                 if report.echo:
                     connection.send(sync_pb2.SyncerMessage(echo=sync_pb2.Echo(number=report.echo)))
                 connection.link.apply_report(report)
-                self.emit(ev.Reported(number, report))
+                self.emit(ev.Reported(connection.number, report))
                 self._request_leases(connection)
-                return
             case "lease_request":
                 connection.leases_wanted = min(connection.leases_wanted + 1, limits.MAX_CURSORS)
                 self._request_leases(connection)
-                return
-            case "evaluation":
-                event = ev.Evaluated(number, convert.from_wire(Evaluation, message.evaluation))
-            case "evaluation_progress":
-                share = limits.check_share(message.evaluation_progress.share, "share")
-                event = ev.EvaluationAdvanced(number, share)
-            case "drain_request":
-                event = ev.DrainRequested(number)
-            case "drained":
-                event = ev.Drained(number)
-            case "peer_state_wanted":
-                event = ev.PeerStateRequested(number, message.peer_state_wanted.patient)
-            case "peer_state_unavailable":
-                event = ev.PeerStateFailed(number, message.peer_state_unavailable.transfer)
-            case "base_unavailable":
-                event = ev.LostVersionFailed(number, message.base_unavailable.fragment)
-            case "join":
-                raise WireError("Join is sent once, as the first message")
             case _:
-                raise WireError("a message of an unknown kind: run the same release on both sides")
-        self.emit(event)
+                self.emit(messages.read_event(message, connection.number))
 
     def _request_leases(self, connection: Connection) -> None:
         """Request the leases that the learner wants, as far as its slot may hold more.
@@ -373,7 +333,11 @@ class Sessions:
     def admit(self, action: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> None:
         """Answer a Join with Welcome. ``broadcasts``: the versions in force when the core decided."""
         if (connection := self.find_connection(action.connection)) is not None:
-            connection.send(sync_pb2.SyncerMessage(welcome=self._welcome(action, broadcasts)))
+            store = self.durability
+            welcome = self._news.welcome(
+                action, broadcasts, store.problem, store.optimizer_bytes, progress=self.stop_progress()
+            )
+            connection.send(sync_pb2.SyncerMessage(welcome=welcome))
             connection.welcomed = True
 
     def announce(self, action: ev.Announce, broadcasts: tuple[Broadcast, ...]) -> None:
@@ -382,24 +346,8 @@ class Sessions:
         for number, connection in self._connections.items():
             if connection.welcomed:
                 merged = action.merged.get(number, nobody)
-                told = self._announcement(broadcast, merged, action.job_tokens)
+                told = self._news.announcement(broadcast, merged, action.job_tokens, self.stop_progress())
                 connection.send(sync_pb2.SyncerMessage(announcement=told))
-
-    def _announcement(self, broadcast: Broadcast, merged: ev.MergedPush, job_tokens: int) -> sync_pb2.Announcement:
-        """A version as one learner is told of it, whose newest merged push is ``merged``."""
-        told = Announcement(
-            broadcast.fragment,
-            self.core.epoch,
-            broadcast.version,
-            broadcast.full_payload,
-            merged.sequence,
-            merged.version,
-            delta=broadcast.delta_payload,
-            job_tokens=job_tokens,
-            settled=self.core.newest_settled_epoch,
-            progress=self.stop_progress(),
-        )
-        return convert.to_wire(told)
 
     def refuse(self, action: ev.Refuse) -> None:
         """Answer a Join with Refusal, or end a session with one."""
@@ -416,55 +364,20 @@ class Sessions:
 
     def send_action(self, action: Addressed) -> None:
         """Send an action that is one message for one learner."""
-        told: dict[str, Any]
         connection = self.find_connection(action.connection)
         match action:
-            case ev.Promote():
-                told = {"promotion": sync_pb2.Promotion(seat=convert.to_wire(action.seat))}
-            case ev.GrantLease():
-                told = {"lease": convert.to_wire(action.lease)}
-            case ev.Pull():
-                told = {"pull": convert.to_wire(Pull(action.round, action.fragment, self.core.epoch, action.version))}
-            case ev.RequestVersion():
-                version = {"fragment": action.fragment, "epoch": action.epoch, "version": action.version}
-                told = {"base_request": version}
-            case ev.OfferPeerState():
-                if connection is not None:
-                    self.relay.offer(action.transfer, connection.process)
-                told = {"peer_state_ready": {"transfer": action.transfer}}
+            case ev.OfferPeerState() if connection is not None:
+                self.relay.offer(action.transfer, connection.process)
             case ev.RequestPeerState():
                 self.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
-                told = {"peer_state_request": {"transfer": action.transfer}}
         if connection is not None:
-            connection.send(sync_pb2.SyncerMessage(**told))
+            connection.send(messages.addressed_message(action, self.core.epoch))
 
     def send_phase(self, phase: JobPhase, message: str) -> None:
         told = sync_pb2.SyncerMessage(phase=phase_to(phase, message))
         for connection in self._connections.values():
             if connection.welcomed:
                 connection.send(told)
-
-    def _welcome(self, admit: ev.Admit, broadcasts: tuple[Broadcast, ...]) -> sync_pb2.Welcome:
-        core = self.core
-        tokens = core.trained_tokens
-        merged = admit.merged or (ev.MergedPush(),) * len(broadcasts)
-        welcome = sync_pb2.Welcome(
-            epoch=core.epoch,
-            standby=admit.seat is None and not admit.observer,
-            observer=admit.observer,
-            settings=SyncerSettings.of(self.job.spec).model_dump_json(),
-            phase=phase_to(admit.phase, self.durability.problem or admit.message),
-            fragments=[
-                self._announcement(broadcast, push, tokens)
-                for broadcast, push in zip(broadcasts, merged, strict=True)
-                if broadcast.fragment not in admit.withheld
-            ],
-            initialise=admit.initialise,
-            optimizer_bytes=self.durability.optimizer_bytes,
-        )
-        if admit.seat is not None:
-            welcome.seat.CopyFrom(convert.to_wire(admit.seat))
-        return welcome
 
     def end_all(self) -> None:
         """End every session, because the syncer ends. One of which something may be unread ends as unavailable."""

@@ -17,14 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mappin
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_protocol.common.meter import Meter
 from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.runtime.traffic import Traffic
-from diloco_syncer.server.sessions import Sessions
+from diloco_syncer.server.sessions import CallerRefused, Connection, Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.connection_limits import TooManyCalls
 from diloco_syncer.store.records import Array
@@ -32,8 +31,8 @@ from diloco_syncer.store.records import Array
 log = logging.getLogger(__name__)
 
 Receive = Callable[[sync_pb2.UploadHeader, int, ReadPayload], Awaitable[bytes | None]]
-"""Receives one part of a payload of some kind: from its header, the number of the sender's connection (0: it has
-none), and what reads the bytes. Returns the reply, or None while parts are missing. Raises ``UploadRefused``."""
+"""Receives one part of a payload of some kind: from its header, the number of the sender's connection, and what reads
+the bytes. Returns the reply, or None while parts are missing. Raises ``UploadRefused``."""
 
 
 @dataclass
@@ -58,12 +57,11 @@ class Uploads:
                     raw = await anext(stream, b"")
             header = convert.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(header.format)
-            if objection := self.sessions.check_process(header.process, peer, context):
-                raise UploadRefused(*objection)
-            await self.sessions.pace_upload(header.process)
-            reply = await self._route(header, stream)
+            caller = self.sessions.find_caller(header.process, peer, context)
+            await caller.pace_upload()
+            reply = await self._receive(header, caller, stream)
             return upload_reply(True, TransferRefusal.PARTIAL) if reply is None else reply
-        except UploadRefused as error:
+        except (CallerRefused, UploadRefused) as error:
             self.refused[error.reason] += 1
             return upload_reply(False, error.reason, str(error))
         except TooManyCalls as error:
@@ -80,17 +78,19 @@ class Uploads:
             log.warning("upload refused: %s", error)
             return upload_reply(False, word, str(error))
 
-    async def _route(self, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes]) -> bytes | None:
+    async def _receive(
+        self, header: sync_pb2.UploadHeader, caller: Connection, stream: AsyncIterator[bytes]
+    ) -> bytes | None:
+        """Hand a part to the receiver of its kind. ``caller``: the connection of the process that sends it."""
         if header.job != self.job:
             raise UploadRefused(PushRefusal.OTHER_JOB, f"job {header.job[:80]!r}: this syncer serves {self.job!r}")
         receive = self.receivers.get(header.WhichOneof("what") or "")
         if receive is None:
             raise WireError("the header does not say what is uploaded")
-        connection = self.sessions.find_process(header.process)
-        place, slot = self.sessions.find_place_and_slot(connection)
+        place, slot = self.sessions.find_place_and_slot(caller)
 
         async def read(key: Hashable, allocate: Callable[[], Array]) -> Array | None:
-            meter = Meter() if connection is None else connection.link.up
+            meter = caller.link.up
             received: int | None = None
             meter.begin(time.monotonic())
             try:
@@ -101,4 +101,4 @@ class Uploads:
             self.traffic.count_received(place, slot, header.bytes)
             return whole
 
-        return await receive(header, 0 if connection is None else connection.number, read)
+        return await receive(header, caller.number, read)

@@ -39,7 +39,7 @@ from diloco_protocol.common.files import Buffer
 from diloco_protocol.documents import Report
 from diloco_protocol.resources import STATES_KEPT
 from diloco_protocol.wire.records import PushHeader
-from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
+from diloco_syncer.core.books.ledger import header_from_json, header_to_json
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, Store
 from diloco_syncer.store.documents import pack_document, read_document

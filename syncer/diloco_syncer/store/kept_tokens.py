@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from diloco_protocol.documents import LedgerRow, Tokens
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire.records import PushHeader
+from diloco_syncer.core.books.ledger import header_from_json
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.ledger import header_from_json
 from diloco_syncer.store import records
 from diloco_syncer.store.base import ObjectNotFound, Store
 from diloco_syncer.store.records import Damaged

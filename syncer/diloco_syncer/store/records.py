@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from diloco_protocol.common.files import Buffer
 from diloco_protocol.wire.bulk import checksum, flat
 from diloco_protocol.wire.records import PushHeader, Receipt, SlotReceipt
+from diloco_syncer.core.books.ledger import header_from_json, header_to_json
 from diloco_syncer.core.events import Responder
-from diloco_syncer.core.merging.ledger import header_from_json, header_to_json
 from diloco_syncer.store.base import Store
 
 FORMAT = 2

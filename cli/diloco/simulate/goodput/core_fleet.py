@@ -27,9 +27,9 @@ from diloco.simulate.failures import RepairTimes
 from diloco.simulate.goodput.fleet import WARM_UP_REPAIRS, Fleet
 from diloco_protocol.wire.records import Announcement, Held, Join, Payload, PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_worker.core.adoption import Adoption, AdoptionConfig
 
 MERGE_SECONDS = 0.1

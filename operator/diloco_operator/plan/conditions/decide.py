@@ -13,8 +13,8 @@ from diloco_operator.plan import lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
+from diloco_operator.plan.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.node_loss import NodeLosses
-from diloco_operator.plan.pods.pod_status import Pod, newest_message, shortened
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.regions import RegionReport, explain_not_made
 from diloco_operator.plan.view import ANSWER_PATIENCE, View

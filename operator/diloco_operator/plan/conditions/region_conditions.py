@@ -18,7 +18,7 @@ from diloco_operator.model import Fact
 from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions.condition_set import ConditionSet, list_fields
-from diloco_operator.plan.pods.pod_status import shortened
+from diloco_operator.plan.pod_status import shortened
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import JobPhase, JoinRefusal
 

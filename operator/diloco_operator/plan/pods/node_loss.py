@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from diloco_operator.job import rfc3339, seconds_of
 from diloco_operator.model import Delete, EventWanted, Fact, Ref
-from diloco_operator.plan.pods.pod_status import Pod
+from diloco_operator.plan.pod_status import Pod
 from diloco_operator.plan.view import View
 
 BUDGET, WINDOW_SECONDS = 10, 300.0

@@ -17,8 +17,8 @@ defined``, and is started again by its kubelet. At the third end of ``job-local-
 from __future__ import annotations
 
 from diloco_operator.model import Object, RepeatedError
+from diloco_operator.plan.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.pods.memory_need import memory_need_text
-from diloco_operator.plan.pods.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.view import View
 from diloco_protocol.common.program_errors import NEVER_JOINED, SAME_ERRORS, repeated_text
 from diloco_protocol.vocabulary import SyncerExit

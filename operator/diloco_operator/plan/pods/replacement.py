@@ -35,8 +35,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
+from diloco_operator.plan.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.pods.memory_need import memory_need_text
-from diloco_operator.plan.pods.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.pods.repeated_errors import is_program_error
 from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
 from diloco_operator.plan.refusals import UNFIT, is_curable

@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Delete, EventWanted, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
+from diloco_operator.plan.pod_status import Pod
 from diloco_operator.plan.pods.node_loss import node_lost_since
-from diloco_operator.plan.pods.pod_status import Pod
 from diloco_operator.plan.view import UID_DIGITS, View
 from diloco_protocol.documents import SlotRow
 

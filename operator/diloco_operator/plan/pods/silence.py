@@ -22,7 +22,7 @@ learners are silent at once, and come back with the network. A single one whose 
 from __future__ import annotations
 
 from diloco_operator.model import Fact
-from diloco_operator.plan.pods.pod_status import Pod
+from diloco_operator.plan.pod_status import Pod
 from diloco_operator.plan.view import UID_DIGITS, View
 from diloco_protocol.documents import SlotRow
 from diloco_protocol.vocabulary import TRAINING_PHASES

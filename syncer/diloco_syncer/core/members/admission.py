@@ -4,10 +4,8 @@
 other parts. A process that joins goes through these steps:
 
 1. It is refused for good if its job, layout or data differ from the syncer's, or its place is a newer process's.
-2. If it holds versions that this syncer cannot have announced, the syncer restarts above their epoch
-   (``recovery/lost_versions.py``).
-3. What it holds is remembered, in case the store has lost it.
-4. It goes on in its own slot, or gets another one, or stands by.
+2. It may get an answer because of what the store has lost, which ``recovery/joins.py`` decides.
+3. It goes on in its own slot, or gets another one, or stands by.
 
 A slot ends in one of two ways. A *lost* slot keeps its open tenure, for its process may come back. A *released*
 slot (drained, or its place is over) has its tenure closed, and its leases go to others.
@@ -22,16 +20,13 @@ from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, JoinRe
 from diloco_protocol.wire.records import PushHeader, Seat
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.events import MergedPush
+from diloco_syncer.core.books.leases import LeaseBook
+from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.members.initial_model_request import InitialModelRequest
-from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.members.slots import Slot
-from diloco_syncer.core.members.state_donors import StateDonors
-from diloco_syncer.core.recovery.lost_versions import EPOCHS_ABOVE, VersionRecovery
+from diloco_syncer.core.recovery.joins import Verdict
 from diloco_syncer.core.state import JobState
 
 MAX_EVALUATORS = 2
-FURTHEST = 1 << 20  # incarnations that a lost state may have given: a Join each, two a second at most for a week
 
 _OTHER_MODEL = "its model is not the job's; its log names the first tensor that differs"
 
@@ -40,17 +35,19 @@ Objection = tuple[str, str, tuple[str, ...]]  # reason, words, and the fields in
 
 @dataclass
 class Admission:
-    """Arrivals and losses. ``accepted_headers``: the pushes that are accepted and not merged."""
+    """Arrivals and losses. ``initial_model``: who uploads version 0; ``judge_join``: what a Join gets because of what
+    the store has lost; ``forget_connection``: tells the other parts that a connection is closed; ``accepted_headers``:
+    the pushes that are accepted and not merged."""
 
     state: JobState
     actions: Actions
-    donors: StateDonors
-    recovery: VersionRecovery
+    initial_model: InitialModelRequest
+    judge_join: Callable[[ev.Join, float], Verdict]
+    forget_connection: Callable[[int], None]
     accepted_headers: Callable[[], list[PushHeader]]
 
     def __post_init__(self) -> None:
         self._mode = self.state.config.mode
-        self.initial_model = InitialModelRequest(self.state, self.actions, self.recovery)
         self._unchecked: dict[int, ev.Join] = {}  # by connection, of those who joined before the job had a layout
 
     # ---------------------------------------------------------------- joins
@@ -71,27 +68,28 @@ class Admission:
             return
         if not state.layout_digest:
             self._unchecked[join.connection] = join
-        if self._answer_unknown_epoch(join, now):
+        verdict = self.judge_join(join, now)
+        if verdict.answer is not None:
+            # Persist first: if another syncer has the store, this one must stop, and not judge anybody.
+            self.actions.add(ev.Persist(), verdict.answer)
             return
-        withheld = self.recovery.register_holder(join)
-        self._reserve_incarnations(join)
+        withheld, continuing = verdict.withheld, verdict.continuing_slot
         if join.evaluator:
             self._take_evaluator(join.connection)
             self._admit(join, None, withheld=withheld)
             return
         if join.sequences and state.leases is None:
-            self._make_leases(join.sequences)
+            state.leases = LeaseBook(state.config.seed, join.sequences, len(state.config.places))
         slot = state.members.slot_of_process(join)
         if state.phase not in ENDED_PHASES and slot is not None:
-            self._seat(slot, join, now, continuing=self._is_same_tenure(slot, join), withheld=withheld)
+            self._seat(slot, join, now, continuing=slot is continuing, withheld=withheld)
             return
         if state.phase in ENDED_PHASES or state.is_ending:
             self._admit(join, None, withheld=withheld)
             return
         self._end_predecessor(join)
-        slot = self._slot_of_unknown_tenure(join)
-        if slot is not None:
-            self._seat(slot, join, now, continuing=True, withheld=withheld)
+        if continuing is not None:
+            self._seat(continuing, join, now, continuing=True, withheld=withheld)
             return
         slot = self._mode.choose_slot(state.members, join) or self._open_slot(join)
         if slot is not None:
@@ -178,71 +176,12 @@ class Admission:
             self._refuse(join, now, *objection)
             self.state.members.standby.pop(connection, None)
             self.state.members.evaluators.discard(connection)
-            self._forget_connection(connection)
+            self.forget_connection(connection)
             slot = self.state.members.by_connection(connection)
             if slot is not None:
                 slot.connection = None
                 self._lose_slot(slot, EventKind.LOST, f"{slot.learner}: refused: {_OTHER_MODEL}")
         self._unchecked.clear()
-
-    def _answer_unknown_epoch(self, join: ev.Join, now: float) -> bool:
-        """Answer a process that holds an epoch which this syncer cannot have announced; False: it does not."""
-        state = self.state
-        above = self.recovery.unknown_epoch(join)
-        if not above or not (state.initialised or self.recovery.is_of_lost_model(join)):
-            return False
-        # Persist first: if another syncer has the store, this one must stop, and not judge anybody.
-        self.actions.add(ev.Persist())
-        if self.recovery.can_recover and above - state.epoch <= EPOCHS_ABOVE:
-            why = f"{join.region}-{join.ordinal} has heard of epoch {above}"
-            self.actions.add(ev.RestartFromStore(why, above))
-            return True
-        if not state.initialised:
-            words = (
-                f"the syncer's store is empty, and this process holds versions of epoch {above}: give the syncer its "
-                "store back (or a copy of it); to start the job anew, restart its learners"
-            )
-            self.actions.add(ev.Refuse(join.connection, JoinRefusal.EMPTY_STORE, words, False))
-            return True
-        words = (
-            f"it holds versions of epoch {above}, but the job continued from an older copy of its store in "
-            f"epoch {state.epoch}: restart this process"
-        )
-        self._refuse(join, now, JoinRefusal.OTHER_HISTORY, words)
-        return True
-
-    def _reserve_incarnations(self, join: ev.Join) -> None:
-        """Never give an incarnation again that a state which was lost has given to this process."""
-        members = self.state.members
-        given = max(join.previous_incarnation, join.tenure)
-        if given < members.next_incarnation + FURTHEST:
-            members.next_incarnation = max(members.next_incarnation, given + 1)
-
-    def _make_leases(self, sequences: int) -> None:
-        config = self.state.config
-        self.state.leases = LeaseBook(config.seed, sequences, len(config.places))
-        if self.recovery.is_rebuilding:
-            self.state.leases.skip_numbers()
-
-    def _is_same_tenure(self, slot: Slot, join: ev.Join) -> bool:
-        """Whether the open tenure of the process's slot is the one that the process counts in. It is not if a state
-        that was lost had begun another for it, if a syncer ended before it could say that it had, or if what the
-        process was told belongs to another lineage."""
-        if self.recovery.is_other_lineage(join):
-            return False
-        if self.state.ledger is None:
-            return True
-        opened = self.state.ledger.books[slot.index].first_incarnation
-        return bool(opened) and join.tenure in (0, opened)
-
-    def _slot_of_unknown_tenure(self, join: ev.Join) -> Slot | None:
-        """In a rebuild: the slot that the process says it has, though the store has never heard of it. Receipts
-        count by slot, so its tenure can go on in that very slot only; None: it begins a new tenure elsewhere."""
-        unknown = self.recovery.is_rebuilding and join.tenure and join.held
-        if not unknown or self.recovery.is_other_lineage(join):
-            return None
-        slot = self.state.slot(join.slot)
-        return slot if slot is not None and not slot.incarnation and not slot.retired else None
 
     # ---------------------------------------------------------------- answers
 
@@ -375,7 +314,7 @@ class Admission:
         self._unchecked.pop(connection, None)
         members.standby.pop(connection, None)
         members.evaluators.discard(connection)
-        self._forget_connection(connection)
+        self.forget_connection(connection)
         slot = members.by_connection(connection)
         if slot is None:
             return
@@ -383,11 +322,6 @@ class Admission:
         if slot.occupied:
             slot.state = SlotState.SUSPECT
             self.actions.record_event(EventKind.SUSPECT, slot, f"{slot.learner}: connection lost")
-
-    def _forget_connection(self, connection: int) -> None:
-        self.donors.forget_connection(connection)
-        self.recovery.forget_connection(connection)
-        self.initial_model.mark_failed(connection)
 
     def process_ended(self, event: ev.ProcessEnded) -> None:
         """A process is known to have ended. One that neither has a slot nor stands by changes nothing."""
@@ -414,7 +348,7 @@ class Admission:
         slot.state = SlotState.LOST
         if slot.connection is not None:
             self.actions.add(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
-            self._forget_connection(slot.connection)
+            self.forget_connection(slot.connection)
             slot.connection = None
         self._balance_region(slot)
         self.actions.add(ev.Persist())

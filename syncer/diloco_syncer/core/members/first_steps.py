@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES, no_step_text
 from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.state import JobState
 
 LONG_SECONDS = 300.0

@@ -12,7 +12,7 @@ from collections import Counter
 from diloco_protocol.vocabulary import ENDED_PHASES
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.recovery.lost_versions import VersionRecovery
 from diloco_syncer.core.state import JobState
 

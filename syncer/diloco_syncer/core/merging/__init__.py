@@ -1,5 +1,5 @@
-"""From pushes to versions: which pushes count (``push_checks`` lists all checks in order), when a fragment is merged
-(``rounds``), how both meet the slots (``aggregation``), and what became of every token (``ledger``).
+"""From pushes to versions: which pushes count (``push_checks`` lists all checks in order), and what follows from one
+that counts: rounds that open and close, merges that start and end (``aggregation``).
 
-Never here: the arithmetic of a merge (``numerics``), I/O or a clock.
+May import: ``recovery`` and what is below it. Never here: the arithmetic of a merge (``numerics``), I/O or a clock.
 """

@@ -21,12 +21,11 @@ from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal, SlotSta
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.events import MergedPush
-from diloco_syncer.core.members.reports import apply_report
-from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
+from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.merging.push_checks import PushChecks
-from diloco_syncer.core.merging.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.recovery.receipts import hold_unknown_offer
+from diloco_syncer.core.reports import apply_report
 from diloco_syncer.core.state import JobState
 
 LATE_ROUNDS = 3  # a slot that is late in so many rounds running is starved

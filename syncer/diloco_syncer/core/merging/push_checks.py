@@ -7,7 +7,7 @@ hopeless transfer costs nothing:
 
  1. The header is small enough, is a message, has a known format number, and names this job; the process that
     it names has a session, with TLS under a certificate of the same party as this connection's
-    (``server/uploads.py`` ``upload`` and ``_route``, ``server/sessions.py`` ``check_process``).
+    (``server/uploads.py`` ``upload`` and ``_receive``, ``server/sessions.py`` ``find_caller``).
  2. Every number of the header is in range (``diloco_protocol/wire/convert.py`` ``push_header``).
  3. The syncer is not recovering lost versions; else the learner tries again later
     (``runtime/pushes.py`` ``receive``, ``core/recovery/lost_versions.py`` ``is_pending``).
@@ -19,7 +19,7 @@ hopeless transfer costs nothing:
  7. The base is a version that this store has had, and not a future one (``_check_base``).
  8. Its counts agree with each other (``_check_counts``).
  9. None of its steps was merged before, and none is too old (``_check_steps``).
-10. Its round is open, or opens with it (``core/deterministic.py`` ``opens_round``); an offer's
+10. Its round is open, or opens with it (``core/books/deterministic.py`` ``opens_round``); an offer's
     fragment is not merging an earlier push of the same slot (``_check_round``).
 11. It can be true: no more tokens than its steps, and its tenure, can have trained (``_check_possible``).
 12. It has exactly as many bytes as its encoding gives the fragment (``runtime/pushes.py`` ``receive``).
@@ -33,10 +33,10 @@ When all bytes are here:
     (``core/merging/aggregation.py`` ``receive_push``).
 16. All its values are finite (``check_content``).
 17. Where the job sets ``sync.normGate.factor``, its norm is, for its steps, not far above those of the fragment's
-    merged pushes (``core/merging/norm_gate.py``).
+    merged pushes (``core/books/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
-slot that carries the same steps (``core/merging/rounds.py`` ``superseded``). Each refusal has a reason of its own,
+slot that carries the same steps (``core/books/rounds.py`` ``superseded``). Each refusal has a reason of its own,
 which metrics count; the learner keeps the work of a refused push, is asked again, and sends it in the next one.
 """
 
@@ -44,9 +44,9 @@ from __future__ import annotations
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
-from diloco_syncer.core.members.reports import find_nonsense
-from diloco_syncer.core.members.slots import Slot
-from diloco_syncer.core.merging.rounds import Round
+from diloco_syncer.core.books.rounds import Round
+from diloco_syncer.core.books.slots import Slot
+from diloco_syncer.core.reports import find_nonsense
 from diloco_syncer.core.state import JobState
 
 Refusal = tuple[PushRefusal, str]

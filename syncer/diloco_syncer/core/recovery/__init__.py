@@ -30,7 +30,11 @@ the store has never heard of it; and the job never goes on from a stand-in, but 
 the fragment. No learner can know the outer optimizer's momentum, the order of the data, the job's elapsed time
 and scores, and tokens dropped in tenures that are over: these begin anew, and an event says so.
 
-``lost_versions`` decides, ``receipts`` counts, ``lineage`` remembers. The bytes come in through
+``lost_versions`` decides, ``receipts`` counts, ``books/lineage`` remembers. The bytes come in through
 ``runtime/version_recovery.py``; ``service.py`` applies the records at the next start.
+
+The rest of the core asks at three points only: admission once for each Join (``joins``), and ``phases`` before
+training begins and before the last merges (``begin_training``, ``begin_last_merges``). ``core`` connects them.
+``nonsense`` repairs a restored state that holds impossible numbers.
 Nothing here touches a socket, a clock or a file.
 """

@@ -39,7 +39,6 @@ from diloco_syncer.core.state import JobState
 ANSWER_SECONDS = 60.0  # without a byte of an answer
 RETRY_SECONDS = 10.0  # before a holder that failed is asked again, where nobody else has the version
 SLOWEST = 64 << 10  # elements a second
-EPOCHS_ABOVE = 1000  # as far as a store's epochs are believed to have gone back
 STAND_IN = 0  # the epoch of a version 0 that stands in for a later version: no epoch makes a version in it
 FIRST_EPOCH = 1  # the epoch of a version 0 that a learner gave back: not later than any that a learner holds
 
@@ -72,6 +71,7 @@ class VersionRecovery:
         self._withheld: set[int] = set()  # fragments that some learner was not told of
         self._welcomed: set[str] = set()  # processes that this syncer has admitted
         self._restarting = False
+        self._skipped_leases = False
 
     @property
     def can_recover(self) -> bool:
@@ -107,12 +107,17 @@ class VersionRecovery:
             return
         state = self._state
         self._announced = True
-        if state.leases:
-            state.leases.skip_numbers()
+        self._skip_lease_numbers()
         message = f"the store has lost data ({why}): the syncer asks learners for what they hold"
         if state.phase is JobPhase.WAITING:
             self._set_message(message)
         self._actions.record_event(EventKind.LOST_DATA, None, message)
+
+    def _skip_lease_numbers(self) -> None:
+        """Never give a number to a lease again that a state which was lost has given."""
+        if self._state.leases and not self._skipped_leases:
+            self._skipped_leases = True
+            self._state.leases.skip_numbers()
 
     def _set_message(self, message: str) -> bool:
         """Say what is waited for; whether it is news."""
@@ -120,6 +125,28 @@ class VersionRecovery:
             return False
         self._state.phase_message = message
         self._actions.add(ev.SetPhase(self._state.phase, message))
+        return True
+
+    # ------------------------------------------------------------- when the job may go on
+
+    def begin_training(self) -> bool:
+        """Training begins, and with it this epoch is settled; False: it has to wait for what the store lost."""
+        if self.is_pending:
+            return False
+        self._state.lineage.mark_settled(self._state.epoch)
+        return True
+
+    def begin_last_merges(self, target: JobPhase) -> bool:
+        """The last merges before ``target`` begin; False: they have to wait for what the store lost."""
+        # A rebuild may be suspended, and goes on after a resume; it never ends in a complete job.
+        if self.is_rebuilding and target is JobPhase.SUSPENDED:
+            return True
+        if self.is_pending:
+            return False
+        state = self._state
+        if state.initialised and state.lineage.newest_settled < state.epoch:
+            state.lineage.mark_settled(state.epoch)  # what the last merges make comes from no learner
+            self._actions.add(ev.Persist())
         return True
 
     # ------------------------------------------------------------- a store that came back empty
@@ -264,6 +291,8 @@ class VersionRecovery:
 
     def advance(self, now: float) -> None:
         """Request what is missing; restart when all came, or go on without it when nobody has it."""
+        if self.is_rebuilding:
+            self._skip_lease_numbers()  # the first learner that says how large the data is may join after the others
         if not self.is_pending or self._restarting or not self._all_present(now):
             return
         if not self._state.initialised:

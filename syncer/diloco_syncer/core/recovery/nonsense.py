@@ -1,6 +1,6 @@
 """Repairs a restored state that holds what no learner can truly have said.
 
-Such numbers are refused where they come in (``members/reports.py``, ``merging/push_checks.py``). A state that took them
+Such numbers are refused where they come in (``reports.py``, ``merging/push_checks.py``). A state that took them
 in before would end the syncer at each start, or keep honest learners out for good. What is repaired loses its
 history and nothing else: the parameters are what they are.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import astuple
 
 from diloco_protocol.wire import limits
-from diloco_syncer.core.merging.ledger import SlotBook
+from diloco_syncer.core.books.ledger import SlotBook
 from diloco_syncer.core.state import JobState
 
 SANE_STEP = 1 << 48  # of a slot; far from where steps stop counting, and far beyond any job

@@ -32,9 +32,8 @@ from dataclasses import replace
 
 from diloco_protocol.vocabulary import SlotState
 from diloco_protocol.wire.records import FragmentReport, PushHeader, Receipt, SlotReceipt, StepReport
-from diloco_syncer.core.events import MergedPush
-from diloco_syncer.core.members.slots import Slot
-from diloco_syncer.core.merging.ledger import Cell, Ledger
+from diloco_syncer.core.books.ledger import Cell, Ledger
+from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.state import JobState
 
 MOST_SLOTS = 4096  # more than a receipt has room for

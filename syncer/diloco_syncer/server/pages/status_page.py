@@ -17,7 +17,7 @@ from diloco_syncer.runtime.event_log import EventLog
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.merger import Merger
 from diloco_syncer.runtime.traffic import Traffic
-from diloco_syncer.server.pages.links import LinkMeasures, slot_links
+from diloco_syncer.server.links import LinkMeasures, slot_links
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 

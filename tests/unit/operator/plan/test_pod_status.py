@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_operator.model import ClusterEvent
-from diloco_operator.plan.pods import pod_status
-from diloco_operator.plan.pods.pod_status import ContainerExit
+from diloco_operator.plan import pod_status
+from diloco_operator.plan.pod_status import ContainerExit
 from diloco_protocol.common import logs
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME
 

@@ -11,7 +11,7 @@ import pytest
 from diloco_operator.model import Observed, ProgramAnswer
 from diloco_operator.plan.conditions.condition_set import ORDER
 from diloco_operator.plan.conditions.region_conditions import DIFFERS_SECONDS, differing_fields
-from diloco_operator.plan.pods.pod_status import ContainerExit
+from diloco_operator.plan.pod_status import ContainerExit
 from diloco_operator.plan.refusals import condition_reason, current_refusal, refusal_of_exit, refusal_rank
 from diloco_operator.plan.transitions import FAULT_OVER
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME, FAULT_CONDITIONS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.plan.pods.pod_status import ContainerExit, read_pod
+from diloco_operator.plan.pod_status import ContainerExit, read_pod
 from diloco_operator.plan.pods.repeated_errors import is_program_error
 from diloco_protocol.common.program_errors import NEVER_JOINED
 from diloco_protocol.documents import StatusDocument

@@ -11,7 +11,7 @@ from diloco.local.screen import RunView, links_text, picture, slot_note, slow_li
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
 from diloco_protocol.documents import SlotRow
 from diloco_protocol.wire.records import Link, StepReport
-from diloco_syncer.server.pages.links import LinkMeasures
+from diloco_syncer.server.links import LinkMeasures
 from diloco_worker.net.link_probe import LinkProbe
 from status_documents import slot_link, slot_row, status_document
 

@@ -13,10 +13,10 @@ from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire.records import Evaluation
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books import recent_refusals
+from diloco_syncer.core.books.deterministic import DeterministicMode
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.deterministic import DeterministicMode
-from diloco_syncer.core.members import recent_refusals
-from diloco_syncer.core.merging.rounds import RoundRules
 from ledger_balance import imbalances
 from shell_figures import SHELL
 

@@ -13,9 +13,9 @@ from diloco_protocol.documents import Tokens, TrainingLoss
 from diloco_protocol.vocabulary import JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import Evaluation, Held
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books import slots
+from diloco_syncer.core.books.slots import Absence, SlotTable
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.members import slots
-from diloco_syncer.core.members.slots import Absence, SlotTable
 from shell_figures import SHELL
 
 

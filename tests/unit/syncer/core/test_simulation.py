@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.vocabulary import JobPhase
-from diloco_syncer.core.merging.rounds import Round, RoundBook
+from diloco_syncer.core.books.rounds import Round, RoundBook
 from diloco_worker.core.adoption import Rule
 from example_counts import share_of
 from syncer_simulation.core_world import World, check_liveness, settle

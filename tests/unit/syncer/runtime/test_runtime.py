@@ -727,7 +727,7 @@ async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: 
             async def broken(*_: Any, raised: Exception = error) -> Any:
                 raise raised
 
-            bench.syncer.uploads._route = broken  # type: ignore[method-assign]
+            bench.syncer.uploads._receive = broken  # type: ignore[method-assign]
             assert (await bench.upload("a", b"x")).reason == word
 
 
@@ -865,13 +865,13 @@ async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
         sessions, flooding, other = bench.syncer.sessions, bench.connect(1, 0, "a"), bench.connect(2, 1, "b")
         reading = asyncio.create_task(sessions._read(reports("a", 20), flooding))
         for _ in range(5):
-            await sessions.pace_upload("a")
-        sixth = asyncio.create_task(sessions.pace_upload("a"))
+            await flooding.pace_upload()
+        sixth = asyncio.create_task(flooding.pace_upload())
         for _ in range(100):
             await asyncio.sleep(0)
         assert read["a"] == 6 and not reading.done() and not sixth.done()
         await sessions._read(reports("b", 5), other)
-        await sessions.pace_upload("b")
+        await other.pace_upload()
         assert read["b"] == 5 and not other.closing
         for task in (reading, sixth):
             task.cancel()

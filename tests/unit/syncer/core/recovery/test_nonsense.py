@@ -13,9 +13,9 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import convert, limits
 from diloco_protocol.wire.records import Evaluation, FragmentReport, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.leases import MAX_SORTED, Permutation, block_order
 from diloco_syncer.core.config import CoreConfig
-from diloco_syncer.core.members.leases import MAX_SORTED, Permutation, block_order
-from diloco_syncer.core.members.reports import find_nonsense
+from diloco_syncer.core.reports import find_nonsense
 from ledger_balance import imbalances
 from shell_figures import SHELL
 

@@ -10,8 +10,8 @@ from core_desk import Desk, config, of, report
 from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.members import slots
-from diloco_syncer.core.members.slots import SlotTable
+from diloco_syncer.core.books import slots
+from diloco_syncer.core.books.slots import SlotTable
 
 
 def test_a_replacement_goes_on_at_its_slots_step_not_at_the_jobs_greatest() -> None:

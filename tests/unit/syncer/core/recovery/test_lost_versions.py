@@ -12,9 +12,9 @@ from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import convert, limits
 from diloco_protocol.wire.records import FragmentReport, Held, PushHeader, Receipt, SlotReceipt, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.rounds import RoundRules
 from diloco_syncer.core.recovery.lost_versions import ANSWER_SECONDS, SLOWEST
 from ledger_balance import imbalances
 

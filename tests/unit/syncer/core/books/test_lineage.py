@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_syncer.core.recovery.lineage import Lineage
+from diloco_syncer.core.books.lineage import Lineage
 
 
 def test_settled_epochs_stay_in_order_when_an_older_one_is_found_later() -> None:

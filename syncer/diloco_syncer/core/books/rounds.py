@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol.wire.records import PushHeader
-from diloco_syncer.core.deterministic import Mode
+from diloco_syncer.core.books.deterministic import Mode
 
 MOST_PULL_WAIT = 6.0  # between two pulls of one push, in ``pull_seconds``
 OVERDUE_SECONDS = 120.0

@@ -6,7 +6,7 @@ from diloco_protocol.vocabulary import EventKind
 from diloco_protocol.wire import limits
 from diloco_protocol.wire.records import StepReport
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.state import JobState
 
 

@@ -19,7 +19,7 @@ from diloco_protocol.documents import SlotLink
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import SlotState
 from diloco_protocol.wire.records import StepReport
-from diloco_syncer.core.members.slots import Slot
+from diloco_syncer.core.books.slots import Slot
 
 _FASTEST, _LONGEST = 1e15, 1e6  # bytes per second, seconds: beyond, a learner's number makes no sense
 

@@ -9,10 +9,10 @@ import pytest
 
 from core_desk import Desk, config, of, report
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.deterministic import DeterministicMode
-from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.members.slots import Slot
-from diloco_syncer.core.merging.ledger import Ledger
+from diloco_syncer.core.books.deterministic import DeterministicMode
+from diloco_syncer.core.books.leases import LeaseBook
+from diloco_syncer.core.books.ledger import Ledger
+from diloco_syncer.core.books.slots import Slot
 
 MODE = DeterministicMode(2)
 

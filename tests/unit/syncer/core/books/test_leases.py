@@ -8,8 +8,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_syncer.core.deterministic import DeterministicMode
-from diloco_syncer.core.members.leases import LeaseBook, block_order
+from diloco_syncer.core.books.deterministic import DeterministicMode
+from diloco_syncer.core.books.leases import LeaseBook, block_order
 from example_counts import share_of
 
 

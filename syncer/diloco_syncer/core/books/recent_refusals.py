@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from diloco_protocol.documents import RefusalRow
-from diloco_syncer.core import events as ev
+from diloco_protocol.wire.records import Join
 
 MOST = 64
 """Places that are remembered: those heard of last."""
@@ -26,7 +26,7 @@ class RecentRefusals:
         # With the time of the refusal, by the core's clock.
         self._by_place: OrderedDict[Place, tuple[float, RefusalRow]] = OrderedDict()
 
-    def add(self, join: ev.Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
+    def add(self, join: Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
         """Remember that a Join was refused for good. ``fields``: in which the jobs differ, where that is why."""
         role, region, ordinal = place = _place(join)
         row = RefusalRow(
@@ -43,7 +43,7 @@ class RecentRefusals:
         if len(self._by_place) > MOST:
             self._by_place.popitem(last=False)
 
-    def remove(self, join: ev.Join) -> None:
+    def remove(self, join: Join) -> None:
         """Forget the refusal of the place: a process of it was admitted."""
         self._by_place.pop(_place(join), None)
 
@@ -52,5 +52,5 @@ class RecentRefusals:
         return [row.model_copy(update={"seconds_ago": now - at}) for at, row in self._by_place.values()]
 
 
-def _place(join: ev.Join) -> Place:
+def _place(join: Join) -> Place:
     return ("evaluator" if join.evaluator else "learner", join.region, join.ordinal)

@@ -10,8 +10,8 @@ import pytest
 from core_desk import Desk, config, of, reason, report
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.norm_gate import GATE_PATIENCE, GATE_SAMPLES, GATE_WINDOW, NormGate
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.norm_gate import GATE_PATIENCE, GATE_SAMPLES, GATE_WINDOW, NormGate
 from diloco_syncer.server.pages.metrics import exposition
 from shell_figures import SHELL
 

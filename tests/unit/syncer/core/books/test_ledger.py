@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diloco_protocol.documents import Tokens
 from diloco_protocol.wire.records import FragmentReport, StepReport
-from diloco_syncer.core.merging.ledger import Ledger
+from diloco_syncer.core.books.ledger import Ledger
 from ledger_balance import imbalances
 
 

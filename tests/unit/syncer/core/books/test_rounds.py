@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.wire.records import PushHeader, StepReport
-from diloco_syncer.core.deterministic import DeterministicMode, Mode
-from diloco_syncer.core.merging.rounds import (
+from diloco_syncer.core.books.deterministic import DeterministicMode, Mode
+from diloco_syncer.core.books.rounds import (
     Accepted,
     MovingAverage,
     Progress,

@@ -45,10 +45,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol.vocabulary import HELD_STATES, SlotState
-from diloco_syncer.core.events import Join, MergedPush
+from diloco_protocol.wire.records import Join
 
 PODS_KEPT = 8  # of one place; an older one has long been gone
 PLACES_KEPT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class MergedPush:
+    """A learner's newest merged push of one fragment: (sequence, version); (0, 0): none."""
+
+    sequence: int = 0
+    version: int = 0
 
 
 @dataclass(slots=True)

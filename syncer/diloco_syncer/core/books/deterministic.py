@@ -28,11 +28,10 @@ from collections.abc import Collection, Sequence, Set
 from typing import Literal
 
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.wire.records import Lease, PushHeader
-from diloco_syncer.core.events import Join
-from diloco_syncer.core.members.leases import LeaseBook
-from diloco_syncer.core.members.slots import Slot, SlotTable
-from diloco_syncer.core.merging.ledger import Ledger
+from diloco_protocol.wire.records import Join, Lease, PushHeader
+from diloco_syncer.core.books.leases import LeaseBook
+from diloco_syncer.core.books.ledger import Ledger
+from diloco_syncer.core.books.slots import Slot, SlotTable
 
 StopKind = Literal["steps", "tokens", "seconds"]
 

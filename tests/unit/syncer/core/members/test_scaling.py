@@ -10,9 +10,9 @@ from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import SlotState
 from diloco_protocol.wire.records import FragmentReport, Seat, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.merging.rounds import RoundRules
 from ledger_balance import imbalances
 from shell_figures import SHELL
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_syncer.core.clock import RATE_WINDOW, JobClock
+from diloco_syncer.core.books.clock import RATE_WINDOW, JobClock
 
 
 def after_a_crash(clock: JobClock, now: float, seconds: float, slots: int) -> JobClock:

@@ -10,8 +10,8 @@ from core_desk import Desk, config, of, reason, report
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire.records import FragmentReport, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.norm_gate import GATE_SAMPLES, GATE_WINDOW, NormGate
 from diloco_syncer.core.merging.aggregation import STARVED_QUIET_SECONDS
-from diloco_syncer.core.merging.norm_gate import GATE_SAMPLES, GATE_WINDOW, NormGate
 
 
 def refusal(desk: Desk, **changes: object) -> PushRefusal | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
-from diloco_syncer.core.merging.ledger import Ledger
+from diloco_syncer.core.books.ledger import Ledger
 
 
 def report(trained: int, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> StepReport:
