@@ -66,6 +66,7 @@ class World:
         self.records: dict[tuple[int, int], Record] = {}
         self.state: str | None = None
         self.older: list[tuple[str, list[int], dict]] = []  # states written, with versions and spool
+        self.first: list[tuple[str, int]] = []  # states written before version 0, with their epochs
         self.behind = False
         self.spool: dict[tuple[int, int, int, int], tuple[str, Ids]] = {}
         self.epoch = 0
@@ -240,14 +241,14 @@ class World:
             self.at(1.0, lambda learner=learner: self.respawn(learner.place))
 
     def wipe(self) -> None:
-        """The store is empty: only learners have something."""
+        """The store is empty, or a copy from before version 0: only learners have something."""
         self.seen["wipes"] += 1
         self.records.clear()
         self.spool.clear()
         self.older.clear()
-        self.state = None
+        self.state, self.epoch = self.random.choice([(None, 0), *self.first[-1:]])
+        self.seen["copies from before version 0"] += self.state is not None
         self.behind = False
-        self.epoch = 0
         self.respawn_left()
 
     def crash_syncer(self) -> None:
@@ -293,11 +294,14 @@ class World:
                 self.state = json.dumps(self.core.state(self.now, self.now))
                 if self.core.initialised:
                     self.older.append((self.state, list(self.core.versions), dict(self.spool)))
+                else:
+                    self.first.append((self.state, self.epoch))
             case ev.Admit():
                 learner = self.connections[action.connection]
                 if action.initialise:
                     self.at(0.1, lambda c=action.connection: self.initialise(c))
-                self.seated(learner, action.seat, action.merged, action.withheld)
+                learner.withheld = set(action.withheld)
+                self.seated(learner, action.seat, action.merged)
             case ev.RequestVersion():
                 self.at(self.delay(0.5), lambda: self.give_base(action))
             case ev.RestartFromStore():
@@ -340,6 +344,7 @@ class World:
                 self.at(self.delay(0.3), lambda: self.merge(action, headers, content, life))
             case ev.Announce():
                 for connection, learner in self.told():
+                    learner.withheld.discard(action.fragment)
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
             case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
                 self.seen["given up"] += isinstance(action, ev.RecordEvent) and "continuing from" in action.message
@@ -488,17 +493,14 @@ class World:
         self.seen["taken"] += 1
         self.handle(ev.LostVersionStored(p))
 
-    def seated(
-        self,
-        learner: Learner,
-        seat: Seat | None,
-        merged: tuple[ev.MergedPush, ...],
-        withheld: frozenset[int] = frozenset(),
-    ) -> None:
+    def seated(self, learner: Learner, seat: Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
         if seat is None:
             learner.seat = None
             return
-        if not (seat.continuing and learner.seat is not None):
+        if seat.continuing and learner.seat is not None:
+            there = learner.tenure_slot
+            assert seat.slot == there, f"{learner.process} continues in slot {seat.slot}, and its tenure is in {there}"
+        else:
             if self.setup.crossings and learner.adoption.complete and learner.connection is not None:
                 # The training thread says it while the client's hears of the seat.
                 late, connection = ev.Reported(learner.connection, learner.report()), learner.connection
@@ -516,7 +518,7 @@ class World:
         learner.draining = learner.draining or self.core.phase is JobPhase.DRAINING
         learner.in_flight.clear()  # their answers are lost: offered again before anything is adopted
         for p in range(len(self.core.versions)):
-            if p not in withheld:
+            if p not in learner.withheld:
                 self.announce(learner, p, merged[p] if merged else ev.MergedPush())
 
     def initialise(self, connection: int) -> None:
@@ -538,8 +540,10 @@ class World:
         def arrive() -> None:
             if learner.connection == connection:  # a broken session takes its downloads with it
                 learner.news.append((news, ids))
-                if learner.holdings.get(p, (0, 0))[:2] <= (epoch, version):
+                # Whatever this session tells of goes before what an earlier one did, as in the worker.
+                if learner.held_since.get(p) != connection or learner.holdings[p][:2] <= (epoch, version):
                     learner.holdings[p] = (epoch, version, ids, rows, settled)
+                    learner.held_since[p] = connection
 
         # The session is in order, downloads are not: newer news of a fragment may come first.
         if version == 0 or not self.swallows("announce"):
@@ -679,8 +683,7 @@ class World:
             assert connection is not None
             self.handle(ev.Reported(connection, learner.report()))
             self.handle(ev.Drained(connection))
-            self.connections.pop(connection, None)
-            learner.connection = None
+            self.break_connection(learner)
             if learner in self.learners and self.core.phase not in (JobPhase.DRAINING, *ENDED_PHASES):
                 self.learners.remove(learner)
                 self.at(1.0, lambda: self.respawn(learner.place))

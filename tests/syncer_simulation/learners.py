@@ -70,6 +70,8 @@ class Learner:
     offers: dict[int, tuple[PushHeader, Ids]] = field(default_factory=dict)
     # Newest download of each fragment, with its receipt, and what had settled when it was announced.
     holdings: dict[int, tuple[int, int, Ids, Receipt, int]] = field(default_factory=dict)
+    held_since: dict[int, int | None] = field(default_factory=dict)  # the session of each
+    withheld: set[int] = field(default_factory=set)  # fragments of which its Welcome did not tell
     left: bool = False
 
     def __post_init__(self) -> None:

@@ -89,13 +89,7 @@ class ShellWorld(SyncerProcesses):
             case _:
                 super().do(action)
 
-    def seated(
-        self,
-        learner: Learner,
-        seat: Seat | None,
-        merged: tuple[ev.MergedPush, ...],
-        withheld: frozenset[int] = frozenset(),
-    ) -> None:
+    def seated(self, learner: Learner, seat: Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
         connection = learner.connection
         if learner.evaluator:
             for p in range(len(self.known.versions)):
@@ -107,7 +101,7 @@ class ShellWorld(SyncerProcesses):
             learner.leases.reconcile(seat.leases)
             if self.setup.peer_states and not seat.continuing and self.core.initialised:
                 self.at(0.2, lambda: self.want_state(connection))
-        super().seated(learner, seat, merged, withheld)
+        super().seated(learner, seat, merged)
 
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
         known, epoch, connection = self.known, self.epoch, learner.connection
@@ -124,8 +118,9 @@ class ShellWorld(SyncerProcesses):
                 self.tokens_heard = max((epoch, known.tokens), self.tokens_heard)
             else:
                 learner.news.append((news, ids))
-            if learner.holdings.get(p, (0, 0))[:2] <= (epoch, version):
+            if learner.held_since.get(p) != connection or learner.holdings[p][:2] <= (epoch, version):
                 learner.holdings[p] = (epoch, version, ids, known.receipts[p], known.settled)
+                learner.held_since[p] = connection
 
         self.at(self.delay(0.3), arrive)
 

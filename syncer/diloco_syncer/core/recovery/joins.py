@@ -102,6 +102,7 @@ class JoinRecovery:
         """Whether the open tenure of the process's slot is the one that the process counts in. It is not if a state
         that was lost had begun another for it, or if a syncer ended before it could say that it had."""
         if self.state.ledger is None:
-            return True
+            # A copy of the store from before version 0 may have the process in another slot. Receipts count by slot.
+            return not join.tenure or join.slot == slot.index
         opened = self.state.ledger.books[slot.index].first_incarnation
         return bool(opened) and join.tenure in (0, opened)

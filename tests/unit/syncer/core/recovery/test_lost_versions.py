@@ -728,10 +728,22 @@ def test_a_tenure_from_before_version_0_goes_on() -> None:
     life = Life(None, 1)
     life.join(1, 0, previous_incarnation=0)
     life.do(ev.ConnectionLost(1))
-    life.join(2, 0, previous_incarnation=1, tenure=1)
+    life.join(2, 0, previous_incarnation=1, tenure=1, slot=0)
     life.do(ev.InitialModelStored("L", (8, 8)))
-    (admit,) = of(life.join(3, 0, previous_incarnation=2, tenure=1), ev.Admit)
+    (admit,) = of(life.join(3, 0, previous_incarnation=2, tenure=1, slot=0), ev.Admit)
     assert admit.seat is not None and admit.seat.continuing
+
+
+@pytest.mark.parametrize(("slot", "continuing"), [(1, True), (0, False)])
+def test_in_a_copy_from_before_version_0_a_tenure_goes_on_in_its_own_slot_only(slot: int, continuing: bool) -> None:
+    """Receipts count by slot: in another one, what is merged of the tenure would be trained twice."""
+    life = Life(None, 1)
+    life.join(1, 1, previous_incarnation=0)
+    copy = life.core.state(0.0)
+    life = Life(copy, 9)
+    (admit,) = of(life.join(2, 1, held=HELD, previous_incarnation=7, tenure=6, slot=slot), ev.Admit)
+    assert admit.seat is not None and (admit.seat.slot, admit.seat.continuing) == (1, continuing)
+    assert admit.seat.tenure == (6 if continuing else admit.seat.incarnation)
 
 
 def test_receipts_on_the_wire() -> None:
