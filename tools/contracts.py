@@ -1,18 +1,10 @@
-#!/usr/bin/env python3
-"""The tables of docs/contracts.md, from the models of diloco_protocol/documents.py.
-
-``tools/contracts.py --write docs/contracts.md`` puts them between the marks of that page; ``--check`` exits 1 if
-they are not current.
-"""
+"""The generated parts of docs/contracts.md, from the models of diloco_protocol/documents.py (tools/generate.py)."""
 
 from __future__ import annotations
 
-import sys
 import types
 import typing
 from typing import Annotated, Any, Literal
-
-import page_tables
 
 from diloco_protocol.documents import Document, LearnerPage, Report, StatusDocument
 
@@ -71,10 +63,6 @@ def _type_words(annotation: Any) -> str:
     return " or ".join(words)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write or check the tables of a page; returns the exit code."""
-    return page_tables.main("tools/contracts.py", {name: table(model) for name, model in DOCUMENTS.items()}, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def tables() -> dict[str, str]:
+    """The parts of the page by their names."""
+    return {name: table(model) for name, model in DOCUMENTS.items()}

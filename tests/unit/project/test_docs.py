@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -292,13 +290,6 @@ def test_the_contracts_have_what_programs_are_told() -> None:
     syncer = (ROOT / "syncer/diloco_syncer/__main__.py").read_text(encoding="utf-8")
     flags = set(re.findall(r"add_argument\(\s*\"(--[a-z-]+)\"", syncer))
     assert flags and flags == set(re.findall(r"--[a-z-]+", section(text, "The syncer").split("```")[1]))
-
-
-def test_the_contracts_have_every_field_of_status_page_and_report() -> None:
-    """Their tables are those of the models that programs write and read with."""
-    program = [sys.executable, str(ROOT / "tools" / "contracts.py"), "--check", str(DOCS / "contracts.md")]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_decision_is_in_the_index() -> None:
