@@ -25,6 +25,7 @@ import lock
 import operator_tables
 import proto_stubs
 import results_picture
+import stacks
 import trial_tables
 import version
 
@@ -63,6 +64,7 @@ def fill_page(text: str, generated: Mapping[str, str]) -> str:
 FILES: dict[str, Maker] = {
     "docs/job.md": whole(job_reference.page),
     "docs/commands.md": whole(command_pages.page),
+    "docs/architecture.md": parts(stacks.tables),
     "docs/contracts.md": parts(contracts.tables),
     "docs/operator.md": parts(operator_tables.tables),
     "docs/results.md": parts(trial_tables.tables),

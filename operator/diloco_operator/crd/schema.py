@@ -1,4 +1,4 @@
-"""The custom resource definition of DiLoCoJob; ``tools/crd.py`` writes it to files.
+"""The custom resource definition of DiLoCoJob; ``tools/generate.py`` writes it to files.
 
 Theory of operation. The schema is made from the models that the loader validates with (``diloco_protocol.spec.job``,
 ``status.py``), field by field: type, range, choices, pattern, lengths, whether null is allowed, default, description.
