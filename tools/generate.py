@@ -22,6 +22,7 @@ import command_pages
 import contracts
 import job_reference
 import lock
+import metric_tables
 import operator_tables
 import proto_stubs
 import results_picture
@@ -66,6 +67,7 @@ FILES: dict[str, Maker] = {
     "docs/commands.md": whole(command_pages.page),
     "docs/architecture.md": parts(stacks.tables),
     "docs/contracts.md": parts(contracts.tables),
+    "docs/monitoring.md": parts(metric_tables.tables),
     "docs/operator.md": parts(operator_tables.tables),
     "docs/results.md": parts(trial_tables.tables),
     "docs/pictures/goodput.svg": results_picture.picture,
