@@ -29,8 +29,6 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 DEMO_JOB ?= examples/tiny-gpt.yaml
 DEMO_DIR ?= runs/demo
 DEMO_CHAOS ?= 30s:kill:local-1
-# The definition of DiLoCoJob, and the copy that the chart holds.
-CRDS := manifests/crd.yaml charts/diloco/files/crd.yaml
 # Words for pytest, for instance PYTEST_ARGS="-k ledger -x".
 PYTEST_ARGS ?=
 # How many tests run at once (0: in one process, for --pdb and -s). Each has processes of its own.
@@ -140,8 +138,7 @@ images: ## Build the images with docker, podman or localkube (CLUSTER=kind:NAME|
 .PHONY: chart
 chart: $(STAMP) ## Check the chart: lint, render, tests; with KUBECONFIG also a dry run on that cluster (needs helm)
 	$(BIN)/python tools/chart.py check
-	$(BIN)/python tools/chart.py readme --check
-	$(BIN)/python tools/chart.py install --check
+	$(BIN)/python tools/generate.py --check charts manifests
 	$(PYTEST) -q tests/unit/project/test_chart.py tests/unit/project/test_chart_rendered.py
 
 # Words for pytest: E2E_ARGS="-m 'ci and not regions'" is the part that .ci/run runs.
@@ -175,19 +172,7 @@ lint: $(STAMP) ## Check style, types, import rules, structure, and whether gener
 	$(BIN)/mypy bench/*.py
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/structure.py --check
-	$(BIN)/python tools/check_proto.py
-	$(BIN)/python tools/job_reference.py --check docs/job.md
-	$(BIN)/python tools/command_pages.py --check docs/commands.md
-	$(BIN)/python tools/contracts.py --check docs/contracts.md
-	$(BIN)/python tools/operator_tables.py --check docs/operator.md
-	$(BIN)/python tools/results_picture.py --check
-	$(BIN)/python tools/trial_tables.py --check docs/results.md
-	$(BIN)/python tools/crd.py --check $(CRDS)
-	$(BIN)/python tools/cluster_examples.py
-	$(BIN)/python tools/chart.py readme --check
-	$(BIN)/python tools/chart.py install --check
-	$(BIN)/python tools/lock.py --check
-	$(BIN)/python tools/version.py --check
+	$(BIN)/python tools/generate.py --check
 
 .PHONY: format
 format: $(STAMP) ## Format the code and sort its imports
@@ -218,28 +203,9 @@ bench-operator: $(STAMP) ## Measure the operator with 500 jobs on simulated node
 	$(BIN)/python bench/operator_load.py $(BENCH_ARGS)
 
 ##@ Generated files
-.PHONY: proto
-proto: $(STAMP) ## Regenerate the gRPC stubs from sync.proto
-	$(BIN)/python tools/check_proto.py --write
-
-.PHONY: manifests
-manifests: $(STAMP) ## Regenerate manifests/ (and the chart's copy) from the job's models, examples/ and the chart
-	$(BIN)/python tools/crd.py --write $(CRDS)
-	$(BIN)/python tools/cluster_examples.py --write
-	$(BIN)/python tools/chart.py install --write
-
-.PHONY: docs
-docs: tables site ## Regenerate the tables of docs/ and the chart's README (tables), and build the site (site)
-
-.PHONY: tables
-tables: $(STAMP) ## Regenerate docs/job.md, the tables of other pages, the picture of results.md, and the chart's README from its values
-	$(BIN)/python tools/job_reference.py --write docs/job.md
-	$(BIN)/python tools/command_pages.py --write docs/commands.md
-	$(BIN)/python tools/contracts.py --write docs/contracts.md
-	$(BIN)/python tools/operator_tables.py --write docs/operator.md
-	$(BIN)/python tools/results_picture.py
-	$(BIN)/python tools/trial_tables.py --write docs/results.md
-	$(BIN)/python tools/chart.py readme --write
+.PHONY: generate
+generate: $(STAMP) ## Write every generated file that is not current: stubs, manifests, pages, tables (tools/generate.py lists them)
+	$(BIN)/python tools/generate.py --write
 
 $(SITE)/.installed: pyproject.toml requirements.lock
 	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
@@ -276,7 +242,7 @@ VERSION ?=
 .PHONY: version
 version: $(STAMP) ## Print the version, or set it in every file (VERSION=1.2.3), with what is made from them
 	$(BIN)/python tools/version.py $(VERSION)
-	$(if $(VERSION),$(MAKE) --no-print-directory manifests tables)
+	$(if $(VERSION),$(MAKE) --no-print-directory generate)
 
 ##@ Tidying up
 .PHONY: clean

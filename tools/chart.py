@@ -1,22 +1,19 @@
 """The chart and what is made of it: README's table, manifests/install.yaml, and its checks.
 
-    python tools/chart.py readme --write|--check     charts/diloco/README.md, from the comments in values.yaml
-    python tools/chart.py install --write|--check    manifests/install.yaml, from the chart by `helm template`
     python tools/chart.py package --registry HOST/FOLDER [--out DIR]
-                                                     the chart as a release publishes it, and its install.yaml,
-                                                     both with the registry that has the release's images
-    python tools/chart.py check                      helm lint and helm template with each file of
-                                                     charts/diloco/ci; and what that makes, to the API server
-                                                     of KUBECONFIG, if that is set, as a dry run
+                                 the chart as a release publishes it, and its install.yaml,
+                                 both with the registry that has the release's images
+    python tools/chart.py check  helm lint and helm template with each file of charts/diloco/ci;
+                                 and what that makes, to the API server of KUBECONFIG, if that
+                                 is set, as a dry run
 
-helm and kubectl are taken from PATH, or from where `$LOCALKUBE env` says. Without helm `install --check`
-says so and passes; `install --write` and `check` fail.
+tools/generate.py writes charts/diloco/README.md from the comments in values.yaml, and manifests/install.yaml from
+the chart by `helm template`. helm and kubectl are taken from PATH, or from where `$LOCALKUBE env` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -32,19 +29,20 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "diloco"
-README = CHART / "README.md"
-INSTALL = ROOT / "manifests" / "install.yaml"
 NAMESPACE = "diloco-system"
-BEGIN, END = "<!-- values: begin (tools/chart.py) -->", "<!-- values: end -->"
 NOT_CORE = ("PodMonitor", "PrometheusRule")  # kinds that a bare cluster does not have
 HEADER = """\
 # The operator without Helm: kubectl apply -f manifests/install.yaml
-# Made of charts/diloco with its defaults (`make manifests`); docs/operator.md says what to change.
+# Made of charts/diloco with its defaults (`make generate`); docs/operator.md says what to change.
 """
 
 
 class Problem(Exception):
     """What is wrong, for the one who runs this."""
+
+
+class Skipped(Exception):
+    """Why something cannot be made here: a program is not installed."""
 
 
 # ---------------------------------------------------------------- values and README
@@ -97,14 +95,9 @@ def table(text: str) -> str:
     return "\n".join(rows)
 
 
-def readme() -> str:
-    """README.md with its table as values.yaml has it. Raises Problem."""
-    text = README.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise Problem(f"{README.relative_to(ROOT)} needs the lines {BEGIN} and {END} once each")
-    head, rest = text.split(BEGIN)
-    values = (CHART / "values.yaml").read_text(encoding="utf-8")
-    return f"{head}{BEGIN}\n\n{table(values)}\n\n{END}{rest.split(END)[1]}"
+def values_table() -> dict[str, str]:
+    """The generated part of README.md. Raises Problem."""
+    return {"values": table((CHART / "values.yaml").read_text(encoding="utf-8"))}
 
 
 # ---------------------------------------------------------------- programs
@@ -146,7 +139,10 @@ def template(*words: str, namespace: str = NAMESPACE, release: str = "diloco") -
 
 
 def install_manifest(*words: str) -> str:
-    """The chart's objects for `kubectl apply`, with their namespace, without what is Helm's own. ``words``: helm's."""
+    """The chart's objects for `kubectl apply`, with their namespace, without what is Helm's own. ``words``: helm's.
+    Raises Skipped without helm."""
+    if program("helm") is None:
+        raise Skipped("helm is neither on PATH nor where $LOCALKUBE env says")
     namespace = {
         "apiVersion": "v1",
         "kind": "Namespace",
@@ -228,50 +224,20 @@ def package(registry: str, out: Path) -> None:
     (out / "install.yaml").write_text(install_manifest("--set", f"images.registry={registry}"), encoding="utf-8")
 
 
-def settle(path: Path, wanted: str, write: bool, how: str) -> int:
-    """Write the file, or compare it; the exit code."""
-    if write:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(path.suffix + ".tmp")
-        temporary.write_text(wanted, encoding="utf-8")
-        temporary.replace(path)
-        return 0
-    there = path.read_text(encoding="utf-8") if path.exists() else ""
-    if there == wanted:
-        return 0
-    name = str(path.relative_to(ROOT))
-    difference = difflib.unified_diff(there.splitlines(), wanted.splitlines(), name, "wanted", lineterm="")
-    print("\n".join(list(difference)[:60]), file=sys.stderr)
-    print(f"chart: {name} is not what it would be made now: run {how}", file=sys.stderr)
-    return 1
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("readme", "install", "check", "package"))
+    parser.add_argument("what", choices=("check", "package"))
     parser.add_argument("--registry", help="package: where the release's images are")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="package: where to (default: dist)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--write", action="store_true")
-    how.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     try:
         if arguments.what == "check":
             check()
             return 0
-        if arguments.what == "package":
-            if not arguments.registry:
-                parser.error("package --registry HOST/FOLDER")
-            package(arguments.registry, arguments.out)
-            return 0
-        if not arguments.write and not arguments.check:
-            parser.error("--write or --check")
-        if arguments.what == "readme":
-            return settle(README, readme(), arguments.write, "make docs")
-        if arguments.check and program("helm") is None:
-            print("chart: helm is not there, so manifests/install.yaml was not compared with the chart")
-            return 0
-        return settle(INSTALL, install_manifest(), arguments.write, "make manifests")
+        if not arguments.registry:
+            parser.error("package --registry HOST/FOLDER")
+        package(arguments.registry, arguments.out)
+        return 0
     except Problem as problem:
         print(f"chart: {problem}", file=sys.stderr)
         return 1

@@ -1,7 +1,5 @@
-"""Are the jobs in manifests/examples what examples/ says, and what their pods need of a small cluster?
-
-    python tools/cluster_examples.py            exit 1, naming the files, where they are not
-    python tools/cluster_examples.py --write    write them (`make manifests`)
+"""The jobs of manifests/examples, written from examples/ with what their pods need of a small cluster
+(tools/generate.py).
 
 One definition of each job: the text of examples/NAME.yaml, comments included, with another
 opening and with what follows here put in. tests/unit/project/test_cluster_examples.py compares the two
@@ -10,16 +8,13 @@ as jobs.
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from diloco_protocol.common.files import write_whole
-
-ROOT = Path(__file__).resolve().parent.parent
-SOURCE, TARGET = ROOT / "examples", ROOT / "manifests" / "examples"
+SOURCE = Path(__file__).resolve().parent.parent / "examples"
 
 
 @dataclass(frozen=True)
@@ -134,28 +129,9 @@ def text(name: str) -> str:
         if body.count(old) != 1:
             raise ValueError(f"examples/{name}.yaml does not hold exactly once: {old!r}")
         body = body.replace(old, new)
-    made = f"#\n# Written from examples/{name}.yaml by `make manifests` (tools/{Path(__file__).name}).\n"
+    made = f"#\n# Written from examples/{name}.yaml by `make generate` (tools/{Path(__file__).name}).\n"
     added = f"\n{change.added}" if change.added else ""
     return change.opening + made + body.rstrip("\n") + "\n" + added
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="compare manifests/examples with examples/")
-    parser.add_argument("--write", action="store_true", help="write them")
-    if parser.parse_args().write:
-        TARGET.mkdir(parents=True, exist_ok=True)
-        for name in CHANGES:
-            write_whole(TARGET / f"{name}.yaml", text(name).encode("utf-8"))
-        return 0
-    stale = []
-    for name in CHANGES:
-        path = TARGET / f"{name}.yaml"
-        if not path.is_file() or path.read_text(encoding="utf-8") != text(name):
-            stale.append(str(path.relative_to(ROOT)))
-    if stale:
-        print(f"{', '.join(stale)}: not what examples/ says; run make manifests", file=sys.stderr)
-    return 1 if stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+EXAMPLES: dict[str, Callable[[], str]] = {name: partial(text, name) for name in CHANGES}

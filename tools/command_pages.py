@@ -1,18 +1,12 @@
-#!/usr/bin/env python3
-"""The page of all commands, docs/commands.md, written from the program's own help.
-
-``tools/command_pages.py --write docs/commands.md`` writes it; ``--check`` exits 1 if the file differs.
-"""
+"""The page of all commands, docs/commands.md, written from the program's own help (tools/generate.py)."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-import page_tables
 import typer
 
 from diloco.main import app
@@ -20,7 +14,7 @@ from diloco.main import app
 _OPENING = """\
 # Commands
 
-<!-- Written by `make docs` from the commands' own help (tools/command_pages.py). Don't edit. -->
+<!-- Written by `make generate` from the commands' own help (tools/command_pages.py). Don't edit. -->
 
 Every command with its arguments and options; `diloco COMMAND --help` has the bounds of numbers too. \
 [Running on one machine](running-locally.md) and \
@@ -89,7 +83,3 @@ def _row(parameter: Any) -> str:
 def _plain(text: str) -> str:
     """For a Markdown cell or paragraph: nothing in it is a tag or ends a cell."""
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    sys.exit(page_tables.write_or_check("tools/command_pages.py", page()))

@@ -1,17 +1,11 @@
-"""The field reference, docs/job.md, written from the models: ``python tools/job_reference.py``.
-
-Without arguments it prints the page; ``--write FILE`` writes it, ``--check FILE``
-exits 1 if the file differs. A test keeps docs/job.md current.
-"""
+"""The field reference, docs/job.md, written from the models (tools/generate.py)."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import sys
 from typing import Any
 
-import page_tables
 from pydantic.fields import FieldInfo
 
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
@@ -23,7 +17,7 @@ from diloco_protocol.spec.rules import RULES
 _OPENING = f"""\
 # The job file
 
-<!-- Written by `make docs` from the models (tools/job_reference.py). Don't edit. -->
+<!-- Written by `make generate` from the models (tools/job_reference.py). Don't edit. -->
 
 A job is one YAML (or JSON) file, the same for `diloco run` on one machine and for `kubectl apply`.
 A first job sets `training.model`, `training.data`, `training.stop` and `regions`. Everything else has a default.
@@ -95,11 +89,3 @@ def _default(field: FieldInfo) -> str:
     elif inner is not None and value is None:
         return "`null`"
     return f"`{json.dumps(value, ensure_ascii=False)}`"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return page_tables.write_or_check("tools/job_reference.py", page(), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

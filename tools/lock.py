@@ -5,13 +5,11 @@ bring in, at the version installed here, and nothing else that happens to be
 in the environment. Local version suffixes (torch's ``+cpu``) are cut off, so
 that one file serves every build of a version, and no index is named.
 
-    python tools/lock.py            write requirements.lock
-    python tools/lock.py --check    exit 1 if pyproject.toml asks for something the lock lacks
+`make lock` runs it. tools/generate.py asks whether pyproject.toml asks for something that the lock lacks.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import sys
 import tomllib
@@ -79,26 +77,20 @@ def locked() -> dict[str, Version]:
     return pins
 
 
-def check() -> int:
+def problems() -> list[str]:
+    """What pyproject.toml asks for and the lock lacks."""
     pins = locked()
-    problems = []
+    found = []
     for requirement in direct_requirements():
         name = canonicalize_name(requirement.name)
         if name not in pins:
-            problems.append(f"{name} is in pyproject.toml but not in requirements.lock")
+            found.append(f"{name} is in pyproject.toml but not in requirements.lock")
         elif not requirement.specifier.contains(pins[name], prereleases=True):
-            problems.append(f"{name}: the lock has {pins[name]}, pyproject.toml asks for {requirement.specifier}")
-    for problem in problems:
-        print(f"lock: {problem}: run make lock", file=sys.stderr)
-    return 1 if problems else 0
+            found.append(f"{name}: the lock has {pins[name]}, pyproject.toml asks for {requirement.specifier}")
+    return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="compare pyproject.toml with the lock, write nothing")
-    arguments = parser.parse_args()
-    if arguments.check:
-        return check()
     pins = closure(direct_requirements())
     text = HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
     temporary = LOCK.with_suffix(".lock.tmp")

@@ -1,15 +1,7 @@
-#!/usr/bin/env python3
-"""The tables of docs/operator.md, written from where settings, permissions and metrics are defined.
-
-``tools/operator_tables.py --write docs/operator.md`` puts them between the marks of that page; ``--check`` exits 1 if
-they are not current.
-"""
+"""The tables of docs/operator.md, from where settings, permissions and metrics are defined (tools/generate.py)."""
 
 from __future__ import annotations
 
-import sys
-
-import page_tables
 from prometheus_client.metrics import MetricWrapperBase
 
 from diloco_operator.kube.kinds import OWN_NEEDS, needs
@@ -64,13 +56,6 @@ def metric_rows(metrics: Metrics) -> list[tuple[str, str, tuple[str, ...], str]]
     return rows
 
 
-TABLES = {"settings": settings_table, "permissions": permissions_table, "metrics": metrics_table}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write or check the tables of a page; returns the exit code."""
-    return page_tables.main("tools/operator_tables.py", {name: table() for name, table in TABLES.items()}, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def tables() -> dict[str, str]:
+    """The tables of the page by their names."""
+    return {"settings": settings_table(), "permissions": permissions_table(), "metrics": metrics_table()}

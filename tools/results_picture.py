@@ -1,12 +1,11 @@
 """Draw docs/pictures/goodput.svg: goodput against chips, from the table of docs/results.md, ours beside the paper's.
 
-The table is the source: nothing is simulated here. ``--check`` exits 1 if the picture was drawn from other figures.
-The points stand in the picture's ``<desc>``, so that a check does not depend on what matplotlib writes.
+The table is the source: nothing is simulated here. The points stand in the picture's ``<desc>``: a picture with the
+same points is current, whatever another version of matplotlib would draw.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from html import escape, unescape
@@ -14,9 +13,8 @@ from pathlib import Path
 
 from diloco.reports.document import Axis, Plot, Series
 from diloco.reports.plots import draw_svg
-from diloco_protocol.common.files import PUBLIC, write_whole
 
-PAGE, PICTURE = Path("docs/results.md"), Path("docs/pictures/goodput.svg")
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "results.md"
 SHOWN = ("rigid data-parallel", "elastic data-parallel", "M = 8")
 _HEAD = re.compile(r"^\| chips (?P<sizes>\|[^\n]+)\|$", re.MULTILINE)
 _CELL = re.compile(r"(?P<published>[\d.]+) / (?P<ours>[\d.]+) ± (?P<half>[\d.]+)")
@@ -29,7 +27,7 @@ def read_series(page: str) -> list[Series]:
     """Two series of each row that is shown: simulated, and as published. Raises ValueError if there is no table."""
     head = _HEAD.search(page)
     if head is None:
-        raise ValueError(f"{PAGE} has no table that begins with '| chips |'")
+        raise ValueError(f"{PAGE.name} has no table that begins with '| chips |'")
     sizes = [float(size.strip()[:-1]) * _UNITS[size.strip()[-1]] for size in head["sizes"].strip("| ").split("|")]
     rows = page[head.end() :].split("\n\n", 1)[0].splitlines()
     found = {cells[0].strip(): cells[1:] for cells in (row.strip("| ").split("|") for row in rows)}
@@ -37,7 +35,7 @@ def read_series(page: str) -> list[Series]:
     for name in SHOWN:
         values = [match for match in map(_CELL.search, found.get(name, [])) if match]
         if len(values) != len(sizes):
-            raise ValueError(f"{PAGE}: the row {name!r} needs a cell like '72 / 71.6 ± 0.4' for each number of chips")
+            raise ValueError(f"{PAGE.name}: the row {name!r} needs a cell like '72 / 71.6 ± 0.4' for each size")
         ours, half = ([float(value[key]) for value in values] for key in ("ours", "half"))
         low, high = ([y + sign * h for y, h in zip(ours, half, strict=True)] for sign in (-1, 1))
         series.append(Series(name=name, x=[*sizes], y=[*ours], low=[*low], high=[*high]))
@@ -58,20 +56,8 @@ def draw(series: list[Series]) -> str:
     return f'{opening} style="color: {COLOUR}"><desc>{escape(describe(series))}</desc>{rest}\n'
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the picture is not current")
-    chosen = parser.parse_args()
+def picture(there: str) -> str:
+    """The picture as it is, if it shows the table's figures, or else drawn anew."""
     series = read_series(PAGE.read_text(encoding="utf-8"))
-    if not chosen.check:
-        write_whole(PICTURE, draw(series).encode(), mode=PUBLIC)
-        return 0
-    drawn = _DESC.search(PICTURE.read_text(encoding="utf-8")) if PICTURE.exists() else None
-    if drawn is None or unescape(drawn[1]) != describe(series):
-        print(f"{PICTURE} is not current: run make tables")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    drawn = _DESC.search(there)
+    return there if drawn and unescape(drawn[1]) == describe(series) else draw(series)

@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """The tables of quality and of ablations in docs/results.md, from the results in bench/results/trials.jsonl.
 
-``tools/trial_tables.py --write docs/results.md`` puts them between the marks of that page; ``--check`` exits 1 if they
-are not current. Nothing is trained: ``make quality`` and ``make ablations`` do that, and add to the results.
+Nothing is trained here (tools/generate.py): ``make quality`` and ``make ablations`` do that, and add to the results.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-
-import page_tables
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
@@ -79,7 +75,3 @@ def tables() -> dict[str, str]:
         "quality with DiLoCo's settings": quality_table(cache, DILOCOS_SETTINGS),
         "ablations": ablation_table(cache),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(page_tables.main("tools/trial_tables.py", tables()))

@@ -2,7 +2,7 @@
 
 python tools/version.py              print it
 python tools/version.py --check      exit 1 if a file has another one
-python tools/version.py 0.2.0        set it everywhere; then `make manifests tables`
+python tools/version.py 0.2.0        set it everywhere; then `make generate`
 """
 
 from __future__ import annotations

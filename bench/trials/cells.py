@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -27,7 +28,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ CODE_OF_DEATHS = 1  # likewise, of trials in which learners die
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
 DEATHS = 2.0  # of each learner in a trial with faults, on average
 AWAY = 0.05  # of the trial's steps that a learner is gone each time
+version = functools.cache(importlib.metadata.version)  # to read it takes milliseconds, and each digest asks
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The custom resource definition of DiLoCoJob; ``tools/crd.py`` writes it to files.
+"""The custom resource definition of DiLoCoJob; ``tools/generate.py`` writes it to files.
 
 Theory of operation. The schema is made from the models that the loader validates with (``diloco_protocol.spec.job``,
 ``status.py``), field by field: type, range, choices, pattern, lengths, whether null is allowed, default, description.
@@ -201,5 +201,5 @@ def _renamed(bounds: dict[str, Any], what: str) -> Schema:
 
 def text() -> str:
     """The definition as YAML."""
-    head = "# Written by `make manifests` from the job's models (diloco_operator.crd.schema). Don't edit.\n"
+    head = "# Written by `make generate` from the job's models (diloco_operator.crd.schema). Don't edit.\n"
     return head + yaml.safe_dump(definition(), sort_keys=False, width=110, allow_unicode=True)

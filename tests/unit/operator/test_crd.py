@@ -6,9 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +19,8 @@ from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
 from diloco_protocol.spec.job import IMMUTABLE, immutable_digests
 from diloco_protocol.spec.kubectl_yaml import parse
 from diloco_protocol.spec.load import job_to_json, parse_job
-from repository import ROOT
 from wrong_jobs import BASE, LEAVES, LEFT_TO_THE_OPERATOR, Leaf, local_job
 
-sys.path.insert(0, str(ROOT / "tools"))
-
-import crd
-
-COPIES = (ROOT / "manifests" / "crd.yaml", ROOT / "charts" / "diloco" / "files" / "crd.yaml")
 SCHEMA = schema.schema()
 
 
@@ -45,11 +37,6 @@ NODES = dict(nodes(SCHEMA))
 
 def where(leaf: Leaf) -> tuple[str, ...]:
     return tuple("[]" if isinstance(step, int) else step for step in leaf.path)
-
-
-@pytest.mark.parametrize("path", COPIES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_files_are_what_the_models_say(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == schema.text(), "make manifests"
 
 
 def test_kubectl_reads_the_file_as_the_definition() -> None:
@@ -205,13 +192,3 @@ def test_every_status_field_has_a_description() -> None:
         if path[:1] == ("status",) and path[-1] != "[]":
             assert node.get("description", "").endswith((".", "since.", "...")), path
     assert JobStatus().model_dump()["conditions"] == []
-
-
-def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = tmp_path / "a" / "crd.yaml", tmp_path / "crd.yaml"
-    assert crd.main(["--check", str(one)]) == 1 and "make manifests" in capsys.readouterr().err
-    assert crd.main(["--write", str(one), str(other)]) == 0
-    assert crd.main(["--check", str(one), str(other)]) == 0
-    other.write_text(other.read_text() + "#\n")
-    assert crd.main(["--check", str(one), str(other)]) == 1
-    assert crd.main([]) == 0 and capsys.readouterr().out == one.read_text()

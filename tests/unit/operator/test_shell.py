@@ -339,9 +339,5 @@ def test_paths() -> None:
     assert kinds.NODE.path("n", "x") == "/api/v1/nodes/x"
 
 
-def test_the_page_for_operators_is_current() -> None:
-    assert operator_tables.main(["--check", str(ROOT / "docs" / "operator.md")]) == 0
-
-
 def test_the_cache_counts_what_it_has() -> None:
     assert Cache().count() == {}

@@ -82,10 +82,6 @@ def test_every_value_is_described() -> None:
     assert not missing
 
 
-def test_the_readme_has_the_values_as_they_are() -> None:
-    assert (CHART / "README.md").read_text() == chart.readme(), "run make docs"
-
-
 def test_descriptions_are_read_with_their_defaults() -> None:
     text = """
 # a remark, not a description
@@ -113,16 +109,7 @@ def test_the_version_is_the_projects() -> None:
     assert f"ARG WORKER=diloco-worker:{PROJECT['version']}\n" in dockerfile
 
 
-def test_without_helm_the_manifest_is_not_compared_and_that_is_said(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "chart.py"), "install", "--check"],
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0 and "was not compared" in done.stdout
+def test_without_helm_the_check_fails_and_says_why(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "chart.py"), "check"],
         env={"PATH": str(tmp_path)},
