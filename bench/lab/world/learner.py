@@ -11,9 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from diloco.simulate.job.links import SimulatedLink
-from diloco.simulate.job.parts import StepOrder, StepResult
-from diloco.simulate.job.values import LearnerValues
 from diloco_protocol.arrays.kernels import Float32s
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import JobPhase
@@ -21,6 +18,9 @@ from diloco_protocol.wire.records import Announcement, Held, PushPlan, Seat, Ste
 from diloco_syncer.core import events as ev
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind
 from diloco_worker.core.progress import job_progress
+from lab.world.links import SimulatedLink
+from lab.world.parts import StepOrder, StepResult
+from lab.world.values import LearnerValues
 
 _MOVES = (Kind.OVERWRITE, Kind.KEEP, Kind.MIX, Kind.REBASE)
 

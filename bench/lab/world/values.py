@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.simulate.job.parts import Replica
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes, Float32s, Float64s
 from diloco_protocol.arrays.layout import Layout
@@ -27,6 +26,7 @@ from diloco_syncer.numerics.outer import Outer
 from diloco_syncer.runtime.global_model import Broadcast, GlobalModel, first_records
 from diloco_syncer.store.records import MergeRecord
 from diloco_worker.core.adoption import Decision, Kind
+from lab.world.parts import Replica
 
 
 class LearnerValues:

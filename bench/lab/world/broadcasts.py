@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from diloco.simulate.job.learner import LearnerProcess
-from diloco.simulate.job.parts import Versions
-from diloco.simulate.job.timeline import Timeline
 from diloco_protocol.wire.records import Announcement
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
+from lab.world.learner import LearnerProcess
+from lab.world.parts import Versions
+from lab.world.timeline import Timeline
 
 Deliver = Callable[[LearnerProcess, Callable[[], None], float | None], None]
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.simulate.job.links import LinkRates, SimulatedLink
-from diloco.simulate.job.parts import CountedSteps, CountedVersions, Replica, StepOrder, StepResult
-from diloco.simulate.job.values import MergedVersions
-from diloco.simulate.job.world import World
 from diloco_protocol.arrays.kernels import Float32s
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.adoption import Kind
+from lab.world.links import LinkRates, SimulatedLink
+from lab.world.parts import CountedSteps, CountedVersions, Replica, StepOrder, StepResult
+from lab.world.values import MergedVersions
+from lab.world.world import World
 from ledger_balance import imbalances
 
 TOKENS = 16

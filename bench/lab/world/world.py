@@ -31,12 +31,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 
-from diloco.simulate.job.broadcasts import Broadcasts
-from diloco.simulate.job.learner import LearnerProcess, OptimizerState
-from diloco.simulate.job.links import LinkRates, SimulatedLink
-from diloco.simulate.job.parts import Replica, Training, Versions
-from diloco.simulate.job.timeline import Timeline
-from diloco.simulate.job.values import LearnerValues
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.spec.job import DiLoCoJob
@@ -45,6 +39,12 @@ from diloco_protocol.wire.records import PushHeader, PushPlan, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
+from lab.world.broadcasts import Broadcasts
+from lab.world.learner import LearnerProcess, OptimizerState
+from lab.world.links import LinkRates, SimulatedLink
+from lab.world.parts import Replica, Training, Versions
+from lab.world.timeline import Timeline
+from lab.world.values import LearnerValues
 
 Place = tuple[str, int]
 EPOCH = 1
