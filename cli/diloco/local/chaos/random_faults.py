@@ -8,6 +8,7 @@ learner that is broken does not break again before that is over. The same argume
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,8 @@ def text_of(schedule: tuple[Fault, ...]) -> str:
     return ",".join(fault.text for fault in schedule) or NONE
 
 
-def mean_seconds_between_kills(schedule: tuple[Fault, ...], seconds: float) -> float:
-    """Mean time between two faults that end a process, of the job as a whole; infinite if there are none."""
-    kills = sum(fault.action in ("kill", "cut") for fault in schedule)
-    return seconds / kills if kills else float("inf")
+def schedule_document(schedule: tuple[Fault, ...]) -> dict[str, Any]:
+    """The schedule for programs: ``chaos`` as ``text_of``, and a row for each fault with its second."""
+    nothing = {"against": None, "baseline": None, "ratio": None}
+    rows = [{"name": fault.text, "value": fault.after_seconds, "unit": "s", **nothing} for fault in schedule]
+    return {"chaos": text_of(schedule), "rows": rows}

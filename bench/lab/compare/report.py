@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.compare import measures
-from diloco.compare.arm import ArmResult
-from diloco.compare.plan import BASELINES, MOST_CPU_SHARE, OURS, Comparison
-from diloco.compare.random_faults import text_of
+from diloco.local.chaos.random_faults import text_of
+from lab.compare import measures
+from lab.compare.arm import ArmResult
+from lab.compare.plan import BASELINES, MOST_CPU_SHARE, OURS, Comparison
 
 Row = dict[str, Any]
 

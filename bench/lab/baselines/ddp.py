@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker import device
-from diloco_worker.baselines.link import watch_link
-from diloco_worker.baselines.rank import Rank
-from diloco_worker.baselines.settings import BaselineSettings, daly_interval
-from diloco_worker.baselines.states import TrainState
+from lab.baselines.link import watch_link
+from lab.baselines.rank import Rank
+from lab.baselines.settings import BaselineSettings, daly_interval
+from lab.baselines.states import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.compare.arm import ArmError
-from diloco.compare.cpu import CpuMeter
-from diloco.compare.ours import read_record
-from diloco.compare.plan import Comparison, Pace, job_overrides
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import worker_specs
 from diloco.validate import read_job_file
+from lab.compare.arm import ArmError
+from lab.compare.cpu import CpuMeter
+from lab.compare.ours import read_record
+from lab.compare.plan import Comparison, Pace, job_overrides
 from repository import ROOT
 from status_documents import job_report
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from diloco_protocol.spec.load import read_job
 from diloco_worker import logs
-from diloco_worker.baselines.settings import VARIABLE, BaselineSettings
 from diloco_worker.settings import WorkerError
+from lab.baselines.settings import VARIABLE, BaselineSettings
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def _run(settings: BaselineSettings) -> int:
-    from diloco_worker.baselines import ddp, elastic, score, torchft_diloco
+    from lab.baselines import ddp, elastic, score, torchft_diloco
 
     if settings.program == "lighthouse":
         return torchft_diloco.serve_lighthouse(settings)

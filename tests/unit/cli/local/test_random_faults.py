@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.compare.random_faults import Mixture, draw_kills, draw_schedule, mean_seconds_between_kills, text_of
+from diloco.local.chaos.random_faults import Mixture, draw_kills, draw_schedule, text_of
 from diloco.local.chaos.schedule import LASTING, Fault, check, parse
 from example_counts import share_of
 
@@ -65,12 +65,6 @@ def test_kills_for_a_cluster_have_no_repair() -> None:
     kills = draw_kills(7, 3, 60, 600)
     assert kills and all(fault.action == "kill" and not fault.duration for fault in kills)
     assert parse(text_of(kills)) == kills
-
-
-def test_mean_time_between_ends() -> None:
-    schedule = parse("1s:kill:learner-0:5s,2s:pause:learner-1:1s,3s:cut:learner-1:1s")
-    assert mean_seconds_between_kills(schedule, 60.0) == 30.0
-    assert mean_seconds_between_kills((), 60.0) == math.inf
 
 
 @pytest.mark.parametrize("wrong", [{"mtbf": 0.0}, {"repair": 0.0}, {"learners": 0}])

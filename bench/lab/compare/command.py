@@ -1,7 +1,7 @@
-"""``diloco chaos``: draw the faults, find the pace, run each arm once, write the report.
+"""``bench/chaos.py``: draw the faults, find the pace, run each arm once, write the report.
 
 What is finished is kept in the report's folder under a digest of what makes it, so that the same command goes on where
-it stopped. ArmProgress and the time left go to stderr.
+it stopped. Progress and the time left go to stderr.
 """
 
 from __future__ import annotations
@@ -18,22 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.compare.arm import ArmError, ArmResult, Record, Tell, measure_arm
-from diloco.compare.baselines import calibrate, run_baseline
-from diloco.compare.ours import run_ours
-from diloco.compare.plan import (
-    BASELINES,
-    END_SECONDS,
-    OURS,
-    START_SECONDS,
-    Comparison,
-    Pace,
-    choose_pace,
-    job_overrides,
-)
-from diloco.compare.random_faults import draw_kills, draw_schedule, mean_seconds_between_kills, text_of
-from diloco.compare.report import document
 from diloco.console import COMPLETE, FAILED, CommandError, print_text
+from diloco.local.chaos.random_faults import draw_schedule, schedule_document, text_of
 from diloco.local.chaos.schedule import ChaosError, Fault, check, parse
 from diloco.processes.worker_specs import learner_names
 from diloco.reports.document import ResultDocument
@@ -43,6 +29,21 @@ from diloco.reports.markdown import render_markdown
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
+from lab.compare.arm import ArmError, ArmResult, Record, Tell, measure_arm
+from lab.compare.baselines import calibrate, run_baseline
+from lab.compare.ours import run_ours
+from lab.compare.plan import (
+    BASELINES,
+    END_SECONDS,
+    OURS,
+    START_SECONDS,
+    Comparison,
+    Pace,
+    choose_pace,
+    job_overrides,
+    mean_seconds_between_kills,
+)
+from lab.compare.report import document
 
 TELL_SECONDS = 10.0
 
@@ -59,7 +60,7 @@ LONG = Defaults(5.0, 60.0, ())
 QUICK = Defaults(0.2, 6.0, ("regions.0.learners=2",))  # about a minute: does it run, not how it ends
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
     """``chaos``: a schedule instead of a random one. ``step_seconds`` None: by calibration. ``repair`` None: a sixth
     of ``mtbf``. All seconds but ``minutes``. ``arm_overrides``: those of one arm alone, ``ARM:PATH=VALUE``."""
@@ -105,10 +106,7 @@ def compare(options: CompareOptions) -> int:
     jobs = {name: read_job_file(options.job, [*overrides, *own[name]]) for name in own}
     schedule = _schedule(options, job, seconds)
     if options.dry_run:
-        text = text_of(schedule)
-        nothing = {"against": None, "baseline": None, "ratio": None}
-        rows = [{"name": fault.text, "value": fault.after_seconds, "unit": "s", **nothing} for fault in schedule]
-        print_text(json.dumps({"chaos": text, "rows": rows}) if options.as_json else text)
+        print_text(json.dumps(schedule_document(schedule)) if options.as_json else text_of(schedule))
         return COMPLETE
     # The programs run in the job file's folder, so a path of this process's own means another place there.
     folder = (options.report or Path("runs") / f"chaos-{job.metadata.name}").absolute()
@@ -131,20 +129,6 @@ def compare(options: CompareOptions) -> int:
     print_text(json.dumps(report, indent=1) if options.as_json else render_markdown(page), flush=True)
     progress.say(f"the report is in {folder}")
     return FAILED if failed else COMPLETE
-
-
-def pod_schedule(options: CompareOptions) -> tuple[str, tuple[Fault, ...]]:
-    """The name of the job in the file, and which of its pods are deleted when, in a cluster. Raises CommandError."""
-    job = read_job_file(options.job, options.overrides)
-    seconds = options.minutes * 60
-    try:
-        if options.chaos:
-            schedule = check(parse(options.chaos), learner_names(job))
-        else:
-            schedule = draw_kills(options.seed, job.spec.slots, options.mtbf, seconds)
-    except ValueError as error:  # ChaosError is one
-        raise CommandError(str(error)) from error
-    return job.metadata.name, schedule
 
 
 def _baselines(text: str) -> list[str]:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from diloco.compare import measures
-from diloco.compare.measures import Hit, Recovery, StepEnd
+from lab.compare import measures
+from lab.compare.measures import Hit, Recovery, StepEnd
 
 
 def steps(learner: int, *times: float) -> list[StepEnd]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import diloco
 from diloco.local.chaos.schedule import Fault
 from diloco.sources import source_digest, training_digest
 from diloco_protocol.spec.job import DiLoCoJob
@@ -22,8 +23,9 @@ BASELINES = {
 }
 MOST_CPU_SHARE = 0.7  # of the cores, for all that an arm runs
 LEARNERS_CPU_SHARE = 0.5  # of the cores, for the steps alone: syncer, evaluator, collectives and restarts come on top
-CLI = Path(__file__).parents[1]
-MADE_BY = ("compare", "local", "processes")  # of the command line
+LAB, CLI = Path(__file__).parents[1], Path(diloco.__path__[0])
+# What makes an arm's result, beside the packages that train.
+MADE_BY = (LAB / "compare", LAB / "baselines", CLI / "local", CLI / "processes")
 SCORES = 8  # of the merged model in an arm
 START_SECONDS, END_SECONDS = 15.0, 10.0  # of an arm, beside its training: for the time left
 
@@ -74,7 +76,7 @@ class Comparison:
             "schedule": [fault.text for fault in self.schedule],
             "seconds": self.seconds,
             "pace": [self.pace.step_seconds, self.pace.tokens],
-            "code": [training_digest(), source_digest(CLI / name for name in MADE_BY), version("torch")],
+            "code": [training_digest(), source_digest(MADE_BY), version("torch")],
         }
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -96,3 +98,9 @@ def choose_pace(cpu_seconds: float, tokens: int, learners: int, cores: int) -> P
     """The shortest step at which the learners' arithmetic takes ``LEARNERS_CPU_SHARE`` of the cores."""
     step = learners * cpu_seconds / (LEARNERS_CPU_SHARE * cores)
     return Pace(max(0.02, round(step, 3)), tokens, cpu_seconds)
+
+
+def mean_seconds_between_kills(schedule: Sequence[Fault], seconds: float) -> float:
+    """Mean time between two faults that end a process, of the job as a whole; infinite if there are none."""
+    kills = sum(fault.action in ("kill", "cut") for fault in schedule)
+    return seconds / kills if kills else float("inf")

@@ -13,10 +13,10 @@ from torch.utils.data import default_collate
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker import data, device
-from diloco_worker.baselines.settings import BaselineSettings
-from diloco_worker.baselines.states import MemoryStates
 from diloco_worker.training import evaluator, models, trainer
 from diloco_worker.training import optimizer as optimizers
+from lab.baselines.settings import BaselineSettings
+from lab.baselines.states import MemoryStates
 
 WARM_STEPS, TIMED_STEPS = 2, 9
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.compare import measures
-from diloco.compare.measures import Hit, Recovery, StepEnd
-from diloco.compare.plan import Comparison
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job import DiLoCoJob
+from lab.compare import measures
+from lab.compare.measures import Hit, Recovery, StepEnd
+from lab.compare.plan import Comparison
 
 POINTS = 60  # of tokens against time
 MAX_RECORD_BYTES = 1 << 30

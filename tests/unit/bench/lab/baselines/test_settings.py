@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from diloco_worker.baselines.settings import VARIABLE, BaselineSettings, daly_interval
+from lab.baselines.settings import VARIABLE, BaselineSettings, daly_interval
 
 
 def test_settings_survive_the_environment() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from diloco.compare.cpu import CpuMeter, descendants, read_processes
+from lab.compare.cpu import CpuMeter, descendants, read_processes
 
 
 def test_descendants_are_found_over_generations() -> None:

@@ -34,11 +34,11 @@ from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import read_job
 from diloco_worker import device
-from diloco_worker.baselines.ddp import DueCheckpoints, wrap_model
-from diloco_worker.baselines.link import watch_link
-from diloco_worker.baselines.rank import Rank
-from diloco_worker.baselines.settings import VARIABLE, BaselineSettings
-from diloco_worker.baselines.states import TrainState, load_checkpoint
+from lab.baselines.ddp import DueCheckpoints, wrap_model
+from lab.baselines.link import watch_link
+from lab.baselines.rank import Rank
+from lab.baselines.settings import VARIABLE, BaselineSettings
+from lab.baselines.states import TrainState, load_checkpoint
 
 log = logging.getLogger(__name__)
 

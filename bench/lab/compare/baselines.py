@@ -26,10 +26,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.compare.arm import ArmError, Record, Tell, hits_of, read_rows, write_job
-from diloco.compare.cpu import CpuMeter, descendants, read_processes
-from diloco.compare.measures import StepEnd
-from diloco.compare.plan import Comparison
 from diloco.local.chaos.injector import Injector
 from diloco.local.chaos.schedule import FaultSchedule
 from diloco.local.run import tail
@@ -38,7 +34,11 @@ from diloco.processes.worker_specs import base_environment, threads_each, worker
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.documents import SlotRow
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_worker.baselines.settings import BaselineSettings
+from lab.baselines.settings import BaselineSettings
+from lab.compare.arm import ArmError, Record, Tell, hits_of, read_rows, write_job
+from lab.compare.cpu import CpuMeter, descendants, read_processes
+from lab.compare.measures import StepEnd
+from lab.compare.plan import Comparison
 
 POLL_SECONDS = 0.05
 SAMPLE_SECONDS = 1.0
@@ -46,6 +46,8 @@ START_SECONDS = 180.0  # until the first step, the loading of libraries and data
 PROGRAM_SECONDS = 600.0  # for calibration and for the scores
 MOST_VAIN_STARTS = 8  # in a row, without a step in between; of each machine
 MEMORY = Path("/dev/shm")
+# Beside the package ``lab``, which its children import.
+FORK_SERVER = Path(__file__).parents[2] / "baseline_forkserver.py"
 # Baselines whose machines meet at a server: its program, and theirs.
 SERVED = {"ddp-elastic": ("store", "agent"), "torchft": ("lighthouse", "replica")}
 
@@ -98,7 +100,7 @@ class BaselineView:
 
 
 class Programs:
-    """Starts programs of ``diloco_worker.baselines`` for one job, from one fork server, with logs in ``folder``."""
+    """Starts programs of ``lab.baselines`` for one job, from one fork server, with logs in ``folder``."""
 
     def __init__(self, job: DiLoCoJob, job_directory: Path, folder: Path, step_seconds: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ class Programs:
         }
         if step_seconds:
             env["DILOCO_STEP_SECONDS"] = f"{step_seconds:g}"
-        self._server = ForkServerClient(env, job_directory, folder / "forkserver.log")
+        self._server = ForkServerClient(env, job_directory, folder / "forkserver.log", [str(FORK_SERVER)])
 
     async def start(self, settings: BaselineSettings, env: dict[str, str] | None = None) -> Forked:
         """Raises ArmError."""

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from diloco_worker.baselines.link import cut_until
-from diloco_worker.baselines.states import MemoryStates, TrainState
+from lab.baselines.link import cut_until
+from lab.baselines.states import MemoryStates, TrainState
+from repository import ROOT
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -57,7 +58,7 @@ def test_of_several_writers_the_most_advanced_state_counts(tmp_path: Path) -> No
 
 CUT = """
 import socket
-from diloco_worker.baselines.link import shut_connections_down
+from lab.baselines.link import shut_connections_down
 with socket.create_server(("127.0.0.1", 0)) as server:
     here = socket.create_connection(server.getsockname())
     there, _ = server.accept()
@@ -70,7 +71,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 def test_a_cut_ends_connections_at_both_ends(tmp_path: Path) -> None:
     # In a process of its own: it shuts down whatever connections its process has.
-    subprocess.run([sys.executable, "-c", CUT], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", CUT], cwd=ROOT / "bench", check=True, timeout=60)
     path = tmp_path / "cut.json"
     assert cut_until(path) == 0.0
     path.write_text(json.dumps(time.time() + 5))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from diloco.compare import plan as plans
-from diloco.compare.arm import ArmResult, Record, measure_arm
-from diloco.compare.measures import Hit, Recovery, StepEnd
-from diloco.compare.plan import Comparison, Pace, choose_pace, job_overrides
-from diloco.compare.random_faults import draw_schedule
-from diloco.compare.report import document
+from diloco.local.chaos.random_faults import draw_schedule
+from diloco.local.chaos.schedule import parse
 from diloco.reports.document import ResultDocument
 from diloco.reports.markdown import render_markdown
 from diloco.validate import read_job_file
+from lab.compare import plan as plans
+from lab.compare.arm import ArmResult, Record, measure_arm
+from lab.compare.measures import Hit, Recovery, StepEnd
+from lab.compare.plan import Comparison, Pace, choose_pace, job_overrides, mean_seconds_between_kills
+from lab.compare.report import document
 from repository import ROOT
 
 JOB = ROOT / "examples" / "minimal.yaml"
@@ -124,6 +126,12 @@ def test_the_digest_is_of_all_that_makes_a_result(monkeypatch: pytest.MonkeyPatc
     assert plan().digest("ours") == kept
     monkeypatch.setattr(plans, "training_digest", lambda: "other sources")
     assert plan().digest("ours") != kept
+
+
+def test_mean_time_between_ends() -> None:
+    schedule = parse("1s:kill:learner-0:5s,2s:pause:learner-1:1s,3s:cut:learner-1:1s")
+    assert mean_seconds_between_kills(schedule, 60.0) == 30.0
+    assert mean_seconds_between_kills((), 60.0) == math.inf
 
 
 def test_the_pace_leaves_cores_free() -> None:

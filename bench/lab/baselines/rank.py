@@ -14,13 +14,13 @@ from torch.utils.data import default_collate
 from diloco_protocol.common.files import create_whole, write_whole
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker import data, device
-from diloco_worker.baselines.settings import BaselineSettings
-from diloco_worker.baselines.states import MemoryStates, TrainState
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.training import models, trainer
 from diloco_worker.training import optimizer as optimizers
 from diloco_worker.training.pace import Pace
+from lab.baselines.settings import BaselineSettings
+from lab.baselines.states import MemoryStates, TrainState
 
 FLOAT_BYTES = 4
 

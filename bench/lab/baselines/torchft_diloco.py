@@ -28,10 +28,10 @@ from diloco_protocol.common.files import write_whole
 from diloco_protocol.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker import device
-from diloco_worker.baselines.link import watch_link
-from diloco_worker.baselines.rank import Rank
-from diloco_worker.baselines.settings import BaselineSettings
-from diloco_worker.baselines.states import TrainState
+from lab.baselines.link import watch_link
+from lab.baselines.rank import Rank
+from lab.baselines.settings import BaselineSettings
+from lab.baselines.states import TrainState
 
 log = logging.getLogger(__name__)
 

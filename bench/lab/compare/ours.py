@@ -9,11 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from diloco.compare.arm import ArmError, Record, Tell, hits_of, read_rows
-from diloco.compare.cpu import CpuMeter
-from diloco.compare.measures import StepEnd
-from diloco.compare.plan import OURS, Comparison
-from diloco.compare.random_faults import text_of
+from diloco.local.chaos.random_faults import text_of
 from diloco.local.run import tail
 from diloco.processes.launch import Child, StartError, end_all
 from diloco.processes.supervisor import Kind
@@ -22,6 +18,10 @@ from diloco.processes.worker_specs import learner_names, worker_specs
 from diloco_protocol.common.files import read_bounded
 from diloco_protocol.documents import Report, read_document
 from diloco_protocol.vocabulary import EVALUATOR
+from lab.compare.arm import ArmError, Record, Tell, hits_of, read_rows
+from lab.compare.cpu import CpuMeter
+from lab.compare.measures import StepEnd
+from lab.compare.plan import OURS, Comparison
 
 SAMPLE_SECONDS = 1.0
 MOST_REPORT_BYTES = 64 << 20

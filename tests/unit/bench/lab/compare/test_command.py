@@ -1,25 +1,31 @@
-"""``diloco chaos``: what it refuses, and the schedule that it prints."""
+"""``bench/chaos.py``: what it refuses, and the schedule that it prints."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
-from typer.testing import CliRunner
 
+import chaos
 from diloco.local.chaos.schedule import parse
-from diloco.main import app
 from repository import ROOT
 
 JOB = str(ROOT / "examples" / "minimal.yaml")
+Said = Callable[..., tuple[int, str]]  # runs it with these arguments: its exit code and what it printed
 
 
-def said(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["chaos", JOB, *arguments])
-    return done.exit_code, done.output
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    def run(*arguments: str) -> tuple[int, str]:
+        code = chaos.main([JOB, *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
 
 
-def test_the_schedule_is_printed_and_is_the_same_again() -> None:
+def test_the_schedule_is_printed_and_is_the_same_again(said: Said) -> None:
     code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run")
     assert code == 0 and len(parse(text.strip())) > 3
     assert said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run") == (0, text)
@@ -27,7 +33,7 @@ def test_the_schedule_is_printed_and_is_the_same_again() -> None:
     assert said("--chaos", text.strip(), "--dry-run")[1] == text
 
 
-def test_the_schedule_is_printed_for_programs_too() -> None:
+def test_the_schedule_is_printed_for_programs_too(said: Said) -> None:
     code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run", "--json")
     printed = json.loads(text)
     assert code == 0 and len(printed["rows"]) == len(parse(printed["chaos"]))
@@ -37,18 +43,12 @@ def test_the_schedule_is_printed_for_programs_too() -> None:
     assert said("--chaos", "none", "--dry-run") == (0, "none\n")
 
 
-def test_quick_changes_defaults_and_not_what_is_said() -> None:
+def test_quick_changes_defaults_and_not_what_is_said(said: Said) -> None:
     short = said("--quick", "--dry-run")[1]
     assert all((fault.after_seconds or 0) < 12 for fault in parse(short.strip()))
     assert said("--quick", "--minutes", "5", "--mtbf", "60", "--dry-run")[1] != short  # the long form's own defaults
     longer = said("--quick", "--minutes", "3", "--dry-run")[1]
     assert max(fault.after_seconds or 0 for fault in parse(longer.strip())) > 12
-
-
-def test_in_a_cluster_there_are_kills_alone() -> None:
-    code, text = said("--mtbf", "20", "--minutes", "2", "--seed", "7", "--dry-run", "--context", "nowhere")
-    kills = parse(text.strip())
-    assert code == 0 and kills and all(fault.action == "kill" and not fault.duration for fault in kills)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,8 @@ def test_in_a_cluster_there_are_kills_alone() -> None:
         (["--set-arm", "ddp:training.optimizer.rate=1"], "spec.training.optimizer.rate"),
         (["--set-arm", "ddp:regions.0.learners=2"], "below training.optimizer and sync; model, data, batch"),
         (["--set-arm", "ddp:training.batch.sequences=4"], "are the same for all"),
-        (["--context", "x", "--chaos", "5s:pause:learner-0:3s"], "in a cluster pods are deleted"),
-        (["--context", "x", "--quick"], "leave out --compare, --report, --quick, --set-arm"),
-        (["--context", "x", "--compare", "ddp"], "nothing is compared"),
     ],
 )
-def test_what_is_refused(arguments: list[str], words: str) -> None:
+def test_what_is_refused(arguments: list[str], words: str, said: Said) -> None:
     code, text = said(*arguments)
     assert code == 2 and words in " ".join(text.split()), text
