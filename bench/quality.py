@@ -7,7 +7,7 @@ Every trial trains a small model from scratch on so many tokens and is scored on
 * *DDP*: the same by torch's DistributedDataParallel over gloo, two ranks, for small models at 6 and 40 merges and for
   the larger dense one at 6;
 * *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults and the inner
-  rate of the same grid that is best for them. They train in one process in virtual time (cli/diloco/simulate/job):
+  rate of the same grid that is best for them. They train in one process in virtual time (bench/lab/world):
   real steps, adoption, merges, outer steps and encodings; a step takes a second, and 1.5 s pass from a snapshot to the
   version that holds it.
 * *M = 4, faults*: each learner dies twice on average, and another process takes its slot after 5 % of the run. The

@@ -6,7 +6,7 @@ of the tokens) follows from them and from the code, so that it is kept in a fold
 that is interrupted goes on where it was. Losses of the same seed are compared in pairs: data-parallel training of the
 same model on the same sequences is a trial, too, with no learners.
 
-A trial takes one core. Its learners live in one process in virtual time (``diloco.simulate.job``): their steps, the
+A trial takes one core. Its learners live in one process in virtual time (``lab.world``): their steps, the
 adoption rule, the merge, the outer optimizer and the encodings are the product's own code, and clock, links and deaths
 are simulated. All learners' weights lie in one array, so that steps which end together are computed together.
 

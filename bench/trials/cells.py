@@ -148,18 +148,19 @@ def _reference(trial: Trial) -> dict[str, Any]:
     from trials import ddp, fleet, inner, tasks
 
     if trial.ddp:
-        return {"loss": ddp.held_out_loss(trial)}
+        reference = ddp.Reference(trial.kind, trial.size, trial.steps, trial.seed, trial.rate)
+        return {"loss": ddp.held_out_loss(reference)}
     job = tasks.make_job(trial.kind, trial.size, 1, trial.steps, trial.seed, {}, trial.rate)
     model = fleet.train_alone(trial.kind, trial.size, job, trial.steps, trial.seed, inner.MAKE[trial.inner])
     return {"loss": tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed).evaluation)}
 
 
 def _decoupled(trial: Trial) -> dict[str, Any]:
-    from diloco.simulate.job.links import LinkRates
-    from diloco.simulate.job.values import LearnerValues
-    from diloco.simulate.job.world import World
     from diloco_worker.core.adoption import Kind
     from diloco_worker.fragments import ModelFragments, Vector
+    from lab.world.links import LinkRates
+    from lab.world.values import LearnerValues
+    from lab.world.world import World
     from trials import fleet, inner, outers, sparse, tasks
     from trials.versions import TrialVersions
 

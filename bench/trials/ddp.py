@@ -6,19 +6,29 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trials.cells import Trial
+from typing import Any
 
 RANKS = 2
 WAIT_SECONDS = 600.0  # also where other programs have the processors
 
 
-def held_out_loss(trial: Trial) -> float:
-    """After the trial's steps. Raises RuntimeError if a rank does not answer."""
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the ranks train: the task's model and data for ``steps`` steps. ``rate``: of the inner optimizer, None: the
+    task's."""
+
+    kind: str
+    size: str
+    steps: int
+    seed: int
+    rate: float | None
+
+
+def held_out_loss(reference: Reference) -> float:
+    """After the reference's steps. Raises RuntimeError if a rank does not answer."""
     context = multiprocessing.get_context("spawn")
     children: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="diloco-ddp-") as folder:
@@ -26,7 +36,7 @@ def held_out_loss(trial: Trial) -> float:
         try:
             for rank in range(RANKS):
                 pipe, end = context.Pipe()
-                child = context.Process(target=train_rank, args=(end, rank, folder, trial), daemon=True)
+                child = context.Process(target=train_rank, args=(end, rank, folder, reference), daemon=True)
                 child.start()
                 end.close()
                 children.append(child)
@@ -45,16 +55,16 @@ def held_out_loss(trial: Trial) -> float:
     return float(found[0])
 
 
-def train_rank(pipe: Connection, rank: int, folder: str, trial: Trial) -> None:
+def train_rank(pipe: Connection, rank: int, folder: str, reference: Reference) -> None:
     """One rank: sends the held-out loss, or why there is none."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     try:
-        pipe.send(_trained(rank, folder, trial))
+        pipe.send(_trained(rank, folder, reference))
     except Exception as error:
         pipe.send(repr(error)[:300])
 
 
-def _trained(rank: int, folder: str, trial: Trial) -> float:
+def _trained(rank: int, folder: str, reference: Reference) -> float:
     import numpy as np
     import torch
     from torch import distributed
@@ -65,8 +75,9 @@ def _trained(rank: int, folder: str, trial: Trial) -> float:
     from trials import tasks
 
     torch.set_num_threads(1)
-    job, steps = tasks.make_job(trial.kind, trial.size, 1, trial.steps, trial.seed, {}, trial.rate), trial.steps
-    data, spec = tasks.TrialData(trial.kind, trial.size, trial.seed), job.spec.training.optimizer
+    kind, size, steps, seed = reference.kind, reference.size, reference.steps, reference.seed
+    job = tasks.make_job(kind, size, 1, steps, seed, {}, reference.rate)
+    data, spec = tasks.TrialData(kind, size, seed), job.spec.training.optimizer
     model = tasks.build_model(job)
     timeout = timedelta(seconds=WAIT_SECONDS / 2)
     distributed.init_process_group(
@@ -75,7 +86,7 @@ def _trained(rank: int, folder: str, trial: Trial) -> float:
     parallel = DistributedDataParallel(model)
     parallel.config = model.config  # where the loss of a mixture of experts looks
     optimizer = optimizers.build_optimizer(parallel, spec)
-    sequences = tasks.TASKS[trial.kind, trial.size].sequences
+    sequences = tasks.TASKS[kind, size].sequences
     share = sequences // RANKS
     for step in range(steps):
         first = step * sequences + rank * share

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from diloco.simulate.job.parts import Replica, StepOrder, StepResult
 from diloco_protocol.arrays.kernels import Float32s
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
@@ -32,6 +31,7 @@ from diloco_worker.core.adoption import Kind
 from diloco_worker.core.progress import schedule_step
 from diloco_worker.fragments import ModelFragments, Vector, build_layout, model_tensors
 from diloco_worker.training import optimizer as optimizers
+from lab.world.parts import Replica, StepOrder, StepResult
 from trials import models
 from trials.tasks import TASKS, TrialData, build_model
 
@@ -153,7 +153,7 @@ def first_sequence(parts: Sequence[int], total: int, slot: int, step: int) -> in
 
 
 class TrialTraining:
-    """What a world's learners train (diloco.simulate.job.parts.Training). ``parts``: sequences that the learner of each
+    """What a world's learners train (lab.world.parts.Training). ``parts``: sequences that the learner of each
     slot trains in a step, the task's in all. ``visitors``: learners beyond those, of as many sequences as the last.
     ``total``: steps of the trial."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from diloco.simulate.job.values import LearnerValues
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes, Float32s
 from diloco_protocol.wire.records import PushPlan, StepReport
+from lab.world.values import LearnerValues
 
 CHUNK = 4096
 DENSITY = 1 / 64

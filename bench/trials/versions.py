@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from diloco.simulate.job.values import MergedVersions
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics import isotropic
+from lab.world.values import MergedVersions
 from trials.outers import HeLoCo, IsoLoCo, equalize_to_mean, turn_delta
 
 

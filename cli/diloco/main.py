@@ -143,16 +143,13 @@ def run(
 def chaos(
     job: JobFile = None,
     file: FileOption = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="Baselines, separated by commas: ddp, ddp-elastic, torchft.  [default: ddp]"
-        ),
+    workdir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]"),
     ] = None,
     mtbf: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Mean time until a healthy learner fails (Poisson).  [default: 60]"),
-    ] = None,
+        float, typer.Option(metavar="SECONDS", help="Mean time until a healthy learner fails (Poisson).")
+    ] = 60.0,
     repair: Annotated[
         float | None,
         typer.Option(
@@ -160,101 +157,61 @@ def chaos(
         ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(metavar="N", help="Minutes of training in each arm.  [default: 5]")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Where results are kept and the report goes.  [default: runs/chaos-<the job's name>]"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the faults, and of the job instead of its own.")] = 0,
+        float, typer.Option(metavar="N", help="Minutes in which faults come, from the first merge.")
+    ] = 5.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the faults.")] = 0,
     spec: Annotated[
         str, typer.Option("--chaos", metavar="SPEC", help="These faults instead of random ones, as for `diloco run`.")
     ] = "",
-    step_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", help="How long a step takes.  [default: all steps together need half of the cores]"
-        ),
-    ] = None,
     overrides: Overrides = [],  # noqa: B006
-    arm_overrides: Annotated[
-        list[str],
-        typer.Option(
-            "--set-arm",
-            metavar="ARM:PATH=VALUE",
-            help="Change one field below training.optimizer or sync for one arm alone (ours or a baseline), so "
-            "that each runs at its own best settings: --set-arm ddp:training.optimizer.lr=6e-3",
-        ),
-    ] = [],  # noqa: B006
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two learners, 12 s, --mtbf 6 unless said: only to see that it runs.")
-    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the faults, as --chaos takes them, and end.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print report.json at the end, for programs; progress goes to stderr.")
+    ] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> int:
-    """Compare this system with data-parallel training: the same job under the same random faults.
+    """Run a job on this machine under random faults: learners are killed, paused, cut off and slowed down.
 
-    Every arm is real processes on this machine at an emulated pace: each step takes the same time, and a process
-    sleeps the rest of it. The same command continues where it stopped, and does not repeat finished arms.
+    The same seed gives the same faults. The job runs to its own end, as by `diloco run`. Its report says what each
+    fault cost.
 
     With --context the job's pods in that cluster are deleted by the schedule instead (kills only, at a time from now).
-    The job must exist; nothing is compared. --json prints when each pod was deleted.
+    The job must exist; nothing is started. --json prints when each pod was deleted.
 
     Examples:
 
-        diloco chaos examples/tiny-gpt.yaml --compare ddp,ddp-elastic \\
-          --mtbf 60 --minutes 5 --report out/
+        diloco chaos examples/tiny-gpt.yaml --mtbf 30 --seed 7
 
         diloco chaos examples/tiny-gpt.yaml --mtbf 30 --seed 7 --dry-run
 
         diloco chaos job.yaml --mtbf 120 --minutes 10 --context my-cluster
     """
-    from diloco.compare.command import LONG, QUICK, CompareOptions
-    from diloco.compare.command import compare as compare_arms
-    from diloco.compare.random_faults import text_of
-    from diloco.packages import require_packages
+    from diloco.local.chaos.draw import DrawOptions, draw_faults
+    from diloco.local.chaos.random_faults import schedule_document, text_of
 
     named = job_file(job, file, "diloco chaos")
-    baselines = "ddp" if compare is None else compare
-    defaults = QUICK if quick else LONG
-    options = CompareOptions(
-        named,
-        report,
-        baselines,
-        defaults.mtbf if mtbf is None else mtbf,
-        repair,
-        defaults.minutes if minutes is None else minutes,
-        seed,
-        spec,
-        step_seconds,
-        (*defaults.overrides, *overrides),
-        tuple(arm_overrides),
-        dry_run,
-        as_json,
+    options = DrawOptions(
+        job=named, overrides=overrides, chaos=spec, mtbf=mtbf, repair=repair, minutes=minutes, seed=seed
     )
     there = where(context, namespace, kubeconfig)
+    name, schedule = draw_faults(options, kills_alone=there.given)
+    if dry_run:
+        print_text(json.dumps(schedule_document(schedule)) if as_json else text_of(schedule))
+        return 0
     if there.given:
-        if compare is not None or report or quick or arm_overrides or step_seconds is not None:
-            words = "--compare, --report, --quick, --set-arm and --step-seconds"
-            raise CommandError(f"with --context pods are deleted and nothing is compared: leave out {words}")
+        if workdir is not None:
+            raise CommandError("with --context nothing is run here: leave out --workdir")
         from diloco.cluster.chaos import delete_by_schedule
-        from diloco.compare.command import pod_schedule
 
-        name, schedule = pod_schedule(options)
-        if dry_run:
-            print_text(text_of(schedule))
-            return 0
-        return delete_by_schedule(there, name, schedule, options.minutes * 60, as_json)
-    if not dry_run:
-        require_packages("diloco chaos")
-    return compare_arms(options)
+        return delete_by_schedule(there, name, schedule, minutes * 60, as_json)
+    from diloco.local.run import RunOptions
+    from diloco.local.run import run as run_job
+
+    return run_job(RunOptions(named, workdir, chaos=text_of(schedule), overrides=overrides, as_json=as_json))
 
 
 @app.command()

@@ -18,8 +18,7 @@ What a fork must not inherit decides how it is built:
 * CUDA does not survive a fork either, so nothing here initialises it. A child asks for the device after the fork,
   with CUDA_VISIBLE_DEVICES from its own environment.
 * A child drops the parent's descriptors, signal handlers and random state, and runs
-  ``diloco_worker.__main__.main()`` as ``python -m diloco_worker`` would; with DILOCO_BASELINE in its environment, a
-  program of ``diloco_worker.baselines``.
+  ``diloco_worker.__main__.main()`` as ``python -m diloco_worker`` would.
 
 No orphan is left. The kernel kills a child when this process dies (PR_SET_PDEATHSIG). When stdin ends the runner
 is gone, and every child is killed, because its syncer is gone too and its work cannot be offered.
@@ -43,7 +42,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from diloco_protocol.common.process import die_with_parent, set_parent_death_signal
-from diloco_worker.baselines import settings as baselines
 
 MAX_LINE_BYTES = 1 << 20  # of a request
 _OWN_HANDLERS = (signal.SIGTERM, signal.SIGINT)  # signals that a worker handles otherwise than this process
@@ -253,17 +251,13 @@ class ForkServer:
 
 
 def _worker() -> int | None:
-    if os.environ.get(baselines.VARIABLE):
-        from diloco_worker.baselines.programs import main as baseline
-
-        return baseline()
     from diloco_worker.__main__ import main
 
     return main()
 
 
-def main() -> int:
-    """Take over stdin and stdout for the protocol, load the libraries, serve."""
+def main(target: Callable[[], int | None] = _worker) -> int:
+    """Take over stdin and stdout for the protocol, load the libraries, serve. ``target``: what each child runs."""
     die_while_loading()
     events = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not get among the events
@@ -271,7 +265,7 @@ def main() -> int:
     preload(os.environ.get("DILOCO_JOB_FILE"))
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, the shared pages in every child
-    server = ForkServer(0, events, _worker)
+    server = ForkServer(0, events, target)
     threads = count_threads()
     if threads != 1:
         names = ", ".join(thread_names())

@@ -150,15 +150,18 @@ class Forked:
 
 
 class ForkServerClient:
-    """The client of ``python -m diloco_worker.forkserver``.
+    """The client of ``python -m diloco_worker.forkserver``, or of a ``program`` that calls its ``main``.
 
     If the forkserver itself dies, so do its children, and each is reported as killed; the
     next spawn starts another one.
     """
 
-    def __init__(self, env: Mapping[str, str], cwd: Path, log: Path) -> None:
+    def __init__(
+        self, env: Mapping[str, str], cwd: Path, log: Path, program: Sequence[str] = ("-m", "diloco_worker.forkserver")
+    ) -> None:
         self._env = dict(env)
         self._cwd = cwd
+        self._program = program
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -191,7 +194,7 @@ class ForkServerClient:
             await asyncio.wait([self._reader])
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "diloco_worker.forkserver"),
+                *(sys.executable, *self._program),
                 env=self._env,
                 cwd=self._cwd,
                 process_group=0,

@@ -1,19 +1,24 @@
-"""The baselines of ``diloco chaos`` as real processes: each loses what it must, and goes on."""
+"""The baselines of ``bench/chaos.py`` as real processes: each loses what it must, and goes on."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 from runs import JOB
 
-from diloco.compare.arm import ArmResult, measure_arm, read_rows
-from diloco.compare.baselines import run_baseline
-from diloco.compare.plan import Comparison, Pace, job_overrides
 from diloco.local.chaos.schedule import parse
 from diloco.validate import read_job_file
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+from lab.compare.arm import ArmResult, measure_arm, read_rows
+from lab.compare.baselines import run_baseline
+from lab.compare.plan import Comparison, Pace, job_overrides
 
 STEP, TOKENS = 0.1, 4 * 32
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,7 @@ def names_of(module: str) -> set[str] | None:
     """What a module of ours holds at its top: names that it defines or imports, and its sub-modules. None: there is
     no such module."""
     path = Path(*module.split("."))
-    for folder in ("protocol", "syncer", "worker", "operator", "cli"):
+    for folder in ("protocol", "syncer", "worker", "operator", "cli", "bench"):
         for file in (ROOT / folder / path.with_suffix(".py"), ROOT / folder / path / "__init__.py"):
             if file.exists():
                 found = {each.stem for each in file.parent.iterdir()} if file.name == "__init__.py" else set()
@@ -131,7 +133,7 @@ def test_what_is_run_seldom_imports_what_is_there() -> None:
         for folder in ("tests/e2e", "bench", "tools", "examples", ".ci")
         for path in sorted((ROOT / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].partition("_")[0] == "diloco"
+        if isinstance(node, ast.ImportFrom) and re.match(r"(diloco|lab|trials)\b|diloco_", node.module or "")
         for alias in node.names
     ]
     assert len(imports) > 150
@@ -143,3 +145,31 @@ def test_what_is_run_seldom_imports_what_is_there() -> None:
         if not module.endswith(generated) and name not in (held[module] or set())
     ]
     assert not absent, absent
+
+
+def imported_by(path: Path) -> set[str]:
+    """The top-level names that a file imports, wherever the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_the_product_imports_nothing_that_is_in_bench() -> None:
+    """The contract in pyproject.toml names the packages there; scripts there are modules, too."""
+    packages = {path.parent.name for path in (ROOT / "bench").glob("*/__init__.py")}
+    there = packages | {path.stem for path in (ROOT / "bench").glob("*.py")}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (contract,) = (one for one in settings["contracts"] if one["id"] == "bench")
+    assert set(contract["forbidden_modules"]) == packages
+    assert set(contract["source_modules"]) == set(settings["root_packages"])
+    imported = {
+        path.relative_to(ROOT): imported_by(path)
+        for folder in ("protocol", "syncer", "worker", "operator", "cli")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert len(imported) > 400
+    assert not {path: names & there for path, names in imported.items() if names & there}
