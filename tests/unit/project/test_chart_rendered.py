@@ -20,6 +20,7 @@ from diloco_operator.model import RELEASE
 from diloco_operator.objects import pods
 from diloco_operator.reconcile import root_key
 from diloco_protocol.vocabulary import HTTP_PORT, WORKER_PORT
+from repository import VERSION
 
 from .test_chart import CHART, ROOT, chart
 
@@ -403,6 +404,12 @@ def test_the_notes_name_what_there_is() -> None:
     assert "holds no CRD" in second and "--take-ownership" not in second
     for said, deployment in ((everywhere, "diloco-operator"), (notes("everything"), "trainers")):
         assert f"deploy/{deployment}\n" in said and "<no value>" not in said
+
+
+def test_the_notes_say_what_to_do_where_no_registry_is_set() -> None:
+    said = notes("default")
+    assert all(f"diloco-{role}:{VERSION}" in said for role in ROLES), said
+    assert "make images" in said and "images.registry" in said
 
 
 # ---------------------------------------------------------------- the schema

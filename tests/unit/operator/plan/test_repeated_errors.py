@@ -24,7 +24,7 @@ def broken(count: int = 2, places: tuple[int, ...] | None = None, code: int = 1,
     return world
 
 
-def test_h1_a_job_whose_program_is_wrong_fails_with_its_error() -> None:
+def test_a_job_whose_program_is_wrong_fails_with_its_error() -> None:
     world = broken()
     world.until(lambda w: w.truth("Failed") == "True", 200)
     failed = world.condition("Failed")
@@ -35,7 +35,7 @@ def test_h1_a_job_whose_program_is_wrong_fails_with_its_error() -> None:
     world.until(lambda w: w.syncer.phase == "failed" and not w.of("learner"))
 
 
-def test_h1_before_that_it_waits_for_two_more_starts() -> None:
+def test_before_that_it_waits_for_two_more_starts() -> None:
     world = broken()
     world.until(lambda w: (w.status.get("replacements") or {}).get("sinceMerge") == 2, 200)
     world.crashing = {}
@@ -118,7 +118,7 @@ def kill_for_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "_crash", out_of_memory)
 
 
-def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     world = broken(1, code=137)
     kill_for_memory(world, monkeypatch)
     world.until(lambda w: w.truth("Failed") == "True", 200)
@@ -134,7 +134,7 @@ def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monk
         ("syncer", None, " The syncer of this model needs up to "),
     ],
 )
-def test_h6_the_condition_has_the_memory_that_the_model_needs(
+def test_the_condition_has_the_memory_that_the_model_needs(
     monkeypatch: pytest.MonkeyPatch, role: str, name: str | None, said: str
 ) -> None:
     """Also where the syncer, which knows its size, has ended."""
@@ -152,7 +152,7 @@ def test_h6_the_condition_has_the_memory_that_the_model_needs(
     assert said in world.condition("Failed")["message"], world.condition("Failed")["message"]
 
 
-def test_h6_a_learner_that_ran_out_of_memory_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_ran_out_of_memory_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = started(2, training={"device": "cpu"})
     known = world.document
 

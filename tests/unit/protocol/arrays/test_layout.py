@@ -383,7 +383,7 @@ HERE = [Tensor("a", (4, 40), "float32"), Tensor("b", (7,), "float32", True)]
         ([Tensor("a", (4, 40), "float32", True), Tensor("b", (8,), "float32")], "b is [8] float32 here"),
     ],
 )
-def test_m19_the_first_tensor_that_differs_is_named(here: list[Tensor], words: str) -> None:
+def test_the_first_tensor_that_differs_is_named(here: list[Tensor], words: str) -> None:
     said = describe_difference(here, HERE)
     assert said.startswith(words) and bool(said) == bool(words)
 

@@ -184,7 +184,7 @@ def test_of_three_evaluators_the_first_is_told_to_leave() -> None:
     assert desk.core._state.members.evaluators == {8, 9}
 
 
-def test_m19_who_joined_with_another_model_before_there_was_one_is_refused_before_anything_is_announced() -> None:
+def test_who_joined_with_another_model_before_there_was_one_is_refused_before_anything_is_announced() -> None:
     desk = Desk(config(slots=3))
     desk.join(1, 0)
     desk.join(2, 1, layout_digest="M")
@@ -206,7 +206,7 @@ def test_m19_who_joined_with_another_model_before_there_was_one_is_refused_befor
     assert not of(desk.join(6, 1), ev.Refuse), "its successor has the job's model"
 
 
-def test_m19_whose_session_ended_meanwhile_is_refused_when_it_comes_back() -> None:
+def test_whose_session_ended_meanwhile_is_refused_when_it_comes_back() -> None:
     desk = Desk(config())
     desk.join(1, 0)
     desk.join(2, 1, layout_digest="M")

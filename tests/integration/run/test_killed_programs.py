@@ -73,7 +73,7 @@ def run(folder: Path, job: str, *words: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h6_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path: Path) -> None:
+def test_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = run(tmp_path, JOB)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -86,7 +86,7 @@ def test_h6_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h6_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -> None:
+def test_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os, signal\ndef make(*arguments, **more):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -99,7 +99,7 @@ def test_h6_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h6_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:
+def test_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_ONCE)
     # Steps enough for a look that is half a second old, as the syncer's page may be.
     often = ("--set", "sync.every=4", "--set", "sync.fragments=2", "--set", "training.stop.steps=600")

@@ -79,7 +79,7 @@ def check_failed(folder: Path, done: subprocess.CompletedProcess[str], once: str
     assert ERROR in " ".join(status.stdout.split()), status.stdout
 
 
-def test_h1_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) -> None:
+def test_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) -> None:
     done = run(tmp_path, CRASHES, learners=2)
     check_failed(tmp_path, done)
     assert done.stdout.count("starting it again") <= 2 * 2, "nobody is started a fourth time"
@@ -88,7 +88,7 @@ def test_h1_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h1_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None:
+def test_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None:
     check_failed(tmp_path, run(tmp_path, LOOP))
 
 
@@ -144,7 +144,7 @@ def test_a_program_that_never_joins_and_ends_well_fails_the_job_with_the_way_to_
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h1_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> None:
+def test_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(*arguments, **more):\n    return lss\n")
     (tmp_path / "job.yaml").write_text(
         "apiVersion: diloco.io/v1alpha1\nkind: DiLoCoJob\nmetadata: {name: own}\nspec:\n"
@@ -162,7 +162,7 @@ def test_h1_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h4_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     """As where a package of its own is not installed."""
     (tmp_path / "train.py").write_text("raise SystemExit('never started')")
     (tmp_path / "job.yaml").write_text(JOB.format(learners=1))
