@@ -77,7 +77,9 @@ def test_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path
     (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = run(tmp_path, JOB)
     assert done.returncode == 1, done.stdout + done.stderr
-    named = [line for line in done.stdout.splitlines() if KILLED.search(line)]
+    # The syncer's last event has the reason too, where the run still reads it.
+    told = [line for line in done.stdout.splitlines() if not line.startswith("failed: ")]
+    named = [line for line in told if KILLED.search(line)]
     assert len(named) == 1 and "diloco plan JOB.yaml --params N" in named[0], done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["outcome"] == "failed" and KILLED.search(report["message"])
