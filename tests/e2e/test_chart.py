@@ -126,6 +126,7 @@ def wait_nothing_left(cluster: Cluster, release: str) -> None:
 # ------------------------------------------------------------------
 
 
+@pytest.mark.promise("A real API server accepts the chart with each set of values in `charts/diloco/ci`")
 @pytest.mark.ci
 def test_lint_render_and_dry_run(empty: Cluster) -> None:
     """`make chart`, with this cluster: every values file of charts/diloco/ci."""
@@ -143,6 +144,10 @@ def test_lint_render_and_dry_run(empty: Cluster) -> None:
     assert all("tried on the API server" in line for line in lines), done.stdout
 
 
+@pytest.mark.promise(
+    "The chart can be installed, upgraded, uninstalled and installed again, also under another name: jobs "
+    "and the operator's key stay"
+)
 @pytest.mark.ci
 def test_installed_upgraded_uninstalled_and_installed_again(
     empty: Cluster, namespaces: list[str], tmp_path: Path
@@ -258,6 +263,7 @@ def test_namespaced_mode(empty: Cluster, namespaces: list[str]) -> None:
     wait_nothing_left(empty, "diloco")
 
 
+@pytest.mark.promise("`manifests/install.yaml` installs an operator that works, and applying it again changes nothing")
 @pytest.mark.ci
 def test_the_manifest_without_helm(empty: Cluster, namespaces: list[str]) -> None:
     path = ROOT / "manifests" / "install.yaml"

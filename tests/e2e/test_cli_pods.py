@@ -162,6 +162,7 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     return shell
 
 
+@pytest.mark.promise("`diloco logs` prints the lines of a job's pods from the first on, merged by time")
 @pytest.mark.ci
 def test_logs(pods: Shell) -> None:
     def first_lines() -> bool:
@@ -220,6 +221,7 @@ def test_logs_are_followed_into_the_next_pod(pods: Shell) -> None:
         old, new = (old + 1, new) if step == old else (old, new + 1)
 
 
+@pytest.mark.promise("`diloco status` of a job in a cluster shows its syncer's page, through a port-forward")
 @pytest.mark.ci
 def test_status_with_the_syncers_page(pods: Shell) -> None:
     # The command gives the page some seconds, and prints what it has without it.
@@ -237,6 +239,7 @@ def test_status_with_the_syncers_page(pods: Shell) -> None:
     assert "learner local-1: Started" in pods("events", "tiny")
 
 
+@pytest.mark.promise("`diloco report` of a job in a cluster is its syncer's report, and says whether the job continues")
 @pytest.mark.ci
 def test_report(pods: Shell, tmp_path: Path) -> None:
     assert "the job continues" in pods("report", "tiny"), "it does, whatever outcome the syncer's page names"
@@ -254,6 +257,7 @@ def test_report(pods: Shell, tmp_path: Path) -> None:
         assert written[key] == value
 
 
+@pytest.mark.promise("`diloco export` of a job in a cluster writes its tensors to the bit")
 @pytest.mark.ci
 def test_export(pods: Shell, model: Any, tmp_path: Path) -> None:
     import numpy as np

@@ -112,6 +112,10 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
     return told
 
 
+@pytest.mark.promise(
+    "Deleted learner pods are replaced and merged again, also while the operator restarts; the others are "
+    "not restarted and merge meanwhile"
+)
 @pytest.mark.parametrize(
     "count",
     [

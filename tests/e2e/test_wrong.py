@@ -33,6 +33,9 @@ def told(job: Job, *words: str, timeout: float = 90) -> str:
     return found
 
 
+@pytest.mark.promise(
+    "A missing image is named in the job's status and counts as no failure; the job trains once the image is corrected"
+)
 @ci
 @pytest.mark.timeout(300)
 def test_an_image_that_is_missing(start: Any) -> None:
@@ -47,6 +50,10 @@ def test_an_image_that_is_missing(start: Any) -> None:
     assert job.pods("learner")[0]["metadata"]["uid"] != pod
 
 
+@pytest.mark.promise(
+    "An object of another owner under a name that the job needs is never touched; the job names it, and "
+    "starts once it is gone"
+)
 @ci
 @pytest.mark.timeout(300)
 def test_a_foreign_object_of_the_same_name(cluster: Cluster, namespace: str) -> None:
@@ -64,6 +71,10 @@ def test_a_foreign_object_of_the_same_name(cluster: Cluster, namespace: str) -> 
     job.wait_condition("NameConflict", "False", timeout=60)
 
 
+@pytest.mark.promise(
+    "Objects of a job that a user deletes or changes are restored, without a restart of the syncer, and "
+    "foreign fields stay"
+)
 @ci
 @pytest.mark.timeout(600)
 def test_children_deleted_by_hand(cluster: Cluster, start: Any) -> None:

@@ -71,6 +71,10 @@ def run(folder: Path, job: str, *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*command, *words], capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.promise(
+    "A SIGKILL that the run did not send is reported as the system's, with the memory that the job needs; "
+    "a kill of `--chaos` is not"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path: Path) -> None:
@@ -99,6 +103,10 @@ def test_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -> N
     assert "for each of 2 learners" in done.stderr, done.stderr
 
 
+@pytest.mark.promise(
+    "A SIGKILL that the run did not send is reported as the system's, with the memory that the job needs; "
+    "a kill of `--chaos` is not"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:

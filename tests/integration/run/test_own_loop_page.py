@@ -92,6 +92,7 @@ def test_every_script_of_the_page_runs_alone(folder: Path) -> None:
     assert "step 50, 98% of the job, loss " in done.stdout, done.stdout
 
 
+@pytest.mark.promise("A job with its own loop can be scored by its own program")
 @pytest.mark.slow
 @pytest.mark.untimed
 @pytest.mark.timeout(600)

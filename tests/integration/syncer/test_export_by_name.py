@@ -17,6 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 FROZEN = {"table": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
 
+@pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
 async def test_merged_tensors_are_exported_by_name_and_a_program_has_them_too(tmp_path: Path) -> None:
     """After a merge, and after the syncer has gone."""
     job = raw_job()

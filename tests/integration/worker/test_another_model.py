@@ -48,6 +48,10 @@ def train(syncer: SyncerProcess) -> None:
             learner.after_step(tokens=1)
 
 
+@pytest.mark.promise(
+    "A learner with another model is refused before anything is announced to it, and the refusal names "
+    "the first tensor that differs"
+)
 async def test_another_model_is_named_before_anything_is_announced(
     syncer: SyncerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,7 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
     made.stop()
 
 
+@pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:

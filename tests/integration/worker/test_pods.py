@@ -269,6 +269,10 @@ def blackhole() -> tuple[str, list[socket.socket]]:
     return f"{host}:{port}", held
 
 
+@pytest.mark.promise(
+    "Learners return to a syncer that was replaced, at the same address or another one, also after an "
+    "address that swallows connections"
+)
 @pytest.mark.slow
 def test_learners_are_back_after_their_syncer(house: House) -> None:
     """A syncer's pod that is replaced, at the same address and at another one; and an address that swallows

@@ -54,6 +54,11 @@ def test_of_a_long_text_the_end_is_left(tmp_path: Path) -> None:
     assert path.stat().st_size == 4096 and path.read_text().endswith("\nthe error")
 
 
+@pytest.mark.promise(
+    "In a cluster a program that always ends with the same error fails the job, with the error in "
+    "termination message, condition, Event and report; not while a quorum takes part without that "
+    "learner, and not after an edit"
+)
 @pytest.mark.parametrize(
     ("program", "code", "left"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +100,9 @@ def test_a_syncer_whose_credentials_cannot_be_used_is_a_mistake_as_a_wrong_file_
     assert isinstance(decision, Fail) and decision.exit_code == 2 and "credentials" in decision.message
 
 
+@pytest.mark.promise(
+    "If a learner diverged or stalled, the local runner, the syncer's event and the job's failure name that reason"
+)
 def test_a_learner_that_diverged_or_stalled_is_replaced_and_said_to_have() -> None:
     """The syncer's exit code 5 means another thing."""
     for code, words in ((5, "training diverged"), (6, "training stalled")):
@@ -157,6 +161,10 @@ def crash(supervisor: Supervisor, name: str = "learner-0", error: str = NAME_ERR
     return supervisor.ended(name, Kind.LEARNER, Exit(code=code), 0.0, wanted=True, error=error)
 
 
+@pytest.mark.promise(
+    "A program that crashes shows its traceback at its first end; the same error three times before any "
+    "merge fails the job, and the error is in report and status"
+)
 def test_the_same_error_three_times_before_any_merge_fails_the_job() -> None:
     supervisor = make()
     for _ in range(SAME_ERRORS - 1):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from core_desk import Desk, config, of, report
 from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES
 from diloco_protocol.vocabulary import JobPhase
@@ -23,6 +25,7 @@ def problems(desk: Desk) -> list[str]:
     return [slot.problem for slot in desk.core.slots]
 
 
+@pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")
 def test_a_loop_that_is_given_batches_and_ends_no_step_is_told_of_once() -> None:
     desk = Desk(config())
     desk.begin(2)
@@ -38,6 +41,7 @@ def test_a_loop_that_is_given_batches_and_ends_no_step_is_told_of_once() -> None
     assert problems(desk) == ["", ""] and len(told(desk)) == 1
 
 
+@pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")
 def test_neither_some_batches_nor_some_seconds_are_enough() -> None:
     desk = Desk(config())
     desk.begin(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from diloco_protocol.documents import Tokens
 from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.core.merging.ledger import Ledger
@@ -22,6 +24,7 @@ def report(step: int, dropped: int = 0) -> StepReport:
     return StepReport(step, step, 10 * step, (row,) * 4)
 
 
+@pytest.mark.promise("A status request does not visit every fragment of every slot")
 def test_totals_follow_reports_without_a_walk_through_every_cell() -> None:
     ledger = Ledger(4, 3)
     for slot in range(3):
