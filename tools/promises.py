@@ -53,7 +53,6 @@ class MarkedTest:
 
     path: str
     name: str
-    line: int
     marks: set[str] = field(default_factory=set)
     promises: list[Promise] = field(default_factory=list)
 
@@ -89,7 +88,7 @@ class _Reader:
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
                 name = f"{prefix}{node.name}"
                 own, held = self.marks(node.decorator_list, f"{self.path}::{name}")
-                test = MarkedTest(self.path, name, node.lineno, marks | own, [*promises, *held])
+                test = MarkedTest(self.path, name, marks | own, [*promises, *held])
                 self.read_cases(node.decorator_list, test)
                 self.tests.append(test)
 
@@ -100,7 +99,7 @@ class _Reader:
                 given = {keyword.arg: keyword.value for keyword in node.keywords}
                 case = given.get("id") or (node.args[0] if len(node.args) == 1 else None)
                 if "marks" in given:
-                    name = f"[{case.value}]" if isinstance(case, ast.Constant) else ""
+                    name = f"[{case.value!s}]" if isinstance(case, ast.Constant) else ""
                     own, held = self.marks([given["marks"]], f"{self.path}::{test.name}{name}")
                     test.marks |= own
                     test.promises += held
