@@ -83,7 +83,7 @@ recording: $(STAMP) ## Record the demo in a terminal, as a picture that plays (d
 ##@ Tests
 .PHONY: test
 test: $(STAMP) $(S3_SERVICE)/.installed ## Run the quick tests (within 5 minutes on two cores)
-	$(PYTEST) $(AT_ONCE) -m "not slow" tests/integration tests/first_hour tests/unit $(PYTEST_ARGS)
+	$(PYTEST) $(AT_ONCE) -m "not slow" tests/integration tests/unit $(PYTEST_ARGS)
 
 .PHONY: bucket-services
 bucket-services: $(STAMP) ## Install what tests of gs://, az:// and a second S3 need (200 MB, with npm); else they are skipped
@@ -98,7 +98,7 @@ test-protocol test-syncer test-worker test-operator test-cli: $(STAMP) $(S3_SERV
 
 .PHONY: test-slow
 test-slow: $(STAMP) $(S3_SERVICE)/.installed ## Run the slow tests (a quarter of an hour on two cores)
-	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/first_hour tests/unit $(PYTEST_ARGS)
+	$(PYTEST) $(AT_ONCE) -m "slow and not e2e" tests/integration tests/unit $(PYTEST_ARGS)
 
 # Words for the next one: TEST=tests/unit/worker/net/test_client.py STRESS_ARGS="--times 50 --busy 4".
 TEST ?=

@@ -23,7 +23,9 @@ import contracts
 import job_reference
 import lock
 import metric_tables
+import nightly
 import operator_tables
+import promises
 import proto_stubs
 import results_picture
 import stacks
@@ -69,6 +71,8 @@ FILES: dict[str, Maker] = {
     "docs/contracts.md": parts(contracts.tables),
     "docs/monitoring.md": parts(metric_tables.tables),
     "docs/operator.md": parts(operator_tables.tables),
+    "docs/reliability.md": parts(lambda: {**promises.tables(), "nightly": nightly.last_table()}),
+    ".ci/run": promises.gate_head,
     "docs/results.md": parts(trial_tables.tables),
     "docs/pictures/goodput.svg": results_picture.picture,
     "charts/diloco/README.md": parts(chart.values_table),

@@ -126,7 +126,7 @@ def wait_nothing_left(cluster: Cluster, release: str) -> None:
 # ------------------------------------------------------------------
 
 
-@pytest.mark.ci
+@pytest.mark.promise("A real API server accepts the chart with each set of values in `charts/diloco/ci`")
 def test_lint_render_and_dry_run(empty: Cluster) -> None:
     """`make chart`, with this cluster: every values file of charts/diloco/ci."""
     done = subprocess.run(
@@ -143,6 +143,10 @@ def test_lint_render_and_dry_run(empty: Cluster) -> None:
     assert all("tried on the API server" in line for line in lines), done.stdout
 
 
+@pytest.mark.promise(
+    "The chart can be installed, upgraded, uninstalled and installed again, also under another name: jobs "
+    "and the operator's key stay"
+)
 @pytest.mark.ci
 def test_installed_upgraded_uninstalled_and_installed_again(
     empty: Cluster, namespaces: list[str], tmp_path: Path
@@ -258,7 +262,7 @@ def test_namespaced_mode(empty: Cluster, namespaces: list[str]) -> None:
     wait_nothing_left(empty, "diloco")
 
 
-@pytest.mark.ci
+@pytest.mark.promise("`manifests/install.yaml` installs an operator that works, and applying it again changes nothing")
 def test_the_manifest_without_helm(empty: Cluster, namespaces: list[str]) -> None:
     path = ROOT / "manifests" / "install.yaml"
     objects: list[dict[str, Any]] = [o for o in yaml.safe_load_all(path.read_text()) if o]

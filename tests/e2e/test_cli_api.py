@@ -27,6 +27,10 @@ def shell(bare_cluster: Cluster) -> Iterator[Shell]:
 # ------------------------------------------------------------------ apply
 
 
+@pytest.mark.promise(
+    "`diloco apply` creates and changes a job on a real API server, changes nothing with `--dry-run`, and "
+    "names each field that is refused"
+)
 @pytest.mark.ci
 def test_apply(shell: Shell, tmp_path: Path) -> None:
     path = write(tmp_path / "job.yaml", "first")
@@ -139,7 +143,7 @@ def test_scale_suspend_resume(shell: Shell, tmp_path: Path) -> None:
     assert "sized is running" in shell("resume", "sized", "--wait")
 
 
-@pytest.mark.ci
+@pytest.mark.promise("`diloco delete` names what the deletion waits for and what stays, with commands that work")
 def test_delete(shell: Shell, tmp_path: Path) -> None:
     path = write(tmp_path / "job.yaml", "doomed", syncer={"storage": {"size": "1Mi"}})
     shell.create(path)
@@ -176,7 +180,7 @@ def test_delete(shell: Shell, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ what a person sees
 
 
-@pytest.mark.ci
+@pytest.mark.promise("`diloco status` of a job whose syncer has no pod shows what the cluster knows of it")
 def test_status_without_a_syncer(shell: Shell, tmp_path: Path) -> None:
     shell.create(write(tmp_path / "job.yaml", "seen"))
     assert "no operator has looked at it yet" in shell("status", "seen")

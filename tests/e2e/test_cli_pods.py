@@ -162,7 +162,7 @@ def pods(shell: Shell, model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     return shell
 
 
-@pytest.mark.ci
+@pytest.mark.promise("`diloco logs` prints the lines of a job's pods from the first on, merged by time")
 def test_logs(pods: Shell) -> None:
     def first_lines() -> bool:
         said = pods("logs", "tiny")
@@ -220,7 +220,7 @@ def test_logs_are_followed_into_the_next_pod(pods: Shell) -> None:
         old, new = (old + 1, new) if step == old else (old, new + 1)
 
 
-@pytest.mark.ci
+@pytest.mark.promise("`diloco status` of a job in a cluster shows its syncer's page, through a port-forward")
 def test_status_with_the_syncers_page(pods: Shell) -> None:
     # The command gives the page some seconds, and prints what it has without it.
     def status() -> bool:
@@ -237,7 +237,7 @@ def test_status_with_the_syncers_page(pods: Shell) -> None:
     assert "learner local-1: Started" in pods("events", "tiny")
 
 
-@pytest.mark.ci
+@pytest.mark.promise("`diloco report` of a job in a cluster is its syncer's report, and says whether the job continues")
 def test_report(pods: Shell, tmp_path: Path) -> None:
     assert "the job continues" in pods("report", "tiny"), "it does, whatever outcome the syncer's page names"
     pods.set_status("tiny", phase="Complete", conditions=[a_condition("Complete", "all tokens trained")])
@@ -254,7 +254,7 @@ def test_report(pods: Shell, tmp_path: Path) -> None:
         assert written[key] == value
 
 
-@pytest.mark.ci
+@pytest.mark.promise("`diloco export` of a job in a cluster writes its tensors to the bit")
 def test_export(pods: Shell, model: Any, tmp_path: Path) -> None:
     import numpy as np
     import safetensors.numpy

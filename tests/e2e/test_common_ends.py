@@ -84,6 +84,11 @@ def merged_since(job: Job, before: dict[str, Any], region: str = "local") -> dic
     return dict(after)
 
 
+@pytest.mark.promise(
+    "No learner begins with a fresh optimizer state after a common end: all programs killed at once; one "
+    "killed while the others' pods are deleted; all pods deleted, before and after a suspension; all of "
+    "one cluster"
+)
 @pytest.mark.timeout(800)
 def test_all_learners_and_then_all_pods_are_deleted_at_once(cluster: Cluster, start: Any) -> None:
     """Their directories go with them. Before the job was ever suspended there is no optimizer state left then; after
@@ -118,6 +123,11 @@ def test_all_learners_and_then_all_pods_are_deleted_at_once(cluster: Cluster, st
     assert job.status()["phase"] == "Running"
 
 
+@pytest.mark.promise(
+    "No learner begins with a fresh optimizer state after a common end: all programs killed at once; one "
+    "killed while the others' pods are deleted; all pods deleted, before and after a suspension; all of "
+    "one cluster"
+)
 @pytest.mark.timeout(600)
 def test_all_programs_end_at_once_and_some_directories_are_gone(cluster: Cluster, start: Any) -> None:
     """Containers that are killed keep their directories, and with them the slot's own state. First all are killed;

@@ -20,6 +20,9 @@ def scalars(report: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in report.items() if not isinstance(value, list)}
 
 
+@pytest.mark.promise(
+    "The example of the manifests trains in pods to its end, and the exported model has the loss that the report shows"
+)
 @pytest.mark.ci
 @pytest.mark.timeout(900)
 def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_path: Path) -> None:

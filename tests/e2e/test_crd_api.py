@@ -45,7 +45,13 @@ from wrong_jobs import (
 from .clusters import Cluster, read_patiently, until
 from .conftest import without_operator
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.promise(
+        "A real API server judges a job as `diloco validate` does: the same verdict, and the same field named"
+    ),
+    pytest.mark.ci,
+    pytest.mark.timeout(300),
+]
 
 COLLECTION = "/apis/diloco.io/v1alpha1/namespaces/default/dilocojobs"
 EXAMPLES = sorted([*ROOT.glob("examples/*.yaml"), *ROOT.glob("manifests/examples/*.yaml")])
@@ -292,6 +298,10 @@ def left(paths: set[str]) -> bool:
     return paths <= {f"spec.{path}" for path in LEFT_TO_THE_OPERATOR}
 
 
+@pytest.mark.promise(
+    "Plaintext works within one cluster only: `tls.mode: off` requires `endpoint.type: ClusterIP`",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize(("job", "paths"), [c[1:] for c in broken()], ids=[c[0] for c in broken()])
 def test_a_broken_rule(api: Api, job: dict[str, Any], paths: set[str]) -> None:
     differences = check(api, job, paths)

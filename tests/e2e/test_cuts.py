@@ -52,6 +52,10 @@ def spread_evenly(job: str) -> dict[str, Any]:
     return template
 
 
+@pytest.mark.promise(
+    "After a cut of 90 s around the syncer's node all eight learners contribute again, whether half of "
+    "them are beside the syncer or none"
+)
 @pytest.mark.parametrize("beside", [True, False], ids=["half-beside-it", "all-beyond"])
 @pytest.mark.timeout(700)
 def test_a_cut_around_the_syncers_node_takes_no_learner(cluster: Cluster, start: Any, beside: bool) -> None:
@@ -187,6 +191,10 @@ def has_merged(process: str) -> Any:
     )
 
 
+@pytest.mark.promise(
+    "If an operator cannot reach the API server, the other one takes over by the Lease, and the first "
+    "does nothing, although it reaches the syncer"
+)
 @pytest.mark.timeout(900)
 def test_an_operator_that_cannot_hear_the_api_server_takes_nothing(
     cluster: Cluster, start: Any, far_leader: str
@@ -235,6 +243,10 @@ def test_an_operator_that_cannot_hear_the_api_server_takes_nothing(
     job.exact()
 
 
+@pytest.mark.promise(
+    "A learner that was replaced while its node was cut off from the API server, and that trains on, has "
+    "no slot and is in no merge"
+)
 @pytest.mark.timeout(900)
 def test_a_learner_on_a_node_that_the_api_server_does_not_hear_is_fenced(cluster: Cluster, start: Any) -> None:
     """The zombie trains on and reaches the syncer. Once its successor, on another node, has joined, the syncer takes

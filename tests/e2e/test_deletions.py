@@ -112,12 +112,12 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
     return told
 
 
+@pytest.mark.promise(
+    "Deleted learner pods are replaced and merged again, also while the operator restarts; the others are "
+    "not restarted and merge meanwhile"
+)
 @pytest.mark.parametrize(
-    "count",
-    [
-        pytest.param(3, marks=[pytest.mark.ci, pytest.mark.timeout(600)]),
-        pytest.param(10, marks=pytest.mark.timeout(1500)),
-    ],
+    "count", [pytest.param(3, marks=pytest.mark.timeout(600)), pytest.param(10, marks=pytest.mark.timeout(1500))]
 )
 def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     job: Job = start("chaos", learners=3)

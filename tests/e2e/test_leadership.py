@@ -69,6 +69,7 @@ def looked_at(kube: Cluster, name: str) -> int:
     return int(get(kube, named("dilocojobs", name)).get("status", {}).get("observedGeneration") or 0)
 
 
+@pytest.mark.promise("A stopped leader (SIGSTOP) gets a successor, and writes nothing when it resumes")
 def test_a_leader_that_is_stopped_is_followed_and_stays_quiet_when_it_goes_on(
     kube: Cluster, operators: list[Operator]
 ) -> None:

@@ -17,6 +17,7 @@ from .jobs import Job, small_job
 OTHER = f"diloco-worker:{VERSION}-other"
 
 
+@pytest.mark.promise("Suspending and resuming a job drops no token, and deleting it leaves nothing behind")
 @pytest.mark.ci
 @pytest.mark.timeout(500)
 def test_suspend_resume_delete(cluster: Cluster, start: Any) -> None:

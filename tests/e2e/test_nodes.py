@@ -47,6 +47,10 @@ def far_node(cluster: Cluster) -> Any:
     back()
 
 
+@pytest.mark.promise(
+    "With `ForceDelete` a learner of a lost node is replaced on another node, and nothing of the old "
+    "process is merged after that"
+)
 @pytest.mark.parametrize("loss", [pytest.param("stop-node", marks=pytest.mark.ci), pytest.param("isolate")])
 @pytest.mark.timeout(600)
 def test_a_learner_is_replaced_elsewhere(cluster: Cluster, start: Any, far_node: Any, loss: str) -> None:

@@ -203,6 +203,10 @@ def pods_of(found: list[Object]) -> list[Object]:
     return made
 
 
+@pytest.mark.promise(
+    "A real API server accepts every object that the operator makes, unchanged, in a namespace of the "
+    "restricted standard"
+)
 @pytest.mark.ci
 @pytest.mark.parametrize("name", JOBS)
 def test_every_manifest_is_taken(bare_cluster: Cluster, restricted: str, name: str) -> None:
@@ -277,7 +281,7 @@ def test_what_is_applied_can_be_applied_again_and_changed(bare_cluster: Cluster,
                 assert manifests.stored_rendering(there) == manifests.stored_rendering(wanted)
 
 
-@pytest.mark.ci
+@pytest.mark.promise("Faults of a pod template that the operator leaves to the API server are named by its dry run")
 @pytest.mark.parametrize(
     ("template", "field"),
     [

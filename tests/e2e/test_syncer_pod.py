@@ -23,6 +23,10 @@ def tape(job: Job) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
+@pytest.mark.promise(
+    "A deleted syncer pod, also one deleted by force, loses no merge, restarts no learner, and never "
+    "writes beside its successor"
+)
 @pytest.mark.ci
 @pytest.mark.timeout(500)
 def test_the_syncer_is_deleted(start: Any) -> None:

@@ -12,7 +12,6 @@ from .clusters import Cluster, CommandFailed, until
 from .jobs import Job, pod_template, small_job
 from .test_common_ends import merged_since
 
-ci = pytest.mark.ci
 ONE = [{"name": "local", "learners": 1}]
 
 
@@ -33,7 +32,9 @@ def told(job: Job, *words: str, timeout: float = 90) -> str:
     return found
 
 
-@ci
+@pytest.mark.promise(
+    "A missing image is named in the job's status and counts as no failure; the job trains once the image is corrected"
+)
 @pytest.mark.timeout(300)
 def test_an_image_that_is_missing(start: Any) -> None:
     template = pod_template("learner", "300m")
@@ -47,7 +48,10 @@ def test_an_image_that_is_missing(start: Any) -> None:
     assert job.pods("learner")[0]["metadata"]["uid"] != pod
 
 
-@ci
+@pytest.mark.promise(
+    "An object of another owner under a name that the job needs is never touched; the job names it, and "
+    "starts once it is gone"
+)
 @pytest.mark.timeout(300)
 def test_a_foreign_object_of_the_same_name(cluster: Cluster, namespace: str) -> None:
     """It is never touched; the job says whose name it is, and starts when it is gone."""
@@ -64,7 +68,10 @@ def test_a_foreign_object_of_the_same_name(cluster: Cluster, namespace: str) -> 
     job.wait_condition("NameConflict", "False", timeout=60)
 
 
-@ci
+@pytest.mark.promise(
+    "Objects of a job that a user deletes or changes are restored, without a restart of the syncer, and "
+    "foreign fields stay"
+)
 @pytest.mark.timeout(600)
 def test_children_deleted_by_hand(cluster: Cluster, start: Any) -> None:
     job: Job = start("pruned", learners=2)

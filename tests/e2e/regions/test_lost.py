@@ -51,6 +51,11 @@ def test_a_regions_cluster_is_destroyed_and_built_again(world: World, run_job: R
     job.exact()
 
 
+@pytest.mark.promise(
+    "No learner begins with a fresh optimizer state after a common end: all programs killed at once; one "
+    "killed while the others' pods are deleted; all pods deleted, before and after a suspension; all of "
+    "one cluster"
+)
 def test_all_learners_of_a_cluster_are_deleted_at_once(world: World, run_job: RunJob) -> None:
     """Their directories go with them; their optimizers go on from the state of a learner elsewhere."""
     job = run_job("emptied", {EU: 2, US: 1}, learners=killable())

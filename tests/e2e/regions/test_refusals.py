@@ -144,6 +144,11 @@ def refused(job: Job) -> dict[str, int]:
     return dict(job.training()["tls"]["refused"])
 
 
+@pytest.mark.promise(
+    "A client from another cluster with a wrong certificate, token, region or message is refused, each "
+    "with its own reason",
+    section="Hostile callers",
+)
 @pytest.mark.ci
 def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     job = run_job("guarded", {HUB: 1, US: 1})
@@ -228,6 +233,10 @@ def nothing_secret_is_shown(world: World, job: Job, insider: Insider) -> None:
         assert not [value for value in values if value in shown], name
 
 
+@pytest.mark.promise(
+    "Under a flood of silent, half-open, garbage and foreign connections learners join, and the job merges",
+    section="Hostile callers",
+)
 def test_the_job_goes_on_under_a_flood(world: World, run_job: RunJob) -> None:
     """Silence, half a handshake, garbage and strangers, from one address: nobody is kept out."""
     # Whoever begins a handshake costs the syncer a signature: with a fifth of a core it has none to spare.

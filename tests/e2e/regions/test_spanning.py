@@ -48,6 +48,9 @@ def read_links(world: World, job: Job) -> Reading:
     return Reading(before, kernel, after, time.monotonic(), steps, page["merges"])
 
 
+@pytest.mark.promise(
+    "A job across three clusters trains to its end, and its report has the bytes that each region's link carried"
+)
 def test_a_job_over_three_clusters(world: World, run_job: RunJob) -> None:
     """What each region's link carried, as the kernel counts it, is what the report says."""
     # As many bytes up as down: what TCP/IP adds, acknowledgements above all, is then little of either. Nobody merges
@@ -94,6 +97,10 @@ def reported_bytes(job: Job) -> Carried:
     return {row["name"]: (row["wire_bytes_down"], row["wire_bytes_up"]) for row in job.page("/report")["regions"]}
 
 
+@pytest.mark.promise(
+    "A region whose link is cut is reported as lost and returns by itself, with the same processes, while "
+    "the other region merges"
+)
 @pytest.mark.ci
 def test_a_region_is_cut_off(world: World, run_job: RunJob) -> None:
     """The other goes on at its own pace; it comes back by itself; the books are exact."""

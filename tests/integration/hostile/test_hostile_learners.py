@@ -89,6 +89,11 @@ def bytes_down_of(status: dict[str, Any], region: str) -> int:
 # ------------------------------------------------------------------ whose slot an upload is for
 
 
+@pytest.mark.promise(
+    "Only the process that holds a slot uploads for it, and a download needs a session, whatever process, "
+    "slot and incarnation a caller names",
+    section="Hostile callers",
+)
 async def test_only_the_process_that_holds_a_slot_uploads_for_it(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -126,6 +131,7 @@ async def test_only_the_process_that_holds_a_slot_uploads_for_it(
     assert (await victim.send(victim.push(0, 0))).accepted
 
 
+@pytest.mark.promise("Knowing a process's id does not give a client its slot", section="Hostile callers")
 async def test_a_process_id_is_no_key_to_its_slot(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -146,6 +152,7 @@ async def test_a_process_id_is_no_key_to_its_slot(
     assert back.seat.slot == slot and back.seat.continuing
 
 
+@pytest.mark.promise("A region holds no more slots than its learners and spares in the job", section="Hostile callers")
 async def test_a_region_holds_no_more_slots_than_the_job_gives_it(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -170,6 +177,7 @@ async def test_a_region_holds_no_more_slots_than_the_job_gives_it(
     assert (await syncer.call("process-ended", region="us-2", ordinal=1, process=greedy[1].process, reason="")).ok
 
 
+@pytest.mark.promise("A region that the job does not have gets no session and no model", section="Hostile callers")
 async def test_a_region_that_the_job_lacks_gets_nothing(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -183,6 +191,9 @@ async def test_a_region_that_the_job_lacks_gets_nothing(
         await bulk.download(evaluator.channel, request, metadata=evaluator.metadata)
 
 
+@pytest.mark.promise(
+    "There is at most one evaluator, beside the broken session of the previous one", section="Hostile callers"
+)
 async def test_there_are_no_more_evaluators_than_one_and_a_broken_one(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -194,6 +205,9 @@ async def test_there_are_no_more_evaluators_than_one_and_a_broken_one(
     await until_status(syncer, lambda now: now["evaluators"] == 2)
 
 
+@pytest.mark.promise(
+    "A relayed optimizer state goes only to the learners that it was offered to", section="Hostile callers"
+)
 async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -226,6 +240,11 @@ async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
     assert header.found and bytes(data) == state
 
 
+@pytest.mark.promise(
+    "Empty calls of one certificate are limited, and a session's messages and uploads are limited in "
+    "rate: other clients are not held up",
+    section="Hostile callers",
+)
 async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -273,6 +292,7 @@ NONSENSE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.promise("Impossible numbers end their session, and enter no count and no state", section="Hostile callers")
 async def test_impossible_reports_end_their_session_and_nothing_else(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -305,6 +325,10 @@ async def test_impossible_reports_end_their_session_and_nothing_else(
     assert (await status_of(syncer))["tokens"]["pending"] >= 0
 
 
+@pytest.mark.promise(
+    "Messages of a session end at most that session; a syncer that received them all restarts",
+    section="Hostile callers",
+)
 async def test_whatever_is_said_in_a_session_ends_at_most_that_session(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
@@ -365,6 +389,10 @@ async def test_whatever_is_said_in_a_session_ends_at_most_that_session(
     await until_status(syncer, lambda now: now["slots"][honest.welcome.seat.slot]["steps"] >= 1)
 
 
+@pytest.mark.promise(
+    "Messages of a session end at most that session; a syncer that received them all restarts",
+    section="Hostile callers",
+)
 async def test_a_syncer_that_heard_all_that_starts_again(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:

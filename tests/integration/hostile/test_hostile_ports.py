@@ -37,6 +37,9 @@ def peak_mib(syncer: SyncerProcess) -> float:
     return int(found[1]) / 1024
 
 
+@pytest.mark.promise(
+    "Calls to the control port without its key cost little memory and few log lines", section="Hostile callers"
+)
 async def test_unsigned_calls_of_any_size_cost_little_memory_and_few_lines(syncer: SyncerProcess) -> None:
     large = sync_pb2.SignedCall(method="status", body=b"x" * ((4 << 20) - 1000)).SerializeToString()
     small = sync_pb2.SignedCall(method="status", body=b"{}").SerializeToString()
@@ -65,6 +68,10 @@ async def test_unsigned_calls_of_any_size_cost_little_memory_and_few_lines(synce
         assert (await send_call(channel, sign_call(syncer.key, "status", b"{}"))).ok
 
 
+@pytest.mark.promise(
+    "Other users of the machine get only the status page of a `diloco run`: they lack the join token",
+    section="Hostile callers",
+)
 async def test_on_one_machine_only_who_has_the_token_takes_part(tmp_path: Path) -> None:
     """The ports of 127.0.0.1 are every user's; the file with the token is one user's."""
     token = make_key(tmp_path / "token").decode()

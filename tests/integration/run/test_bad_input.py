@@ -109,7 +109,9 @@ def test_a_workdir_of_another_job(start: Callable[..., Run], tmp_path: Path) -> 
     assert after == store
 
 
+@pytest.mark.promise("A run on a full disk says so, and continues without a restart once there is space")
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_disk_that_fills_up_under_a_run(start: Callable[..., Run], mount: Callable[[str], Path]) -> None:
     disk = mount("size=16m")
     run = start(steps=900, workdir=disk / "run")

@@ -97,8 +97,12 @@ def certificates(folder: Path, job: Path) -> Path:
     return folder / "pki" / "default" / "tiny"
 
 
+@pytest.mark.promise(
+    "Machines join a served job, leave it and are lost, and the job trains on, also after its syncer was started again"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.ci
 def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., Program]) -> None:
     """The job trains until all has happened that shall: only the syncer at the end is told of a stop that is near."""
     (tmp_path / "corpus.txt").write_text(WORDS * 2000)
@@ -260,6 +264,9 @@ def test_a_third_learner_trains_beyond_the_two_of_the_job(tmp_path: Path, start:
         assert row["tokens"] == 2 * 32 * row["steps"] > 0, "the region's batch, and not training.batch"
 
 
+@pytest.mark.promise(
+    "A job without certificates refuses every client that cannot read its join token", section="Hostile callers"
+)
 @pytest.mark.slow
 def test_without_certificates_the_join_token_keeps_others_out(tmp_path: Path, start: Callable[..., Program]) -> None:
     (tmp_path / "corpus.txt").write_text(WORDS * 500)

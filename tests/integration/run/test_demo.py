@@ -11,6 +11,7 @@ import pytest
 from repository import ROOT
 
 
+@pytest.mark.promise("`make demo` loses a learner, trains to its end, and exports the model that it scored")
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.timeout(900)

@@ -20,6 +20,7 @@ FALL = {"tiny-vit": 0.0, "minimal": 0.3, "custom-loop": 0.3}  # nats that the lo
 pytestmark = [pytest.mark.slow, pytest.mark.untimed, pytest.mark.timeout(600)]
 
 
+@pytest.mark.promise("A job with its own loop can be scored by its own program")
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_an_example_runs(start: Callable[..., Run], tmp_path: Path, path: Path) -> None:
     for script in EXAMPLES.glob("*.py"):

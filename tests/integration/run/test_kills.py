@@ -130,6 +130,11 @@ def print_costs(faults: list[dict[str, Any]]) -> None:
     print("median".ljust(14), *(f"{median(f[f'{part}_seconds'] for f in faults):11.2f}" for part in PARTS))
 
 
+@pytest.mark.promise(
+    "Ten kills of learners cost only their unmerged steps: the others keep their pace, and each "
+    "replacement is merged within seconds"
+)
+@pytest.mark.ci
 def test_ten_kills_of_learners(start: Callable[..., Run], capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(20260428)
     at, target, schedule = 0.0, -1, []
@@ -183,6 +188,10 @@ def test_ten_kills_of_learners(start: Callable[..., Run], capsys: pytest.Capture
         assert learner["incarnations"] == 1 + hits, report["learners"]
 
 
+@pytest.mark.promise(
+    "Three kills of the syncer lose no version that a learner was told of, to the byte, and learners train on meanwhile"
+)
+@pytest.mark.ci
 def test_syncers_killed_lose_no_acknowledged_merge(
     start: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +252,8 @@ def test_syncers_killed_lose_no_acknowledged_merge(
     assert report["final_loss"] < report["initial_loss"] - 1
 
 
+@pytest.mark.promise("A learner that is ended by SIGTERM offers its work first: none of it is dropped")
+@pytest.mark.ci
 def test_sigterm_drops_nothing(start: Callable[..., Run]) -> None:
     chaos = "4s:term:local-1,9s:term:local-2,17s:term:local-1,22s:term:local-0"
     run = start("--chaos", chaos, text=JOB.format(stop="seconds: 36"))

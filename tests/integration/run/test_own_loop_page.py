@@ -1,7 +1,8 @@
-"""docs/your-own-loop.md: its files run as they stand there, alone and as a job."""
+"""docs/your-own-loop.md: its files run as they stand there, alone and as a job, and it has every name of a learner."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -51,6 +52,20 @@ def environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")} | more
 
 
+def test_every_name_of_a_learner_is_on_the_page_with_its_parameters() -> None:
+    from diloco_worker import Learner  # loads torch
+
+    named = set(re.findall(r"`(?:\w+\.)*(\w+)", PAGE))
+    public = {name for name in dir(Learner) if not name.startswith("_")}
+    assert {"batches", "after_step", "progress"} <= public <= named
+    assert {"load_merged", "Observer", "configure_logging", "layout"} <= named
+    for name in ("batches", "steps", "after_step", "rewarm_scale", "leave"):
+        found = re.search(rf"`{name}\(([^`)]*)\)`", PAGE)
+        assert found is not None, name
+        shown = [part.partition("=")[0].strip() for part in found[1].split(",") if part]
+        assert ["self", *shown] == list(inspect.signature(getattr(Learner, name)).parameters), name
+
+
 def test_the_difference_from_ddp_is_as_small_as_it_says() -> None:
     (block,) = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.S | re.M)
     assert sum(line.startswith("+") for line in block.splitlines()) <= 10
@@ -77,6 +92,7 @@ def test_every_script_of_the_page_runs_alone(folder: Path) -> None:
     assert "step 50, 98% of the job, loss " in done.stdout, done.stdout
 
 
+@pytest.mark.promise("A job with its own loop can be scored by its own program")
 @pytest.mark.slow
 @pytest.mark.untimed
 @pytest.mark.timeout(600)

@@ -111,7 +111,16 @@ def answer_to_a_stranger(run: Run) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+@pytest.mark.promise(
+    "Other users of the machine get only the status page of a `diloco run`: they lack the join token",
+    section="Hostile callers",
+)
+@pytest.mark.promise(
+    "After Ctrl-C the same command continues a run from its checkpoint to its end, and its report, files "
+    "and exported model are whole"
+)
 @pytest.mark.slow
+@pytest.mark.ci
 def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -198,7 +207,12 @@ def test_a_complete_job_stays_so_and_goes_on_to_a_later_stop(start: Callable[...
     assert len({tuple(row) for row in further}) == len(further)
 
 
+@pytest.mark.promise(
+    "A run survives a kill, a SIGTERM, a pause, a cut link and a killed syncer, and its report has what "
+    "each of them cost"
+)
 @pytest.mark.slow
+@pytest.mark.ci
 def test_faults_are_survived_and_accounted_for(start: Callable[..., Run]) -> None:
     """Merges take both learners, and one alone makes at most four rounds of steps: so the steps between two faults are
     made only after the first of them is recovered from."""
@@ -302,7 +316,11 @@ def test_a_hard_end_reports_what_the_job_continues_with(start: Callable[..., Run
         assert row["reasons"].get("died", 0) == before["reasons"].get("died", 0), again.everything()
 
 
+@pytest.mark.promise(
+    "If the runner is killed, all its processes end, and the same command continues from the checkpoint"
+)
 @pytest.mark.slow
+@pytest.mark.ci
 def test_killing_the_runner_leaves_no_orphan(start: Callable[..., Run]) -> None:
     run = start(steps=100_000)
     run.waits_for("first-merge: local-1")
@@ -373,6 +391,7 @@ with diloco_worker.Learner.from_environment(model, optimizer) as learner:
 """
 
 
+@pytest.mark.promise("A job that always diverges fails after `maxReplacements`, with the reason")
 @pytest.mark.slow
 @pytest.mark.untimed
 @pytest.mark.timeout(600)

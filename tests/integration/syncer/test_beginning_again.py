@@ -18,6 +18,7 @@ from diloco_syncer.syncer import Syncer
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.promise("A signal while a syncer begins again ends the process")
 async def test_a_signal_in_the_teardown_of_a_life_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,11 @@ def test_objects_are_whole_or_absent(where: str) -> None:
             work()
 
 
+@pytest.mark.promise(
+    "Buckets of S3 (two), Google and Azure: of many that create an object one succeeds, two syncers at "
+    "once make each version once, and lost answers and throttling cause no fault (`make bucket-services`; "
+    "stand-ins, not the clouds' own)"
+)
 def test_of_many_that_create_exactly_one_succeeds(where: str) -> None:
     stores = [open_store(where) for _ in range(8)]
     for place in range(5):
@@ -102,6 +107,11 @@ def test_of_many_that_create_exactly_one_succeeds(where: str) -> None:
         assert stores[0].read(name, 9) == b"%d" % winners[0]
 
 
+@pytest.mark.promise(
+    "Buckets of S3 (two), Google and Azure: of many that create an object one succeeds, two syncers at "
+    "once make each version once, and lost answers and throttling cause no fault (`make bucket-services`; "
+    "stand-ins, not the clouds' own)"
+)
 @pytest.mark.untimed
 def test_a_listing_has_more_than_a_page(where: str) -> None:
     store = open_store(where)
@@ -111,6 +121,11 @@ def test_a_listing_has_more_than_a_page(where: str) -> None:
     assert store.list("records") == names
 
 
+@pytest.mark.promise(
+    "Buckets of S3 (two), Google and Azure: of many that create an object one succeeds, two syncers at "
+    "once make each version once, and lost answers and throttling cause no fault (`make bucket-services`; "
+    "stand-ins, not the clouds' own)"
+)
 def test_a_put_whose_answer_is_lost_is_there_once(where: str, relay: Relay) -> None:
     store = open_store(where)
     relay.lose_next_answer()
@@ -129,6 +144,11 @@ def test_a_put_whose_answer_is_lost_is_there_once(where: str, relay: Relay) -> N
     assert tape_reader.verify(store) == 1
 
 
+@pytest.mark.promise(
+    "Buckets of S3 (two), Google and Azure: of many that create an object one succeeds, two syncers at "
+    "once make each version once, and lost answers and throttling cause no fault (`make bucket-services`; "
+    "stand-ins, not the clouds' own)"
+)
 def test_a_service_that_is_asked_too_often_is_asked_again(where: str, relay: Relay, service: BucketService) -> None:
     store = open_store(where)
     for work in (
@@ -146,6 +166,11 @@ def test_a_service_that_is_asked_too_often_is_asked_again(where: str, relay: Rel
     assert store.list("records") == ["records/a"] and store.read("records/a", 9) == b"x"
 
 
+@pytest.mark.promise(
+    "Buckets of S3 (two), Google and Azure: of many that create an object one succeeds, two syncers at "
+    "once make each version once, and lost answers and throttling cause no fault (`make bucket-services`; "
+    "stand-ins, not the clouds' own)"
+)
 def test_two_syncers_at_once_make_each_version_once(where: str) -> None:
     """Two claim the store together; each writes its records as fast as it can, until it hears that it was succeeded."""
 
@@ -181,6 +206,11 @@ def test_a_bucket_that_is_not_there_is_told_with_the_cure(service: BucketService
         open_store(f"{service.scheme}://nobody-made-this/x")
 
 
+@pytest.mark.promise(
+    "Buckets of S3 (two), Google and Azure: of many that create an object one succeeds, two syncers at "
+    "once make each version once, and lost answers and throttling cause no fault (`make bucket-services`; "
+    "stand-ins, not the clouds' own)"
+)
 async def test_a_killed_syncer_has_a_successor_and_no_merge_is_lost(
     service: BucketService, where: str, relay: Relay, tmp_path: Path
 ) -> None:

@@ -126,6 +126,10 @@ def verify_end(syncer: SyncerProcess) -> int:
     return peak(report)
 
 
+@pytest.mark.promise(
+    "Offers are not kept in memory: an end with eight learners, and a restart in the middle of it, stay "
+    "within 3 × the parameters and one push per learner"
+)
 @pytest.mark.slow
 async def test_a_drain_of_eight_learners_takes_no_more_memory_than_training(
     job: tuple[SyncerProcess, list[Learner]], tmp_path: Path
@@ -143,6 +147,10 @@ async def test_a_drain_of_eight_learners_takes_no_more_memory_than_training(
     assert verify_end(syncer) - bare <= BOUND + BESIDE
 
 
+@pytest.mark.promise(
+    "Offers are not kept in memory: an end with eight learners, and a restart in the middle of it, stay "
+    "within 3 × the parameters and one push per learner"
+)
 @pytest.mark.slow
 async def test_a_restart_in_the_middle_of_a_drain_reads_no_offer_into_memory(
     job: tuple[SyncerProcess, list[Learner]], tmp_path: Path
@@ -183,6 +191,7 @@ async def come_back(syncer: SyncerProcess, before: Learner) -> Learner:
     return after
 
 
+@pytest.mark.promise("A restarting syncer holds one model, not two")
 async def test_a_syncer_that_begins_again_holds_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The life that is over is gone before the next one reads the store."""
     models: list[weakref.ref[GlobalModel]] = []

@@ -169,6 +169,9 @@ def output_of(syncer: SyncerProcess) -> dict[str, Any]:
     return dict(syncer.status()["output"])
 
 
+@pytest.mark.promise(
+    "The merged model at `output.uri` is whole or absent, whatever fails on the way; files of others are never changed"
+)
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
 async def test_the_model_of_a_complete_job_is_written_once(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest

@@ -118,11 +118,15 @@ def held_versions(learner: Learner) -> list[int]:
     return [fragment.base_version for fragment in learner._synchronizer.adoption.report().fragments]
 
 
+@pytest.mark.promise(
+    "Versions that a store lost are restored from a learner without the loss of a token, whatever the "
+    "encoding, also if the store's epochs went back"
+)
 @pytest.mark.parametrize(
     ("service", "epochs_too"),
     [
         pytest.param({}, False, id="records and states", marks=pytest.mark.slow),
-        pytest.param({}, True, id="epochs too", marks=pytest.mark.slow),
+        pytest.param({}, True, id="epochs too", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param({"deterministic": True, "overlap": 2}, False, id="deterministic", marks=pytest.mark.slow),
         pytest.param(
             {"compression": {"up": "int4", "errorFeedback": True, "down": "bfloat16"}},
@@ -240,6 +244,7 @@ def test_an_emptied_store_is_rebuilt_from_the_learner(service: Syncer) -> None:
     assert "an empty store is rebuilt from what learners hold" in log
 
 
+@pytest.mark.promise("An emptied store is rebuilt from the learners, whichever returns first")
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [{"learners": 2}], indirect=True)
 def test_an_emptied_store_is_rebuilt_from_two_learners(service: Syncer) -> None:

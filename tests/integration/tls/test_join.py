@@ -25,7 +25,12 @@ def made(tmp_path: Path) -> Iterator[list[Hub | Pod]]:
         one.kill()
 
 
+@pytest.mark.promise(
+    "A job with certificates trains to its end without those who lack the right certificate or token, and "
+    "a corrected Secret is read at the next try"
+)
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_job_from_start_to_end_over_tls(tmp_path: Path, made: list[Hub | Pod]) -> None:
     ours, other = Authority("the job's"), Authority("another job's")
     hub = Hub(

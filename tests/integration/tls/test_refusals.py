@@ -130,6 +130,7 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
             assert f": {reason}: " in log, reason
 
 
+@pytest.mark.promise("A client that is refused before its first message receives the reason")
 async def test_who_speaks_late_still_hears_why(syncer: SyncerProcess, parties: Parties) -> None:
     """A first write on a call that has ended already is INTERNAL to a gRPC client, whatever the server said."""
     async with Learners(syncer) as learners:
@@ -178,8 +179,13 @@ async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Par
         assert counts["too-many-sessions"] == 1 and counts["too-many-joins"] >= 1
 
 
+@pytest.mark.promise(
+    "Under a flood of silent, half-open, garbage and foreign connections learners join, and the job merges",
+    section="Hostile callers",
+)
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.ci
 async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Parties, tmp_path: Path) -> None:
     foreign = Parties(tmp_path / "foreign", "raw", title="theirs")
     (stranger := foreign.learner("stranger")).joinpath("ca.crt").write_bytes(parties.authority.certificate)

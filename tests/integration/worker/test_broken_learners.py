@@ -34,6 +34,10 @@ def train(service: Syncer, breaks_at: int | None, ends: Callable[[Learner], bool
     return model
 
 
+@pytest.mark.promise(
+    "A learner whose parameters are not finite ends at once with its own exit code (5), and its "
+    "replacement trains on; a job of one learner does not hang"
+)
 def test_nan_ends_a_learner_by_name_and_its_replacement_trains_on(syncer: Callable[..., Syncer]) -> None:
     """One learner, one job: what diverged is never merged, and nothing waits for it."""
     service = syncer({}, {"steps": 1_000_000})
@@ -57,6 +61,10 @@ def page(address: str, path: str) -> int:
         return 0
 
 
+@pytest.mark.promise(
+    "A learner whose parameters are not finite ends at once with its own exit code (5), and its "
+    "replacement trains on; a job of one learner does not hang"
+)
 def test_values_too_large_for_the_encoding_end_a_learner_too(syncer: Callable[..., Syncer]) -> None:
     """Its parameters are finite, and every push of them is refused."""
     service = syncer({"compression": {"up": "int4"}}, {"steps": 1_000_000})
@@ -76,6 +84,10 @@ def test_values_too_large_for_the_encoding_end_a_learner_too(syncer: Callable[..
                 break
 
 
+@pytest.mark.promise(
+    "A step, loader or collective that hangs is noticed: stack traces of all threads in the log, exit "
+    "code 6, a replacement"
+)
 @pytest.mark.slow
 def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callable[..., Syncer]) -> None:
     """Its heartbeats go on, so nobody but the process itself can notice."""
@@ -103,6 +115,10 @@ def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callab
     train(service, None, lambda learner: learner.step % 20 == 0 and service.status()["merges"] > merges + 3)
 
 
+@pytest.mark.promise(
+    "A slow first step (compilation), a wait for the syncer, a slow job and a process that was stopped as "
+    "a whole are not stalls"
+)
 @pytest.mark.slow
 def test_a_slow_first_step_is_no_stall(syncer: Callable[..., Syncer]) -> None:
     """Compiling may take minutes; a step like it later on is a stall."""

@@ -145,6 +145,7 @@ def versions(service: Syncer) -> list[int]:
     return found
 
 
+@pytest.mark.promise("A bulk connection that dies silently costs the delay of one push")
 @pytest.mark.parametrize("what", [pytest.param("push", marks=pytest.mark.slow), "version"])
 def test_a_bulk_connection_that_dies_silently_stops_no_round(
     relayed: Callable[..., tuple[Syncer, Relay]], monkeypatch: pytest.MonkeyPatch, what: str
@@ -172,6 +173,7 @@ def test_a_bulk_connection_that_dies_silently_stops_no_round(
         assert service.status()["slots"][0]["incarnations"] > seats  # over the connections of another session
 
 
+@pytest.mark.promise("A repeated pull does not send a push twice; if its push was refused, the pull is answered anew")
 def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing(
     syncer: StartSyncer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +227,10 @@ def await_pause(port: int) -> None:
     until(paused, "a learner to pause", 60)
 
 
+@pytest.mark.promise(
+    "A job with a norm gate continues after its learners were cut off until they paused, with one learner "
+    "and with three"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("learners", [1, 3])
 def test_a_job_with_a_gate_goes_on_after_the_hubs_link_was_cut_until_learners_paused(

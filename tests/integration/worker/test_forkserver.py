@@ -276,6 +276,7 @@ def test_a_library_that_starts_a_thread_is_told_with_the_threads_name(tmp_path: 
     assert "2 threads before the first fork" in said and "busy-library" in said
 
 
+@pytest.mark.promise("After a fork server's death each of its workers is started again by a new one")
 async def test_a_worker_of_a_fork_server_that_died_is_started_again_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,12 @@ def exact(report: dict[str, Any]) -> None:
         assert sum(row["reasons"].values()) == row["dropped"], row
 
 
+@pytest.mark.promise(
+    "A job grows from three learners to five and shrinks to two: those who stay keep process and slot, "
+    "and no token is lost"
+)
 @pytest.mark.slow
+@pytest.mark.ci
 def test_three_five_two_and_not_a_token_is_lost(cluster: Callable[..., Cluster]) -> None:
     house = cluster(learners={"a": 2, "b": 1})
     house.place(a=2, b=1)

@@ -33,6 +33,7 @@ EXACT = {
 }
 
 
+@pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
 def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[..., Syncer]) -> None:
     """H = P = M = 1, τ = 0, plain SGD with lr 1, float32, overwrite: as if nothing of this were there."""
     service = syncer(EXACT, {"steps": 25})
@@ -116,6 +117,7 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
     assert json.loads(lines[-1])["tokens"] == said[1]["tokens"]
 
 
+@pytest.mark.promise("Schedules follow the job's progress to its stop, whatever share of it a slot trains")
 @pytest.mark.parametrize("stop", [{"tokens": 6400}, pytest.param({"seconds": 600}, marks=pytest.mark.slow)])
 def test_progress_is_the_jobs_way_to_its_stop(syncer: Callable[..., Syncer], stop: dict[str, int]) -> None:
     """One of two learners never comes: the other trains for both, and its progress reaches the end with the job, or

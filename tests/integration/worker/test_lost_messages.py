@@ -186,6 +186,7 @@ def test_frozen_parameters_whose_download_broke_with_the_session_are_requested_a
             assert torch.equal(model.get_parameter(name), parameter), name
 
 
+@pytest.mark.promise("A learner downloads frozen parameters only if a digest shows that its own differ")
 @pytest.mark.parametrize("role", ["learner", "evaluator"])
 def test_frozen_parameters_travel_only_to_whom_they_are_new(service: Syncer, role: str) -> None:
     """A process that has loaded the same ones compares digests; one that has others downloads the job's."""

@@ -269,7 +269,12 @@ def blackhole() -> tuple[str, list[socket.socket]]:
     return f"{host}:{port}", held
 
 
+@pytest.mark.promise(
+    "Learners return to a syncer that was replaced, at the same address or another one, also after an "
+    "address that swallows connections"
+)
 @pytest.mark.slow
+@pytest.mark.ci
 def test_learners_are_back_after_their_syncer(house: House) -> None:
     """A syncer's pod that is replaced, at the same address and at another one; and an address that swallows
     all connections for a while, as a Service may whose endpoint has gone. How soon they try again is in

@@ -155,6 +155,7 @@ def test_a_program_of_ones_own_needs_the_number() -> None:
     assert planned(job, "--step-seconds", "1", "--params", "350M")["parameters"] == 350_000_000
 
 
+@pytest.mark.promise("A job with its own loop can be planned from its layout")
 def test_a_layout_tells_the_size_of_a_program_of_ones_own(tmp_path: Path) -> None:
     job = EXAMPLES / "custom-loop.yaml"
     tensors = {"body": np.zeros((3000, 10), np.float32), "head": np.zeros((500, 10), np.float32)}

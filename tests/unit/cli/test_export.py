@@ -23,6 +23,7 @@ TENSORS = {name: np.full((50, 2), value, np.float32) for value, name in enumerat
 LAYOUT = Layout.build([Tensor(name, (50, 2), "bfloat16") for name in TENSORS], 2)
 
 
+@pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
 def test_parameters_and_layout_are_written_whole(tmp_path: Path) -> None:
     write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["layout.json", "model.safetensors"]
@@ -35,6 +36,7 @@ def test_parameters_and_layout_are_written_whole(tmp_path: Path) -> None:
         write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "out")
 
 
+@pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
 def test_a_large_model_is_written_in_shards_with_their_index(tmp_path: Path) -> None:
     write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path, shard_bytes=800)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -44,6 +46,7 @@ def test_a_large_model_is_written_in_shards_with_their_index(tmp_path: Path) -> 
         np.testing.assert_array_equal(load_file(tmp_path / file)[name], TENSORS[name])
 
 
+@pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
 def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
     wrong = {**TENSORS, "d": np.array(["text"])}
     with pytest.raises(SafetensorError, match="dtype"):

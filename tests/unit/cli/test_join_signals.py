@@ -76,6 +76,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.promise("Two signals at once to `diloco learner join` are one: the work is offered")
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_two_signals_that_come_together_are_one_wish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: signal.Signals

@@ -148,6 +148,9 @@ def test_what_is_handed_out_is_the_job_without_templates() -> None:
     assert "unheard" not in job_for_learners(annotated).decode()
 
 
+@pytest.mark.promise(
+    "A job without certificates refuses every client that cannot read its join token", section="Hostile callers"
+)
 def test_without_certificates_a_served_job_has_a_join_token(tmp_path: Path) -> None:
     workdir, pki = Workdir(tmp_path), tmp_path / "pki"
     for serving, options in (

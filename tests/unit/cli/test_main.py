@@ -232,6 +232,10 @@ def test_status_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 2 and "there is no port 99999" in output
 
 
+@pytest.mark.promise(
+    "The umask decides who may read the model at `output.uri`; a run that belongs to another user is reported as such",
+    section="Hostile callers",
+)
 def test_the_run_of_another_user_is_said_to_be_so(tmp_path: Path) -> None:
     """Whether its directory is that user's alone, or only what is in it (a directory that was there before)."""
     with locked(tmp_path / "run") as workdir:

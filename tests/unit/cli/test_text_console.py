@@ -30,6 +30,11 @@ def is_harmless(text: str) -> bool:
     return "hid" in text and not set(text) & set("\x1b\x07\x9b\r\x00")
 
 
+@pytest.mark.promise(
+    "A terminal does not obey text that others wrote, whichever command prints it: messages, conditions, "
+    "Events, reports, errors, log lines",
+    section="Hostile callers",
+)
 def test_a_terminal_does_not_obey_what_others_wrote() -> None:
     """A syncer's phase message, a condition, an Event: as a line, in a table, in a text with a style."""
     table = Table(HOSTILE)
@@ -43,6 +48,11 @@ def test_a_terminal_does_not_obey_what_others_wrote() -> None:
     assert "\x1b[31m\N{REPLACEMENT CHARACTER}[2Jred" in out.getvalue()  # the console's own colour, not the text's
 
 
+@pytest.mark.promise(
+    "A terminal does not obey text that others wrote, whichever command prints it: messages, conditions, "
+    "Events, reports, errors, log lines",
+    section="Hostile callers",
+)
 def test_what_run_status_and_report_show_of_others_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     output = OutputRow(uri="/out", state="failed", message=HOSTILE)
     status = status_document(job=HOSTILE, message=HOSTILE, phase="training", slots=[slot_row(region=HOSTILE)])
@@ -58,6 +68,11 @@ def test_what_run_status_and_report_show_of_others_is_harmless(capsys: pytest.Ca
         assert said.strip() and not set(said) & set("\x1b\x07\x9b\r\x00"), said
 
 
+@pytest.mark.promise(
+    "A terminal does not obey text that others wrote, whichever command prints it: messages, conditions, "
+    "Events, reports, errors, log lines",
+    section="Hostile callers",
+)
 def test_neither_are_errors_nor_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """A refusal's message in the log of a learner in the foreground, and in the error that ends a command."""
 
@@ -79,6 +94,11 @@ def named(call: ast.Call) -> str:
     )
 
 
+@pytest.mark.promise(
+    "A terminal does not obey text that others wrote, whichever command prints it: messages, conditions, "
+    "Events, reports, errors, log lines",
+    section="Hostile callers",
+)
 def test_nothing_is_printed_but_by_what_replaces_control_characters() -> None:
     """``print_text`` and ``TextConsole`` are for all; the guard of a child says only which program it could not run."""
     allowed = {("console.py", "print"), ("child_guard.py", "print")}

@@ -58,6 +58,10 @@ def test_what_is_not_is_read_as_ever(installed: None) -> None:
     assert json.loads(prune(nested(MAX_DEPTH + 1)))
 
 
+@pytest.mark.promise(
+    "A job that is nested too deeply is invalid with that reason, and kopf lists and watches all others",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize("depth", [150, 900, 5000])
 def test_a_job_nested_too_deeply_is_invalid_by_name(installed: None, depth: int) -> None:
     job = read_job(json.loads(a_job("deep", nested(depth))))
@@ -80,6 +84,10 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.close()
 
 
+@pytest.mark.promise(
+    "A job that is nested too deeply is invalid with that reason, and kopf lists and watches all others",
+    section="Hostile callers",
+)
 async def test_kopf_lists_and_watches_all_other_jobs(installed: None) -> None:
     """kopf's own functions, against a server."""
     server = await asyncio.start_server(_answer, "127.0.0.1", 0)
@@ -112,6 +120,10 @@ async def test_kopf_lists_and_watches_all_other_jobs(installed: None) -> None:
         server.close()
 
 
+@pytest.mark.promise(
+    "A job that is nested too deeply is invalid with that reason, and kopf lists and watches all others",
+    section="Hostile callers",
+)
 def test_the_program_reads_so() -> None:
     """Installed by the program itself, before it reads anything."""
     code = (

@@ -36,6 +36,7 @@ import operator_tables
 NOW = 1_800_000_000.0
 
 
+@pytest.mark.promise("An API server that does not answer is logged once")
 def test_an_unanswered_request_is_told_in_the_same_words_each_time() -> None:
     """Else whoever logs only what is new would log at every try that the API server is away."""
     said = set()

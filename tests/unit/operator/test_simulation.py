@@ -43,6 +43,9 @@ def spread_job(**spec: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.promise(
+    "At rest, and in an hour in which a learner crashes after each start, turns and writes are bounded"
+)
 def test_a_job_starts_trains_and_comes_to_rest() -> None:
     async def scenario(world: World) -> None:
         operator = world.start_operator()
@@ -57,6 +60,9 @@ def test_a_job_starts_trains_and_comes_to_rest() -> None:
     simulate(lambda: World(job_object()), scenario)
 
 
+@pytest.mark.promise(
+    "At rest, and in an hour in which a learner crashes after each start, turns and writes are bounded"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_while_a_learner_never_comes_to_work_turns_and_writes_are_bounded() -> None:
@@ -249,40 +255,62 @@ def sixty_learners() -> World:
     return World(job_object(count=60, sync={"quorum": 60}), nodes=6, seed=5)
 
 
+@pytest.mark.promise(
+    "A cut between the syncer's node and the other nodes, shorter than `regionLostSeconds`, deletes no learner"
+)
 def test_a_cut_around_the_syncers_node_deletes_nobody() -> None:
     simulate(eight_learners, cut_around_the_syncers_node)
 
 
+@pytest.mark.promise(
+    "An object that is gone does not return with a late answer, so no pod of a lost node is deleted by force twice"
+)
 @pytest.mark.parametrize("seed", [4, 5, 6])
 def test_pods_of_a_lost_node_are_deleted_by_force_once_each(seed: int) -> None:
     job = job_object(count=2, nodeLoss={"policy": "ForceDelete", "afterSeconds": 30})
     simulate(lambda: World(job, nodes=4, seed=seed), the_syncers_node_is_lost_for_good)
 
 
+@pytest.mark.promise("A process whose pod runs is never reported as ended, however old the operator's view is")
 def test_a_frozen_view_of_pods_fences_nobody() -> None:
     simulate(three_learners, frozen_view_of_pods)
 
 
+@pytest.mark.promise(
+    "An operator that is cut off from the API server, and has a successor, deletes nothing and reports no process"
+)
 def test_a_zombie_operator_takes_nothing_from_anybody() -> None:
     simulate(eight_learners, zombie_operator)
 
 
+@pytest.mark.promise(
+    "Only the operator that the Lease names writes anything or calls a syncer, whatever fails; while "
+    "leaders come and go, one acts"
+)
 def test_whoever_leads_goes_another_goes_on() -> None:
     simulate(three_learners, leaders_come_and_go)
 
 
+@pytest.mark.promise(
+    "After an upgrade of the operator an edit restarts no process, and no program gets another release's flags"
+)
 def test_an_edit_after_an_upgrade_restarts_nobody() -> None:
     simulate(three_learners, edit_after_an_upgrade)
 
 
+@pytest.mark.promise(
+    "A used-up quota is reported, and the operator retries at a bounded rate until the quota is raised"
+)
 def test_a_quota_that_is_used_up_is_told_and_waited_for() -> None:
     simulate(three_learners, quota_is_used_up_from_the_start)
 
 
+@pytest.mark.promise("Sixty pods deleted at once do not fail a job")
 def test_sixty_pods_deleted_at_once_do_not_fail_a_job() -> None:
     simulate(sixty_learners, sixty_pods_deleted_at_once)
 
 
+@pytest.mark.promise("A job continues after all its pods, or all its nodes, were lost at once")
 @pytest.mark.parametrize("clusters", [("hub",), ("hub", "far")])
 def test_a_job_whose_pods_are_all_killed_at_once_goes_on(clusters: tuple[str, ...]) -> None:
     job = job_object() if len(clusters) == 1 else spread_job()
@@ -346,6 +374,7 @@ def render_when_the_generation_changes(patch: Patch) -> None:
     patch.setattr(desired, "_render", render)
 
 
+@pytest.mark.promise("The simulation finds each corrected fault when it is put back")
 @pytest.mark.slow
 @pytest.mark.untimed
 @pytest.mark.parametrize(
@@ -369,6 +398,14 @@ def test_the_simulation_finds_what_was_mended(
 # ------------------------------------------------------------------ whatever fails
 
 
+@pytest.mark.promise(
+    "Whatever fails, in one cluster or two: no healthy process is deleted, rollouts keep the quorum, the "
+    "job is well when the faults end, and then turns and writes are few"
+)
+@pytest.mark.promise(
+    "Only the operator that the Lease names writes anything or calls a syncer, whatever fails; while "
+    "leaders come and go, one acts"
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_faults_take_nothing_healthy_and_end_well(seed: int) -> None:
     """Random faults, some at once; then all is well again, and stays so."""

@@ -133,6 +133,10 @@ def states(shown: dict[str, Any]) -> list[str]:
     return [row[0] for row in shown["slots"].values()]
 
 
+@pytest.mark.promise(
+    "The operator's simulated syncer reports what a real core reports: phase, quorum, states of slots, "
+    "regions lost, over joins, drains, silence, restarts and a suspension"
+)
 def test_the_stand_in_shows_what_a_core_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Both(monkeypatch)
     core, sim = (document.model_dump(mode="json") for document in both.documents())
@@ -183,6 +187,10 @@ def test_the_stand_in_shows_what_a_core_shows(monkeypatch: pytest.MonkeyPatch) -
     assert states(both.shown()) == ["lost"] * 3
 
 
+@pytest.mark.promise(
+    "The operator's simulated syncer reports what a real core reports: phase, quorum, states of slots, "
+    "regions lost, over joins, drains, silence, restarts and a suspension"
+)
 def test_the_stand_in_goes_on_and_ends_as_a_core_does(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Both(monkeypatch)
     for region, ordinal in PLACES:

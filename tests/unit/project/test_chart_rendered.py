@@ -20,6 +20,7 @@ from diloco_operator.model import RELEASE
 from diloco_operator.objects import pods
 from diloco_operator.reconcile import root_key
 from diloco_protocol.vocabulary import HTTP_PORT, WORKER_PORT
+from repository import VERSION
 
 from .test_chart import CHART, ROOT, chart
 
@@ -91,6 +92,7 @@ def bound_to_operator(objects: tuple[Object, ...], kind: str, namespace: str | N
 # ---------------------------------------------------------------- rights
 
 
+@pytest.mark.promise("The operator's permissions are what it needs and nothing else, the Lease included")
 def test_the_operator_may_do_what_it_needs_and_nothing_else() -> None:
     objects = tuple(one for one in render() if not hooked(one))
     assert granted(bound_to_operator(objects, "ClusterRole")) == needed(nodes=True)
@@ -238,6 +240,7 @@ def test_a_policy_that_would_pull_a_name_without_a_registry_is_refused(
     assert "set images.registry to your registry, or set images.pullPolicy=Never" in said
 
 
+@pytest.mark.promise("Pods of jobs can use a private registry and a priority class without a setting in each job")
 def test_every_value_reaches_the_operator() -> None:
     made = settings.load([], environment(render("--values", str(CHART / "ci" / "everything.yaml"))))
     assert made.cluster == "east-1" and made.namespace == "diloco-system"
@@ -357,6 +360,7 @@ def test_names(release: str, name: str) -> None:
         assert len(found) <= 63 and found.startswith((name, "dilocojobs.diloco.io")), found
 
 
+@pytest.mark.promise("A job's own image cannot overwrite another job's metrics")
 def test_monitors_find_the_pods_and_ports_that_there_are() -> None:
     objects = render("--values", str(CHART / "ci" / "everything.yaml"))
     monitors = of_kind(objects, "PodMonitor")
@@ -403,6 +407,12 @@ def test_the_notes_name_what_there_is() -> None:
     assert "holds no CRD" in second and "--take-ownership" not in second
     for said, deployment in ((everywhere, "diloco-operator"), (notes("everything"), "trainers")):
         assert f"deploy/{deployment}\n" in said and "<no value>" not in said
+
+
+def test_the_notes_say_what_to_do_where_no_registry_is_set() -> None:
+    said = notes("default")
+    assert all(f"diloco-{role}:{VERSION}" in said for role in ROLES), said
+    assert "make images" in said and "images.registry" in said
 
 
 # ---------------------------------------------------------------- the schema

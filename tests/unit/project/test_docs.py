@@ -198,21 +198,6 @@ def test_files_that_pages_name_exist() -> None:
                 assert any(path.endswith(f"/{word}") for path in paths), f"{page.name} names {word}, which is not there"
 
 
-def test_every_promise_of_reliability_has_its_tests() -> None:
-    """A row names tests as pytest does; ``::name`` alone is in the file named before it."""
-    promises = re.findall(
-        r"^\| (?!promise|-)(.*?) \| (.*) \|$", (DOCS / "reliability.md").read_text(encoding="utf-8"), re.M
-    )
-    assert len(promises) > 10
-    for promise, tests in promises:
-        source, named = "", 0
-        for file, name in re.findall(r"`([\w/.]*)::(\w+)(?:\[[^`]*\])?`", tests):
-            source = (ROOT / file).read_text(encoding="utf-8") if file else source
-            assert re.search(rf"^ *(?:async )?def {name}\(", source, re.M), f"{name}, of {promise!r}, is not there"
-            named += 1
-        assert named, f"{promise!r} has no test"
-
-
 def test_every_condition_is_explained() -> None:
     section = (DOCS / "operator.md").read_text(encoding="utf-8").partition("## Conditions")[2].partition("\n## ")[0]
     assert tuple(re.findall(r"^\| `(\w+)`", section, re.M)) == condition_set.ORDER

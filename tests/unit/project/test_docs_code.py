@@ -11,10 +11,14 @@ import importlib
 import importlib.util
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
+from diloco.main import app
 from diloco_protocol.spec import kubectl_yaml
 from diloco_protocol.spec.load import JobError, parse_job
 from repository import ROOT
@@ -91,6 +95,21 @@ def test_a_part_that_is_wrong_is_found(block: str) -> None:
 def test_the_job_that_a_beginner_copies_has_three_learners(page: str) -> None:
     (job,) = [block for name, block in blocks("yaml") if name == page]
     assert parse_job(job).spec.slots == 3
+
+
+def test_the_tutorials_job_and_commands_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    used = {word for kind, block in shown if not kind for word in re.findall(r"^(?:\$ )?diloco (\w+)", block, re.M)}
+    assert {"validate", "run", "status", "report", "export"} <= used <= known.keys()
+    monkeypatch.chdir(tmp_path)
+    (job,) = [block for kind, block in shown if kind == "yaml"]
+    Path("tutorial.yaml").write_text(job)
+    Path("corpus").mkdir()
+    Path("corpus", "own.txt").write_text("own text\n" * 1000)
+    done = CliRunner().invoke(app, ["validate", "tutorial.yaml", "--file-only"])
+    assert done.exit_code == 0 and "tutorial.yaml: a valid job" in done.output, done.output
 
 
 def test_python_compiles_and_imports_what_there_is() -> None:

@@ -58,6 +58,9 @@ def say(project: Path, *words: str, limit: float = mutants.LIMIT) -> tuple[int, 
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.promise(
+    "Each change of `tests/mutants` fits the code, and `make mutants` names those that no test notices"
+)
 def test_every_mutant_fits_the_code() -> None:
     table = mutants.read_mutants(ROOT)
     assert list(mutants.stale(ROOT, table)) == []
@@ -82,6 +85,9 @@ def test_a_line_that_fits_no_more_is_named_with_the_cure(project: Path) -> None:
         mutants.read_mutants(project)
 
 
+@pytest.mark.promise(
+    "Each change of `tests/mutants` fits the code, and `make mutants` names those that no test notices"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_what_is_caught_survives_and_is_known(project: Path) -> None:

@@ -44,6 +44,10 @@ def test_a_billion_parameters() -> None:
     assert versions_kept(given, 1) > versions_kept(given, 24), "states are not made at every merge"
 
 
+@pytest.mark.promise(
+    "If a job's memory or volume is too small for its model, the job names the field, once; the bound for "
+    "the volume is the store's own"
+)
 def test_the_fields_that_ask_for_less_are_named() -> None:
     regions = [{"name": "eu", "learners": 4}, {"name": "us", "learners": 4, **pod("learner", limits={"memory": "2Gi"})}]
     given = spec(

@@ -56,6 +56,12 @@ def test_the_same_seed_gives_the_same_world() -> None:
     assert simulate(replace(LOSING, seed=3)).seen == simulate(replace(LOSING, seed=3)).seen
 
 
+@pytest.mark.promise(
+    "Everything that was announced or acknowledged survives slow, failing and missing stores, crashes "
+    "between two objects, orderly ends, suspensions, sessions that end at one end first, and a second "
+    "syncer beside a running one. A store that went back, tore its last writes or was emptied keeps the "
+    "ledger exact. Every job reaches its end, with its tape, report and final score"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -86,6 +92,12 @@ async def write_the_state_of_the_first_try(self: Durability, write: Callable[[Sn
     self._persisted = max(self._persisted, await self._retry(lambda: work))
 
 
+@pytest.mark.promise(
+    "Everything that was announced or acknowledged survives slow, failing and missing stores, crashes "
+    "between two objects, orderly ends, suspensions, sessions that end at one end first, and a second "
+    "syncer beside a running one. A store that went back, tore its last writes or was emptied keeps the "
+    "ledger exact. Every job reaches its end, with its tape, report and final score"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_the_simulation_notices_an_old_state_that_is_written_over_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +145,12 @@ def drain_taken_over() -> None:
     assert world.seen["doubles"] and world.oracle.acknowledged
 
 
+@pytest.mark.promise(
+    "Everything that was announced or acknowledged survives slow, failing and missing stores, crashes "
+    "between two objects, orderly ends, suspensions, sessions that end at one end first, and a second "
+    "syncer beside a running one. A store that went back, tore its last writes or was emptied keeps the "
+    "ledger exact. Every job reaches its end, with its tape, report and final score"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_the_simulation_notices_a_succeeded_syncer_that_acknowledges_offers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +166,9 @@ SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
 
 
 # 5: a succeeded syncer made a record that its successor did not see, and took offers of the same steps beside.
+@pytest.mark.promise(
+    "A record that a superseded syncer made after its successor had started costs no offer: it is set aside"
+)
 @pytest.mark.parametrize(
     "seeds", [range(5, 6), pytest.param(range(6, 20), marks=[pytest.mark.slow, pytest.mark.untimed])], ids=["5", "more"]
 )
@@ -156,6 +177,9 @@ def test_offers_survive_syncers_that_succeed_each_other(seeds: range) -> None:
     assert any(world.seen["doubles"] and world.oracle.acknowledged for world in worlds)
 
 
+@pytest.mark.promise(
+    "A record that a superseded syncer made after its successor had started costs no offer: it is set aside"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_random_worlds_notice_a_succeeded_syncer_that_acknowledges_offers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +212,12 @@ def collect_taken_over(monkeypatch: pytest.MonkeyPatch, collect: Callable[..., A
     assert world.seen["doubles"] == 1 and world.seen["crashes"] == 1
 
 
+@pytest.mark.promise(
+    "Everything that was announced or acknowledged survives slow, failing and missing stores, crashes "
+    "between two objects, orderly ends, suspensions, sessions that end at one end first, and a second "
+    "syncer beside a running one. A store that went back, tore its last writes or was emptied keeps the "
+    "ledger exact. Every job reaches its end, with its tape, report and final score"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_the_simulation_notices_a_succeeded_syncer_that_removes_its_successors_state(

@@ -38,7 +38,7 @@ def raised(raises: str) -> BaseException:
         ("raise RuntimeError('Error in loading:\\n\\tsize mismatch')", "RuntimeError: Error in loading:"),
     ],
 )
-def test_h1_of_an_error_the_end_of_its_traceback_is_left_and_last_the_error(raises: str, last: str) -> None:
+def test_of_an_error_the_end_of_its_traceback_is_left_and_last_the_error(raises: str, last: str) -> None:
     lines = error_text(raised(raises)).splitlines()
     assert lines[-1] == last and any("in <module>" in line for line in lines) and len(lines) <= 11
 
@@ -54,6 +54,11 @@ def test_of_a_long_text_the_end_is_left(tmp_path: Path) -> None:
     assert path.stat().st_size == 4096 and path.read_text().endswith("\nthe error")
 
 
+@pytest.mark.promise(
+    "In a cluster a program that always ends with the same error fails the job, with the error in "
+    "termination message, condition, Event and report; not while a quorum takes part without that "
+    "learner, and not after an edit"
+)
 @pytest.mark.parametrize(
     ("program", "code", "left"),
     [
@@ -67,7 +72,7 @@ def test_of_a_long_text_the_end_is_left(tmp_path: Path) -> None:
     ],
     ids=["own loop", "own loop, json", "the built-in program"],
 )
-def test_h1_a_program_that_fails_leaves_its_error_where_the_pod_says(
+def test_a_program_that_fails_leaves_its_error_where_the_pod_says(
     tmp_path: Path, program: str, code: int, left: str
 ) -> None:
     log = tmp_path / "said-at-the-end"

@@ -134,6 +134,9 @@ def test_moving_without_work_since_the_snapshot_gives_the_broadcasts_bytes() -> 
     np.testing.assert_array_equal(by_hand(model, layout, 0), new)
 
 
+@pytest.mark.promise(
+    "Parameters in bfloat16 or float16 learn correctly with any `down`: rounding is never pushed as work"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_never_counts_as_work(dtype: torch.dtype) -> None:
     """Two learners share a base in float32; one has parameters of less precision and learns nothing, the other is
@@ -162,6 +165,9 @@ def test_rounding_never_counts_as_work(dtype: torch.dtype) -> None:
     assert np.mean(base - start) == pytest.approx(rounds * drift / 2, rel=0.02)
 
 
+@pytest.mark.promise(
+    "Parameters in bfloat16 or float16 learn correctly with any `down`: rounding is never pushed as work"
+)
 def test_what_training_does_to_bfloat16_parameters_is_pushed_whole() -> None:
     """A step in bfloat16 between two moves is the difference of the snapshots, whatever the moves rounded off."""
     torch.manual_seed(0)
@@ -215,6 +221,10 @@ def test_what_cannot_be_merged_is_refused_by_name() -> None:
         build_layout(model, 2)
 
 
+@pytest.mark.promise(
+    "A wrapped model (compiled, checkpointed, DataParallel) has the layout of the inner model, its output "
+    "embedding included"
+)
 def test_a_wrapped_model_is_the_same_model() -> None:
     """The same names, so the same layout: it may join learners that do not wrap it."""
     plain = Untied()
@@ -241,6 +251,10 @@ def test_a_wrapped_model_is_the_same_model() -> None:
     assert list(named_parameters(Own())) == ["module.weight", "module.bias"]
 
 
+@pytest.mark.promise(
+    "Parameters that were moved or assigned anew, shards of a model, and channels_last are refused by "
+    "name, with the fix"
+)
 def test_parameters_that_moved_are_noticed() -> None:
     """The views would show dead memory for ever, and nobody would learn of it."""
 
@@ -267,6 +281,10 @@ def test_parameters_that_moved_are_noticed() -> None:
             fragments.move(0, Kind.OVERWRITE, base)
 
 
+@pytest.mark.promise(
+    "Parameters that were moved or assigned anew, shards of a model, and channels_last are refused by "
+    "name, with the fix"
+)
 def test_a_part_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -283,6 +301,10 @@ def test_a_part_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.promise(
+    "Parameters that were moved or assigned anew, shards of a model, and channels_last are refused by "
+    "name, with the fix"
+)
 def test_channels_last_is_refused_with_the_cure() -> None:
     model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     with pytest.raises(ConfigurationError, match=r"weight is not contiguous.*torch\.contiguous_format"):
@@ -290,6 +312,7 @@ def test_channels_last_is_refused_with_the_cure() -> None:
     assert len(build_layout(model.to(memory_format=torch.contiguous_format), 1)) == 1
 
 
+@pytest.mark.promise("Copies for a GPU are handled by background threads, not by the training thread or the event loop")
 def test_two_threads_may_ask_for_a_vector_whose_copy_is_under_way() -> None:
     """The copy's event is gone as soon as one of them has waited for it."""
 
@@ -334,6 +357,7 @@ def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     assert frozen_bytes(torch.nn.Linear(2, 2)) == b""
 
 
+@pytest.mark.promise("A model with running statistics (BatchNorm), which cannot be merged, is refused by name")
 def test_a_model_whose_training_updates_running_statistics_is_refused(tmp_path: Path) -> None:
     spec = {"learners": {"command": ["python", "loop.py"]}, "regions": [{"learners": 1}]}
     job = DiLoCoJob.model_validate(

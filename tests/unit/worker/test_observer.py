@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from diloco_protocol.spec.job import DiLoCoJob
@@ -32,6 +33,7 @@ def version(epoch: int, number: int, tokens: int, progress: float) -> Announceme
     return Announcement(0, epoch, number, Payload("float32", 40, 1), 0, 0, job_tokens=tokens, progress=progress)
 
 
+@pytest.mark.promise("An evaluator's scores count after the store lost data")
 def test_a_syncer_whose_store_lost_something_is_told_no_tokens_that_it_cannot_know_of(tmp_path: Path) -> None:
     """The model goes back, and what is said of it too; within an epoch tokens only grow."""
     (tmp_path / "job.json").write_text(job_to_json(DiLoCoJob.model_validate(JOB)))

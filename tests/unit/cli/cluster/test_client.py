@@ -242,6 +242,10 @@ def applied_query(
 ASKED = {"fieldManager": "diloco", "fieldValidation": "Strict"}
 
 
+@pytest.mark.promise(
+    "`diloco apply` reverts only what this command line has set since, sends no field that the cluster "
+    "does not know, and sends no file to another namespace than the file names"
+)
 def test_a_job_is_applied_by_its_fields_manager_strictly_and_dry_if_asked(
     serve: Callable[[Answer], Cluster], tmp_path: Path
 ) -> None:
@@ -250,6 +254,10 @@ def test_a_job_is_applied_by_its_fields_manager_strictly_and_dry_if_asked(
     assert applied_query(serve, tmp_path, dry_run=True) == [{**ASKED, "dryRun": "All", "force": "false"}]
 
 
+@pytest.mark.promise(
+    "`diloco apply` reverts only what this command line has set since, sends no field that the cluster "
+    "does not know, and sends no file to another namespace than the file names"
+)
 @pytest.mark.parametrize(
     ("owners", "forced"), [(["diloco"], True), (["diloco", "kubectl"], False), (["kubectl"], False)]
 )
@@ -260,6 +268,10 @@ def test_only_what_this_command_line_has_set_is_taken_back(
     assert [query["force"] for query in queries] == ["false", "true"][: 1 + forced]
 
 
+@pytest.mark.promise(
+    "`diloco apply` reverts only what this command line has set since, sends no field that the cluster "
+    "does not know, and sends no file to another namespace than the file names"
+)
 def test_a_file_of_another_namespace_is_not_applied(serve: Callable[[Answer], Cluster], tmp_path: Path) -> None:
     asked: list[str] = []
 
@@ -351,6 +363,7 @@ def test_a_job_that_is_gone_or_another_by_now(serve: Callable[[Answer], Cluster]
         assert outcome == (0, "is deleted")
 
 
+@pytest.mark.promise("`diloco resume` of a failed job waits until its operator has seen the suspension")
 def test_a_job_that_failed_is_resumed_by_a_suspension_that_its_operator_has_seen(
     serve: Callable[[Answer], Cluster], tmp_path: Path
 ) -> None:
@@ -420,6 +433,7 @@ def test_for_programs_an_error_is_an_item_too(serve: Callable[[Answer], Cluster]
     assert "there is no job tiny" in item["error"] and "there is no job tiny" in done.stderr
 
 
+@pytest.mark.promise("`diloco events --watch` lists the Events once, and then receives only new ones")
 def test_events_are_listed_once_and_then_watched(serve: Callable[[Answer], Cluster]) -> None:
     """Only what is new travels; where the version is forgotten, or a reply breaks off, all are listed again."""
 

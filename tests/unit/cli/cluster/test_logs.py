@@ -135,6 +135,7 @@ def test_lines_are_put_together_from_chunks() -> None:
     assert [len(one) for one in long] == [MAX_LINE, 6]
 
 
+@pytest.mark.promise("A terminal does not obey text that a pod wrote into its log", section="Hostile callers")
 def test_a_terminal_does_not_obey_what_a_pod_wrote(capsys: pytest.CaptureFixture[str]) -> None:
     """Titles, the clipboard, erased lines: as text they are harmless."""
     evil = "a\x1b]52;c;ZXZpbA==\x07b\x9b2Kc\rd\te"

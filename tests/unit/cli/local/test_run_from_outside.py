@@ -1,4 +1,4 @@
-"""``logs``, ``events`` and ``status --watch`` of a run on this machine, from another terminal than its own."""
+"""``logs``, ``events``, ``report`` and ``status --watch`` of a run here, from another terminal than its own."""
 
 from __future__ import annotations
 
@@ -197,17 +197,38 @@ def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
     assert not is_running(run)
 
 
-# ------------------------------------------------------------------ status --watch
-
-
-def event(n: int, message: str, kind: str = "joined") -> dict[str, Any]:
-    return {"n": n, "time": time.time() + 60, "kind": kind, "slot": 0, "incarnation": 1, "message": message}
+# ------------------------------------------------------------------ report
 
 
 def write_address(run: Workdir, http_port: int) -> None:
     other = "127.0.0.1:1"
     address = {"sync": other, "control": other, "http": f"127.0.0.1:{http_port}", "pid": os.getpid(), "epoch": 1}
     run.address.write_text(json.dumps(address))
+
+
+async def test_the_report_of_a_run_under_way_is_its_syncers(run: Workdir) -> None:
+    """As it stands; an earlier run's report beside it is not looked at."""
+    now = job_report(outcome="running", merges=7)
+    pages = {
+        "/status": json_page(lambda: RootModel(status_document(job="tiny", phase="training").model_dump(mode="json"))),
+        "/report": json_page(lambda: now),
+    }
+    server = HttpServer(pages)
+    write_address(run, await server.start("127.0.0.1", 0))
+    run.report.write_text(job_report(outcome="interrupted", merges=3).model_dump_json())
+    program = [sys.executable, "-m", "diloco.main", "report", str(run.path), "--json"]
+    done = await asyncio.to_thread(subprocess.run, program, capture_output=True, text=True, timeout=60)
+    await server.stop()
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["outcome"], said["merges"]) == ("running", 7)
+
+
+# ------------------------------------------------------------------ status --watch
+
+
+def event(n: int, message: str, kind: str = "joined") -> dict[str, Any]:
+    return {"n": n, "time": time.time() + 60, "kind": kind, "slot": 0, "incarnation": 1, "message": message}
 
 
 @pytest.mark.parametrize(("phase", "code"), [("complete", 0), ("suspended", 0), ("failed", 1)])

@@ -141,7 +141,7 @@ def test_the_picture_has_everything() -> None:
         assert words in out.getvalue(), words
 
 
-def test_m1_who_has_finished_no_step_is_seen_with_what_its_loop_may_lack() -> None:
+def test_who_has_finished_no_step_is_seen_with_what_its_loop_may_lack() -> None:
     out = io.StringIO()
     slots = [slot_row(region="local", state="active", problem="does it call learner.after_step()?")]
     console = Console(file=out, force_terminal=True, width=140)

@@ -83,6 +83,9 @@ def test_a_learner_that_has_left_its_slot_has_joined(watch: StatusWatch, client:
     assert watch.has_joined("abc") and not watch.has_joined("")
 
 
+@pytest.mark.promise(
+    "`diloco run` ends when the job's end is durable and nothing more comes of its output, and its exit code is of that"
+)
 def test_an_end_is_settled_when_its_report_is_here_and_no_more_comes_of_its_output(
     watch: StatusWatch, client: KeepsItsStatus
 ) -> None:
@@ -97,6 +100,9 @@ def test_an_end_is_settled_when_its_report_is_here_and_no_more_comes_of_its_outp
     assert watch.is_settled
 
 
+@pytest.mark.promise(
+    "`diloco run` ends when the job's end is durable and nothing more comes of its output, and its exit code is of that"
+)
 @pytest.mark.parametrize("state", ["failed", "written"])
 def test_the_report_of_an_ended_syncer_tells_of_the_output_where_its_status_is_older(
     watch: StatusWatch, client: KeepsItsStatus, state: str

@@ -51,7 +51,7 @@ def test_the_error_of_an_end(how: Exit, log: list[str], text: str | None) -> Non
     assert text_of(how, log) == text
 
 
-def test_h6_a_kill_by_the_system_is_named_with_the_memory_that_is_needed() -> None:
+def test_a_kill_by_the_system_is_named_with_the_memory_that_is_needed() -> None:
     for how in (Exit(signal=SIGKILL), Exit(code=128 + SIGKILL)):
         assert text_of(how, TRACE, None) == f"killed by the system, probably out of memory ({how}); each needs 8 GB"
         assert text_of(how, TRACE, True) == f"killed by the system, out of memory ({how}); each needs 8 GB"

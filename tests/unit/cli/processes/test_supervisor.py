@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +100,9 @@ def test_a_syncer_whose_credentials_cannot_be_used_is_a_mistake_as_a_wrong_file_
     assert isinstance(decision, Fail) and decision.exit_code == 2 and "credentials" in decision.message
 
 
+@pytest.mark.promise(
+    "If a learner diverged or stalled, the local runner, the syncer's event and the job's failure name that reason"
+)
 def test_a_learner_that_diverged_or_stalled_is_replaced_and_said_to_have() -> None:
     """The syncer's exit code 5 means another thing."""
     for code, words in ((5, "training diverged"), (6, "training stalled")):
@@ -157,7 +161,11 @@ def crash(supervisor: Supervisor, name: str = "learner-0", error: str = NAME_ERR
     return supervisor.ended(name, Kind.LEARNER, Exit(code=code), 0.0, wanted=True, error=error)
 
 
-def test_h1_the_same_error_three_times_before_any_merge_fails_the_job() -> None:
+@pytest.mark.promise(
+    "A program that crashes shows its traceback at its first end; the same error three times before any "
+    "merge fails the job, and the error is in report and status"
+)
+def test_the_same_error_three_times_before_any_merge_fails_the_job() -> None:
     supervisor = make()
     for _ in range(SAME_ERRORS - 1):
         assert isinstance(crash(supervisor), Restart)
@@ -170,7 +178,7 @@ def test_h1_the_same_error_three_times_before_any_merge_fails_the_job() -> None:
     assert "failurePolicy.maxReplacements, 50" in failed.message
 
 
-def test_h1_other_errors_ends_without_one_and_errors_after_a_merge_do_not() -> None:
+def test_other_errors_ends_without_one_and_errors_after_a_merge_do_not() -> None:
     supervisor = make()
     for n in range(20):
         assert isinstance(crash(supervisor, error="E" * (n + 1)), Restart)
@@ -197,19 +205,19 @@ def test_a_learner_that_the_job_can_merge_without_is_left_to_max_replacements() 
     assert isinstance(decision, Fail) and "ended 6 times with the same error" in decision.message
 
 
-def test_h1_an_exit_code_that_a_rule_names_is_left_to_the_rule() -> None:
+def test_an_exit_code_that_a_rule_names_is_left_to_the_rule() -> None:
     supervisor = Supervisor(50, random.Random(0), [(frozenset({1}), "Replace"), (frozenset({9}), "Ignore")])
     assert all(isinstance(crash(supervisor, code=code), Restart) for code in (1, 9) for _ in range(10))
 
 
-def test_h1_the_evaluators_errors_fail_nothing() -> None:
+def test_the_evaluators_errors_fail_nothing() -> None:
     supervisor = make()
     for _ in range(EVALUATOR_RESTARTS):
         decision = supervisor.ended("evaluator", Kind.EVALUATOR, Exit(code=1), 0.0, wanted=True, error=NAME_ERROR)
         assert isinstance(decision, Restart)
 
 
-def test_h4_a_syncer_that_dies_three_times_before_it_answers_fails_the_run() -> None:
+def test_a_syncer_that_dies_three_times_before_it_answers_fails_the_run() -> None:
     def end(supervisor: Supervisor, error: str, answered: bool) -> object:
         return supervisor.ended("syncer", Kind.SYNCER, Exit(code=1), 0.0, wanted=True, error=error, answered=answered)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from diloco.processes.syncer_ports import ANY, SyncerPorts
 from free_ports import free_port
 
@@ -23,6 +25,7 @@ def test_a_restart_keeps_the_ports_that_are_free() -> None:
     assert (ports.sync, ports.control, ports.http) == (before["sync"], ANY, before["http"])
 
 
+@pytest.mark.promise("A syncer that finds the port of its predecessor taken is started with another one")
 def test_a_start_that_failed_with_the_ports_of_before_is_followed_by_one_with_any() -> None:
     ports, before = SyncerPorts(), addresses()
     ports.recall(before)

@@ -12,7 +12,7 @@ def knows(*processes: str, phase: str = "waiting") -> StatusDocument:
     return status_document(phase=phase, slots=rows, standbys=list(processes[:1]))
 
 
-def test_m1_who_runs_and_does_not_join_is_told_of_once_for_each_process() -> None:
+def test_who_runs_and_does_not_join_is_told_of_once_for_each_process() -> None:
     watch, late = UnjoinedLearners(), 10 * UNJOINED_SECONDS
     assert not watch.find(0.0, {"a": "p1", "b": "p2", "c": "p3"}, knows())
     assert not watch.find(UNJOINED_SECONDS - 0.1, {"a": "p1", "b": "p2", "c": "p3"}, knows("p2", "p3"))

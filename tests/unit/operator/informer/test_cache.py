@@ -146,6 +146,9 @@ def test_what_is_kept_is_small_and_has_what_decisions_need() -> None:
 # ------------------------------------------------------------------ what is gone stays gone
 
 
+@pytest.mark.promise(
+    "An object that is gone does not return with a late answer, so no pod of a lost node is deleted by force twice"
+)
 def test_an_answer_that_comes_after_the_end_does_not_bring_an_object_back() -> None:
     """A list is answered with the pod, the watch tells that it was deleted, and then the list's answer is put in."""
     cache = Cache()

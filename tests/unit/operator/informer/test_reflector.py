@@ -339,6 +339,7 @@ class Waits(threading.Event):
         return super().wait(0.01)
 
 
+@pytest.mark.promise("If the API server asks clients to wait, all requests and streams wait for that time")
 def test_a_stream_that_is_throttled_waits_as_long_as_it_is_asked_to(begin: Any) -> None:
     world = begin(started=False)
     world.replies = [(429, {}), a_list(5, config_map("a", 5))]

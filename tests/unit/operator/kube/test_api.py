@@ -64,6 +64,7 @@ def api_of(server: Server) -> Api:
     return Api(config, 2, 5.0)
 
 
+@pytest.mark.promise("If the API server asks clients to wait, all requests and streams wait for that time")
 async def test_no_request_is_sent_before_the_api_server_wants_one_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,10 @@ def test_how_long_the_api_server_asks_to_be_left_alone(status: int, header: str,
     assert refusal("get", "pods", status, b"{}", header).retry_after == seconds
 
 
+@pytest.mark.promise(
+    "An apply is for exactly the object that the operator looked at, and takes over no other owner's "
+    "object; an object that was deleted unnoticed is created again"
+)
 @pytest.mark.parametrize("uid", [None, "u"])
 async def test_only_an_object_that_was_looked_at_is_taken_from_others(server: Server, uid: str | None) -> None:
     """Server-side apply is forced with a UID, and only so."""

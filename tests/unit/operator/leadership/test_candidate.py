@@ -160,6 +160,7 @@ async def test_one_leads_and_writes_and_the_other_writes_nothing(server: Server)
     assert server.written == ["by-first"]
 
 
+@pytest.mark.promise("A leader that was paused writes nothing when it resumes, even before it learns of a new leader")
 async def test_a_leader_that_stood_still_writes_nothing_when_it_goes_on(server: Server) -> None:
     """Its clock has gone on, and nobody has told it yet that another leads."""
     first, second = Process(server, "first"), Process(server, "second")
@@ -180,6 +181,7 @@ async def test_a_leader_that_stood_still_writes_nothing_when_it_goes_on(server: 
     assert server.written == [] and server.holder() == "second"
 
 
+@pytest.mark.promise("A standby sends no control call to a syncer")
 async def test_calls_to_the_syncer_are_the_leaders(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Process(server, "first")
     poller = SyncerPoller(Metrics(), 1, 0.2, lambda key: None, first.candidate.leads)
@@ -236,6 +238,7 @@ async def test_what_keeps_the_lease_from_being_made_is_told(server: Server) -> N
     assert not first.candidate.leads() and not first.candidate.has_read
 
 
+@pytest.mark.promise("A candidate learns of a new leader by notification, without polling the clock")
 def test_who_leads_is_waited_for_and_not_asked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """For an hour nothing changes: the Lease is renewed, and nobody looks at the clock besides. Then it is lost."""
     monkeypatch.setattr(candidates, "RETRY_SECONDS", 2.0)

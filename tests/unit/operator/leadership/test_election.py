@@ -152,6 +152,9 @@ class World:
         return next((one for one in self.operators if one.may_act()), None)
 
 
+@pytest.mark.promise(
+    "Two operators never act at once, whatever is lost, cut off or paused; in the end exactly one leads"
+)
 @pytest.mark.parametrize("seed", range(40))
 def test_never_two_lead_at_once_and_one_does_in_the_end(seed: int) -> None:
     """Lost requests and answers, cuts, processes that stand still, clocks with nothing in common."""
@@ -259,6 +262,7 @@ def test_an_answer_that_was_lost_is_found_again() -> None:
     assert one.may_act(14.1) and made.term == 1
 
 
+@pytest.mark.promise("Setting a machine's clock does not change the leader")
 def test_the_clock_is_not_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting the clock of a machine changes nothing."""
     before = read_clock()

@@ -254,6 +254,7 @@ def test_a_regions_template_goes_over_the_shared_one_and_the_evaluator_takes_no_
     assert {"name": "corpus", "mountPath": "/corpus"} in evaluator["containers"][0]["volumeMounts"]
 
 
+@pytest.mark.promise("The evaluator can have a GPU and a program of its own")
 def test_the_evaluator_has_a_program_and_resources_of_its_own() -> None:
     """learners.podTemplate gives it where to run, evaluator.podTemplate what it needs beside (a GPU)."""
     gpu = {"limits": {"nvidia.com/gpu": 1}}
@@ -274,6 +275,7 @@ def test_the_evaluator_has_a_program_and_resources_of_its_own() -> None:
     assert "spec.evaluator.podTemplate" in refusal.path and "spec.evaluator.command" in refusal.message
 
 
+@pytest.mark.promise("A drain of nodes evicts at most M - K learners at once")
 @pytest.mark.parametrize(
     ("learners", "quorum", "budgets"),
     [([3], 1, [2]), ([3], 3, [1]), ([64], 48, [16]), ([6, 2], 4, [3, 1]), ([4, 4], 8, [1, 1]), ([1, 7], 4, [1, 3])],
@@ -677,6 +679,7 @@ def test_a_wrong_spec_is_told_whole() -> None:
 # ---------------------------------------------------------------- what the operator's settings say of all jobs' pods
 
 
+@pytest.mark.promise("Pods of jobs can use a private registry and a priority class without a setting in each job")
 def test_pull_secrets_and_priority_class_of_the_operator_hold_for_all_pods_of_jobs() -> None:
     settings = replace(SETTINGS, pull_secrets=("registry", "mirror"), priority_class="training")
     own = {"spec": {"imagePullSecrets": [{"name": "team"}], "priorityClassName": "urgent"}}

@@ -156,6 +156,10 @@ def test_an_answer_from_before_the_last_failure_fails_no_job() -> None:
     assert world.truth("Failed") == "False" and world.status["replacements"]["sinceMerge"] == 0
 
 
+@pytest.mark.promise(
+    "A syncer's answer counts as of the time of the question: a failure that was counted meanwhile ends "
+    "no job that has merged"
+)
 def test_a_failure_during_a_call_that_is_not_answered_fails_no_job() -> None:
     """The syncer has merged since it was asked last, and the next answer tells of that."""
     world = started(failurePolicy={"maxReplacements": 0})
@@ -191,6 +195,7 @@ def test_a_volume_that_another_pod_holds_for_long_is_told() -> None:
     world.until(World.whole)
 
 
+@pytest.mark.promise("A deleted job's volume stays if the job's spec names another volume")
 @pytest.mark.parametrize("storage", [{"claimName": "mine"}, {"uri": "s3://bucket/job"}], ids=str)
 def test_a_volume_that_the_job_does_not_name_stays(storage: dict[str, str]) -> None:
     """An earlier job of that name had it, and it carries this one's labels."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from diloco_operator.model import Observed
 from operator_world import START, World, job_object
 
@@ -18,6 +20,7 @@ class Stepping(World):
         return dataclasses.replace(found, now=found.now + self.ahead, monotonic=self.now - START)
 
 
+@pytest.mark.promise("A jump of the wall clock ends no timeout and reports no process as ended")
 def test_a_step_of_the_walls_clock_ends_no_patience() -> None:
     """A suspension waits for a checkpoint that takes a minute."""
     world = Stepping(job_object())

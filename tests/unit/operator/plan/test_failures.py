@@ -22,6 +22,7 @@ def failed(world: World) -> None:
     world.crashing = {}
 
 
+@pytest.mark.promise("Sixty pods deleted at once do not fail a job")
 def test_sixty_pods_deleted_at_once_are_no_failure() -> None:
     world = needy(60)
     for pod in world.of("learner"):
@@ -31,6 +32,7 @@ def test_sixty_pods_deleted_at_once_are_no_failure() -> None:
     world.until(World.whole)
 
 
+@pytest.mark.promise("A user may delete pods again and again without failing the job")
 def test_a_person_may_delete_pods_again_and_again() -> None:
     world = needy(2, maxReplacements=1)
     for _ in range(5):
@@ -40,6 +42,9 @@ def test_a_person_may_delete_pods_again_and_again() -> None:
     world.until(World.whole)
 
 
+@pytest.mark.promise(
+    "A failure everywhere at once counts as one failure of each place, and each place has a count of its own"
+)
 def test_what_fails_everywhere_at_once_is_one_failure_of_each_place() -> None:
     world = needy(30, maxReplacements=2)
     world.crashing = {pod.name: 1 for pod in world.of("learner")}
@@ -49,6 +54,9 @@ def test_what_fails_everywhere_at_once_is_one_failure_of_each_place() -> None:
     assert world.truth("Failed") == "False" and world.status["replacements"]["total"] >= 30
 
 
+@pytest.mark.promise(
+    "A failure everywhere at once counts as one failure of each place, and each place has a count of its own"
+)
 def test_each_place_has_a_count_of_its_own() -> None:
     world = needy(3, maxReplacements=3)
     for place in ("job-local-0", "job-local-1", "job-local-2"):
@@ -75,6 +83,7 @@ def test_an_operator_that_restarts_goes_on_with_the_worst_places_count() -> None
     assert "job-local-1 failed 4 times since the last merge" in world.condition("Failed")["message"]
 
 
+@pytest.mark.promise("A failed job continues when it is suspended and resumed, also in a region's copy")
 @pytest.mark.parametrize("patience", [0.0, 60.0], ids=["at once", "when its pods are gone"])
 def test_a_job_that_failed_goes_on_when_it_is_suspended_and_resumed(patience: float) -> None:
     world = needy(2, maxReplacements=2)
@@ -113,6 +122,7 @@ def test_a_job_that_goes_on_may_fail_again() -> None:
     assert world.told("Failed") == 2
 
 
+@pytest.mark.promise("A failed job continues when it is suspended and resumed, also in a region's copy")
 def test_a_regions_copy_goes_on_too() -> None:
     world = Far(job_object(**SPREAD, failurePolicy={"maxReplacements": 1}))
     world.until(lambda w: w.truth("Ready") == "True", 60)

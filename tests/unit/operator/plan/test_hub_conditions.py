@@ -112,6 +112,7 @@ def test_a_job_that_is_suspended_has_no_slow_links_and_tells_of_none() -> None:
     assert world.told("LinksTooSlow") == 2 and world.told("SpecDrift") == 2
 
 
+@pytest.mark.promise("A round that stays open is reported, with the missing slots and the reasons")
 def test_an_overdue_round_is_told_until_it_closes() -> None:
     world = served()
     words = "fragment 3 waits for pushes for long: slot 1 (norm-gate)"
@@ -130,6 +131,9 @@ def test_an_overdue_round_is_told_until_it_closes() -> None:
     assert world.truth("RoundOverdue") == "False" and world.told("RoundOverdueOver") == 1
 
 
+@pytest.mark.promise(
+    "If only an evaluator holds versions of an emptied store, status, condition and log explain what to do"
+)
 def test_what_a_job_waits_for_at_its_start_is_told_with_the_cure() -> None:
     world = served()
     world.waits_for = "the store is empty: give the syncer its store back (spec.syncer.storage)"
@@ -378,6 +382,7 @@ def test_learners_that_have_not_joined_are_told_of_their_secret() -> None:
     assert world.truth("Failed") == "False" and not world.status.get("replacements")
 
 
+@pytest.mark.promise("A load balancer without an address is reported, and fails nothing")
 def test_a_load_balancer_without_an_address_is_told() -> None:
     world = World(job_object(syncer={"endpoint": {"type": "LoadBalancer"}}))
     world.until(lambda w: w.truth("QuorumMet") == "True", 60)

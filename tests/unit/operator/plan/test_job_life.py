@@ -131,6 +131,10 @@ def is_mixed(template: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.promise(
+    "After an upgrade of the operator, an edit of a field such as `ttlSecondsAfterFinished` changes no "
+    "pod template and no image"
+)
 @pytest.mark.parametrize(
     "edit",
     [
@@ -172,6 +176,7 @@ def test_what_a_program_reads_reaches_it_after_an_upgrade_with_its_old_template(
     assert after["job-syncer"] == before["job-syncer"]
 
 
+@pytest.mark.promise("Template and image change together, and only when the user asks for it")
 def test_an_edit_of_pods_after_an_upgrade_waits_for_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
     world = started()
     uids, before = set(world.pods), templates(world)
@@ -190,6 +195,7 @@ def test_an_edit_of_pods_after_an_upgrade_waits_for_the_users_word(monkeypatch: 
     assert world.truth("Ready") == "True"
 
 
+@pytest.mark.promise("Template and image change together, and only when the user asks for it")
 def test_an_upgrade_moves_template_and_image_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = started()
     uids = set(world.pods)
@@ -401,6 +407,10 @@ def test_deletion_waits_thirty_seconds_at_most() -> None:
     assert 29 <= world.now - began <= 33
 
 
+@pytest.mark.promise(
+    "If the deletion of the volume is refused, the job names it, the operator retries with growing "
+    "delays, and finally leaves the volume with a Warning"
+)
 def test_a_volume_whose_deletion_is_refused_is_named_and_let_go() -> None:
     world = started(syncer={"storage": {"onDelete": "Delete"}})
     world.kept_by_policy = {names.claim("job")}
@@ -427,6 +437,9 @@ def kstatus(world: World) -> str:
     return "Current" if world.truth("Ready") == "True" else "InProgress"
 
 
+@pytest.mark.promise(
+    "Flux and `helm --wait` end when a job trains, is suspended as requested, has ended, or is invalid"
+)
 def test_flux_and_helm_see_where_a_job_is() -> None:
     world = World(job_object(suspend=True))
     world.run(5)
@@ -449,6 +462,9 @@ def test_flux_and_helm_see_where_a_job_is() -> None:
     assert kstatus(world) == "Failed" and world.condition("Stalled")["reason"] == "PodTemplate"
 
 
+@pytest.mark.promise(
+    "Flux and `helm --wait` end when a job trains, is suspended as requested, has ended, or is invalid"
+)
 @pytest.mark.parametrize(("how", "seen"), [("complete", "Current"), ("failed", "Failed")])
 def test_an_end_is_seen_as_one(how: str, seen: str) -> None:
     world = started()
@@ -458,6 +474,7 @@ def test_an_end_is_seen_as_one(how: str, seen: str) -> None:
     assert kstatus(world) == seen and world.condition("Ready")["reason"] == how.capitalize()
 
 
+@pytest.mark.promise("No lost quorum is reported when learners leave at a job's end")
 def test_no_quorum_is_lost_when_learners_leave_at_the_end() -> None:
     world = started(sync={"quorum": 3})
     world.syncer.phase, world.syncer.target, world.syncer.moves_at = "draining", "complete", world.now + 20
@@ -559,6 +576,7 @@ def test_evaluation_is_switched_off() -> None:
     world.until(World.whole)
 
 
+@pytest.mark.promise("A job that has not ended by `activeDeadlineSeconds` fails with that reason")
 def test_a_job_fails_at_its_deadline() -> None:
     world = started(activeDeadlineSeconds=600)
     began = world.now

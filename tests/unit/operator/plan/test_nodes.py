@@ -58,6 +58,7 @@ def test_a_node_is_given_the_time_that_the_job_says() -> None:
     assert len(world.memory.force_deletions) <= forced
 
 
+@pytest.mark.promise("A node gets its full `afterSeconds`, whatever the operator's clock shows")
 @pytest.mark.parametrize("ahead", [1000.0, -1000.0], ids=["ahead", "behind"])
 def test_a_node_has_its_time_whatever_the_operators_clock_says(ahead: float) -> None:
     """The time at which a node was lost is the API server's word, and the operator's clock is not the API server's."""
@@ -99,6 +100,10 @@ def test_under_wait_the_node_and_the_cures_are_named() -> None:
     assert world.truth("Degraded") == "False"
 
 
+@pytest.mark.promise(
+    "A node that the operator sees after its pod is not reported as lost, and an old Event about a quota "
+    "explains no later gap"
+)
 @pytest.mark.parametrize("seen", ["not yet", "not ready"])
 @pytest.mark.parametrize("role", ["learner", "syncer"])
 def test_a_node_that_is_seen_after_its_pod_is_not_lost(role: str, seen: str) -> None:

@@ -54,6 +54,7 @@ def on_a_lost_node(world: World) -> None:
     world.lose(lost_learner(world).obj["spec"]["nodeName"])
 
 
+@pytest.mark.promise("With a view older than 15 s the operator deletes no pod and reports no process")
 @pytest.mark.parametrize("fault", [silent, crashing, edited, ended, on_a_lost_node])
 def test_nothing_is_taken_by_an_old_view(fault: Callable[[World], None]) -> None:
     world = begun(nodeLoss={"policy": "ForceDelete", "afterSeconds": 5}, failurePolicy={"maxReplacements": 1000})

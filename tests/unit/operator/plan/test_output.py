@@ -38,6 +38,10 @@ class OutputWorld(World):
         self.until(lambda w: w.syncer.phase == "complete", 100)
 
 
+@pytest.mark.promise(
+    "The syncer's node is freed once the model is at `output.uri`, and never before; a failure is "
+    "reported, and the model continues to be served"
+)
 def test_the_syncer_is_stopped_when_the_model_is_written_and_not_before() -> None:
     world = OutputWorld()
     world.end()
@@ -58,6 +62,10 @@ def test_the_syncer_is_stopped_when_the_model_is_written_and_not_before() -> Non
     assert not world.of("syncer") and world.told("OutputWritten") == 1
 
 
+@pytest.mark.promise(
+    "The syncer's node is freed once the model is at `output.uri`, and never before; a failure is "
+    "reported, and the model continues to be served"
+)
 def test_a_model_that_could_not_be_written_stays_where_it_is_served() -> None:
     world = OutputWorld()
     world.end()
@@ -73,6 +81,10 @@ def test_a_model_that_could_not_be_written_stays_where_it_is_served() -> None:
     assert world.status["output"]["uri"] == "s3://bucket/other" and world.truth("Degraded") == "False"
 
 
+@pytest.mark.promise(
+    "The syncer's node is freed once the model is at `output.uri`, and never before; a failure is "
+    "reported, and the model continues to be served"
+)
 def test_a_syncer_that_is_made_anew_while_it_writes_brings_no_learner_back() -> None:
     world = OutputWorld()
     world.end()

@@ -24,7 +24,12 @@ def broken(count: int = 2, places: tuple[int, ...] | None = None, code: int = 1,
     return world
 
 
-def test_h1_a_job_whose_program_is_wrong_fails_with_its_error() -> None:
+@pytest.mark.promise(
+    "In a cluster a program that always ends with the same error fails the job, with the error in "
+    "termination message, condition, Event and report; not while a quorum takes part without that "
+    "learner, and not after an edit"
+)
+def test_a_job_whose_program_is_wrong_fails_with_its_error() -> None:
     world = broken()
     world.until(lambda w: w.truth("Failed") == "True", 200)
     failed = world.condition("Failed")
@@ -35,7 +40,7 @@ def test_h1_a_job_whose_program_is_wrong_fails_with_its_error() -> None:
     world.until(lambda w: w.syncer.phase == "failed" and not w.of("learner"))
 
 
-def test_h1_before_that_it_waits_for_two_more_starts() -> None:
+def test_before_that_it_waits_for_two_more_starts() -> None:
     world = broken()
     world.until(lambda w: (w.status.get("replacements") or {}).get("sinceMerge") == 2, 200)
     world.crashing = {}
@@ -43,12 +48,18 @@ def test_h1_before_that_it_waits_for_two_more_starts() -> None:
     assert world.truth("Failed") == "False"
 
 
+@pytest.mark.promise(
+    "In a cluster a program that always ends with the same error fails the job, with the error in "
+    "termination message, condition, Event and report; not while a quorum takes part without that "
+    "learner, and not after an edit"
+)
 def test_one_broken_place_fails_no_job_that_merges_without_it() -> None:
     world = broken(3, places=(1,))
     world.run(600)
     assert world.truth("Failed") == "False" and world.syncer.merges > 0
 
 
+@pytest.mark.promise("One broken learner fails no job that can merge without it")
 def test_one_broken_place_fails_no_job_that_will_merge_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first merge is far away, and a quorum works towards it."""
     world = broken(3, places=(1,))
@@ -80,6 +91,11 @@ def test_other_errors_each_time_are_left_to_max_replacements() -> None:
     assert world.truth("Failed") == "False"
 
 
+@pytest.mark.promise(
+    "In a cluster a program that always ends with the same error fails the job, with the error in "
+    "termination message, condition, Event and report; not while a quorum takes part without that "
+    "learner, and not after an edit"
+)
 def test_an_edit_begins_the_count_anew() -> None:
     world = broken()
     for _ in range(6):
@@ -118,7 +134,7 @@ def kill_for_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "_crash", out_of_memory)
 
 
-def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     world = broken(1, code=137)
     kill_for_memory(world, monkeypatch)
     world.until(lambda w: w.truth("Failed") == "True", 200)
@@ -127,6 +143,7 @@ def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monk
     assert "`diloco plan JOB.yaml` prints what memory the job needs" in message, "the model's size is not known yet"
 
 
+@pytest.mark.promise("In a cluster the Event and the condition of a program that ran out of memory have what it needs")
 @pytest.mark.parametrize(
     ("role", "name", "said"),
     [
@@ -134,7 +151,7 @@ def test_h6_a_learner_that_runs_out_of_memory_again_and_again_fails_the_job(monk
         ("syncer", None, " The syncer of this model needs up to "),
     ],
 )
-def test_h6_the_condition_has_the_memory_that_the_model_needs(
+def test_the_condition_has_the_memory_that_the_model_needs(
     monkeypatch: pytest.MonkeyPatch, role: str, name: str | None, said: str
 ) -> None:
     """Also where the syncer, which knows its size, has ended."""
@@ -152,7 +169,7 @@ def test_h6_the_condition_has_the_memory_that_the_model_needs(
     assert said in world.condition("Failed")["message"], world.condition("Failed")["message"]
 
 
-def test_h6_a_learner_that_ran_out_of_memory_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_ran_out_of_memory_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = started(2, training={"device": "cpu"})
     known = world.document
 
@@ -212,6 +229,10 @@ def never_joining(count: int, places: tuple[int, ...], **spec: Any) -> World:
     return world
 
 
+@pytest.mark.promise(
+    "A learner that ends with exit code 0 and never joined counts as an error that names how a program "
+    "joins; one that joined does not"
+)
 def test_a_program_that_ends_well_and_never_joins_fails_the_job_with_the_way_to_join() -> None:
     world = never_joining(2, (0, 1))
     world.until(lambda w: w.truth("Failed") == "True", 200)
@@ -221,6 +242,10 @@ def test_a_program_that_ends_well_and_never_joins_fails_the_job_with_the_way_to_
     assert any(event.reason == "LearnerCrashed" and NEVER_JOINED in event.message for _, event in world.events)
 
 
+@pytest.mark.promise(
+    "A learner that ends with exit code 0 and never joined counts as an error that names how a program "
+    "joins; one that joined does not"
+)
 def test_a_learner_that_joined_and_ends_well_does_not_fail_the_job() -> None:
     """As one that drained. The job waits for another learner, and has merged nothing."""
     world = broken(2, (), sync={"quorum": 2})

@@ -159,6 +159,7 @@ def test_a_syncer_that_does_not_answer_is_told_after_a_while() -> None:
     idle(world)
 
 
+@pytest.mark.promise("A syncer that has just become ready gets time to answer before it is reported as silent")
 def test_a_syncer_that_was_not_there_is_given_time_to_answer() -> None:
     """After a suspension, and after it has read its store for long, the first answers may still be missing."""
     world = started()
@@ -174,6 +175,7 @@ def test_a_syncer_that_was_not_there_is_given_time_to_answer() -> None:
     assert world.told("SyncerNotAnswering") == 0
 
 
+@pytest.mark.promise("A full volume is reported, with the field that enlarges it")
 def test_a_store_that_cannot_be_written_is_told() -> None:
     world = started()
     document = world.document
@@ -269,6 +271,10 @@ def test_unschedulable_and_quota_are_told_and_heal() -> None:
     idle(world)
 
 
+@pytest.mark.promise(
+    "A node that the operator sees after its pod is not reported as lost, and an old Event about a quota "
+    "explains no later gap"
+)
 @pytest.mark.parametrize("role", ["learner", "syncer"])
 def test_a_quota_that_was_used_up_earlier_does_not_explain_a_pod_that_is_being_replaced(role: str) -> None:
     """An Event stays for ten minutes, and a pod was made since."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from diloco_operator.model import ApplyError, Delete, Observed
 from operator_world import START, World, idle, job_object, lost_learner, started, template
 
@@ -102,6 +104,7 @@ def test_no_healthy_learner_is_taken_at_k() -> None:
     world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
 
 
+@pytest.mark.promise("A rollout relies on no learner that has just missed heartbeats")
 def test_a_learner_that_has_just_fallen_silent_is_not_relied_on() -> None:
     """The syncer waits for it for a while yet, but it may be cut off, and then nothing would be merged."""
 
@@ -214,6 +217,7 @@ class Guarded(World):
         return dataclasses.replace(super().observed(), apply_errors=errors)
 
 
+@pytest.mark.promise("A rollout whose deletion is refused reports that, and continues when the refusal ends")
 def test_a_rollout_says_why_a_pod_cannot_be_deleted() -> None:
     world = Guarded(job_object(count=3))
     world.until(World.whole, 120)

@@ -33,6 +33,7 @@ def test_a_silent_learner_is_replaced() -> None:
     idle(world)
 
 
+@pytest.mark.promise("A region that is silent as a whole is never deleted, however long the silence lasts")
 def test_a_region_that_nobody_hears_is_not_deleted_empty() -> None:
     """All are silent, as when a network is cut: that is nobody's own fault, however long it lasts."""
     world = started(3)
@@ -44,6 +45,7 @@ def test_a_region_that_nobody_hears_is_not_deleted_empty() -> None:
     world.until(World.whole)
 
 
+@pytest.mark.promise("A region that is cut off keeps its learners while another region is heard")
 def test_a_region_that_is_cut_off_keeps_its_learners_while_another_is_heard() -> None:
     world = two_regions(4, 8)
     silence(world, *places("b", 8))
@@ -64,6 +66,10 @@ def test_several_that_are_silent_at_once_are_waited_for() -> None:
     assert not world.taken
 
 
+@pytest.mark.promise(
+    "The last learner to return from a cut is not deleted, although it is the only silent one then; a "
+    "learner that hangs is deleted, even while others come and go"
+)
 def test_the_last_to_come_back_from_a_cut_is_not_taken() -> None:
     """A network heals for one learner after another: it is silent alone then, and for longer than one is waited for."""
     world = started(8)
@@ -76,6 +82,10 @@ def test_the_last_to_come_back_from_a_cut_is_not_taken() -> None:
     world.until(World.whole)
 
 
+@pytest.mark.promise(
+    "The last learner to return from a cut is not deleted, although it is the only silent one then; a "
+    "learner that hangs is deleted, even while others come and go"
+)
 def test_a_silent_learner_is_replaced_while_others_come_and_go() -> None:
     """Those that fell silent later tell nothing of it."""
     world = started(8)
@@ -89,6 +99,9 @@ def test_a_silent_learner_is_replaced_while_others_come_and_go() -> None:
     assert {name for _, name in world.taken} == {"job-local-7"}
 
 
+@pytest.mark.promise(
+    "The operator deletes no second silent learner of a region before the first one's successor takes part"
+)
 def test_no_second_silent_learner_is_taken_before_the_firsts_successor_takes_part() -> None:
     world = started(8)
     silence(world, *places("local", 5))
@@ -104,6 +117,7 @@ def test_no_second_silent_learner_is_taken_before_the_firsts_successor_takes_par
     world.until(World.whole)
 
 
+@pytest.mark.promise("No silent learner is deleted while a region counts down to lost")
 def test_nobody_is_taken_while_a_region_counts_down_to_lost() -> None:
     world = two_regions(3, 2)
     silence(world, "job-a-0", *places("b", 2))
@@ -137,6 +151,7 @@ class Refusing(World):
             super()._check(made)
 
 
+@pytest.mark.promise("A learner that is heard again before its deletion was carried out stays")
 def test_one_that_is_heard_again_before_it_could_be_deleted_stays() -> None:
     world = started(3)
     world.__class__ = Refusing

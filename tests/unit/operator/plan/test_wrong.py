@@ -217,6 +217,10 @@ def test_the_plan_raises_nothing_whatever_the_status_says() -> None:
         plan_job(observed, world.memory, SETTINGS)
 
 
+@pytest.mark.promise(
+    "If a job's memory or volume is too small for its model, the job names the field, once; the bound for "
+    "the volume is the store's own"
+)
 def test_a_job_that_asks_for_less_than_its_model_needs_is_told_once() -> None:
     world = started()
     document = world.document

@@ -68,6 +68,7 @@ def applied(api: Any, wanted: Object, memory: ApplyMemory, seen: Object | None) 
     return asyncio.run(Applier(api, Cache()).apply(KEY, UID, [wanted], there, memory))
 
 
+@pytest.mark.promise("An object that does not belong to the job is never sent, whether or not the cache knows it")
 @pytest.mark.parametrize("seen", [True, False], ids=["the cache has it", "only the API server has it"])
 def test_an_object_that_is_not_the_jobs_is_not_sent(seen: bool) -> None:
     theirs = live(config("x", owner="another"))
@@ -90,6 +91,10 @@ class Replacing(ScriptedApi):
         return await super().apply(kind, manifest, dry_run)
 
 
+@pytest.mark.promise(
+    "An apply is for exactly the object that the operator looked at, and takes over no other owner's "
+    "object; an object that was deleted unnoticed is created again"
+)
 def test_what_is_sent_is_for_the_object_that_was_looked_at() -> None:
     """The cache has the job's; the API server has somebody else's of that name by now. Nothing is taken from it."""
     theirs = live(config("theirs", owner="another"))
@@ -102,6 +107,10 @@ def test_what_is_sent_is_for_the_object_that_was_looked_at() -> None:
     assert applied(mine, config("new"), ApplyMemory(), mine.there) == {} and len(mine.sent) == 1
 
 
+@pytest.mark.promise(
+    "An apply is for exactly the object that the operator looked at, and takes over no other owner's "
+    "object; an object that was deleted unnoticed is created again"
+)
 def test_what_was_deleted_unseen_is_made_again_at_once() -> None:
     api = Replacing(None)
     assert applied(api, config("new"), ApplyMemory(), live(config("mine"))) == {}
@@ -165,6 +174,7 @@ def test_an_object_that_is_not_there_any_more_is_deleted(status: int, uid: str |
     assert asyncio.run(AnsweringApi(status, uid).delete(POD, "ns", "p", "mine")) is None
 
 
+@pytest.mark.promise("A conflict over an existing object is not taken for its deletion")
 def test_a_conflict_over_an_object_that_is_there_is_not_taken_for_its_deletion() -> None:
     with pytest.raises(ApiError, match="modified"):
         asyncio.run(AnsweringApi(409, "mine").delete(POD, "ns", "p", "mine"))

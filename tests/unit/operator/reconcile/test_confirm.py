@@ -65,6 +65,9 @@ def confirmed(api: Any, call: Call, cache: Cache | None = None) -> list[Call]:
     return asyncio.run(keep_confirmed(api, cache or Cache(), KEY, Observed(0.0, job()), [call]))
 
 
+@pytest.mark.promise(
+    "`process-ended` is called only if the API server confirms it: no pod, another UID, or an ended container"
+)
 def test_a_process_whose_pod_runs_is_not_said_to_have_ended() -> None:
     cache = Cache()
     assert confirmed(ScriptedApi((POD, pod())), ended(), cache) == []
@@ -94,6 +97,7 @@ def test_where_the_api_server_does_not_answer_nothing_is_said() -> None:
         confirmed(ScriptedApi(error=ApiError("get", "pods", 0, "no answer")), ended())
 
 
+@pytest.mark.promise("The end of a process is reported only for the job that the plan saw")
 @pytest.mark.parametrize(
     ("now", "kept"), [(job(), 1), (job(2), 0), (job(deletionTimestamp="2023-11-14T22:13:21Z"), 0), (None, 0)]
 )

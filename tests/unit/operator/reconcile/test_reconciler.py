@@ -147,6 +147,9 @@ def answer(error: ApiError) -> Callable[[], Awaitable[None]]:
 # ------------------------------------------------------------------ Events
 
 
+@pytest.mark.promise(
+    "An Event that could not be written is written by a later turn, once, also after a cancelled turn or a lost answer"
+)
 @pytest.mark.parametrize(
     "error",
     [AWAY, NotLeading("create", "events", 0, "it does not lead"), ApiError("create", "events", 429, "later")],
@@ -165,6 +168,9 @@ async def test_an_event_that_could_not_be_written_is_written_by_a_later_turn(err
     assert world.api.reasons == ["JobStarted", "QuorumMet", "Completed"]
 
 
+@pytest.mark.promise(
+    "An Event that could not be written is written by a later turn, once, also after a cancelled turn or a lost answer"
+)
 async def test_an_event_of_a_turn_that_was_cancelled_is_written_by_a_later_turn() -> None:
     """As when the Lease is renewed too late: turns are cancelled wherever they are, and begin again."""
     world = World()
@@ -185,6 +191,9 @@ async def test_an_event_of_a_turn_that_was_cancelled_is_written_by_a_later_turn(
     assert world.api.reasons == ["JobStarted", "QuorumMet"]
 
 
+@pytest.mark.promise(
+    "An Event that could not be written is written by a later turn, once, also after a cancelled turn or a lost answer"
+)
 async def test_an_event_whose_answer_was_lost_is_not_written_twice() -> None:
     world = World()
     world.api.after = answer(AWAY)
@@ -247,6 +256,9 @@ async def test_an_event_is_logged_once_however_often_it_is_sent(caplog: pytest.L
 # ------------------------------------------------------------------ how old the view is
 
 
+@pytest.mark.promise(
+    "The age of the operator's view is that of what it has read, and a stream that returns meanwhile makes it no newer"
+)
 async def test_a_view_is_as_old_as_it_was_when_it_was_read() -> None:
     """The streams come back while the turn waits for another answer: what it has read is no newer for that."""
     world = World()
@@ -263,6 +275,9 @@ async def test_a_view_is_as_old_as_it_was_when_it_was_read() -> None:
     assert "deletionTimestamp" not in observed.pods[0]["metadata"] and observed.view_age == 60.0
 
 
+@pytest.mark.promise(
+    "The age of the operator's view is that of what it has read, and a stream that returns meanwhile makes it no newer"
+)
 async def test_a_stream_that_comes_back_while_the_view_is_read_makes_it_no_newer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

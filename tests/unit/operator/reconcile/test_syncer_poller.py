@@ -227,6 +227,10 @@ async def test_a_syncer_that_hangs_holds_up_nobody(syncer: Syncer) -> None:
     await poller.close()
 
 
+@pytest.mark.promise(
+    "A syncer's answer counts as of the time of the question: a failure that was counted meanwhile ends "
+    "no job that has merged"
+)
 async def test_a_syncers_answer_is_dated_by_when_it_was_asked_for(syncer: Syncer) -> None:
     """What happens while an answer is on its way is not in it."""
     syncer.free.clear()
@@ -452,6 +456,11 @@ async def _garbage(writer: asyncio.StreamWriter) -> None:
     writer.write(b"\x00\xff\r\n\r\n" * 100)
 
 
+@pytest.mark.promise(
+    "A job's programs cannot hold up the operator, whatever they answer: one deadline, few bytes, a "
+    "bounded share of its calls",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize(
     ("answer", "seconds", "said"),
     [
@@ -483,6 +492,11 @@ async def test_a_learners_pod_cannot_hold_up_the_operator_whatever_it_answers(
     server.close()
 
 
+@pytest.mark.promise(
+    "A job's programs cannot hold up the operator, whatever they answer: one deadline, few bytes, a "
+    "bounded share of its calls",
+    section="Hostile callers",
+)
 async def test_a_syncers_answer_is_bounded_and_parsed_without_harm(syncer: Syncer) -> None:
     told = Told()
     for body, said in ((b"[" + b"{}," * 2_000_000 + b"{}]", "larger than max"), (b'{"a":' * 100_000, "recursion")):
@@ -495,6 +509,11 @@ async def test_a_syncers_answer_is_bounded_and_parsed_without_harm(syncer: Synce
         await poller.close()
 
 
+@pytest.mark.promise(
+    "A job's programs cannot hold up the operator, whatever they answer: one deadline, few bytes, a "
+    "bounded share of its calls",
+    section="Hostile callers",
+)
 async def test_a_namespace_whose_programs_stall_stalls_no_other(syncer: Syncer) -> None:
     told = Told()
     poller = SyncerPoller(Metrics(), 8, 60.0, told)

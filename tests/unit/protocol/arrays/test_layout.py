@@ -311,6 +311,7 @@ def test_a_layout_from_the_network_is_checked(change: str) -> None:
         Layout.from_json(corrupt(change))
 
 
+@pytest.mark.promise("Overlapping pieces of a received layout are refused, however small the overlap")
 def test_pieces_that_overlap_by_less_than_the_bound_of_sizes_are_refused() -> None:
     rows = [["w", [100], "float32", 0]]
     for bins in ([[[0, 0, 52]], [[0, 48, 100]]], [[[0, 0, 49]], [[0, 51, 100]]]):
@@ -383,7 +384,7 @@ HERE = [Tensor("a", (4, 40), "float32"), Tensor("b", (7,), "float32", True)]
         ([Tensor("a", (4, 40), "float32", True), Tensor("b", (8,), "float32")], "b is [8] float32 here"),
     ],
 )
-def test_m19_the_first_tensor_that_differs_is_named(here: list[Tensor], words: str) -> None:
+def test_the_first_tensor_that_differs_is_named(here: list[Tensor], words: str) -> None:
     said = describe_difference(here, HERE)
     assert said.startswith(words) and bool(said) == bool(words)
 

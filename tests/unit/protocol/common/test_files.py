@@ -26,6 +26,11 @@ def modes(folder: Path) -> dict[str, int]:
     return {str(each.relative_to(folder)): stat.S_IMODE(each.stat().st_mode) for each in sorted(folder.rglob("*"))}
 
 
+@pytest.mark.promise(
+    "Written files (store, weights, optimizer state, job) belong to their owner alone, and on a volume of "
+    "a pod with an fsGroup to that group",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 def test_what_is_written_is_its_owners_and_of_a_volume_its_groups(tmp_path: Path, umask: int) -> None:
     """A pod's fsGroup gives its volumes the group's rights and the set-group-ID bit."""

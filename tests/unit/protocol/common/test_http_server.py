@@ -83,6 +83,11 @@ def test_requests(request_text: bytes, status: int) -> None:
     served(test)
 
 
+@pytest.mark.promise(
+    "A foreign web page in a browser can read no status and no model (DNS rebinding), and cannot use a "
+    "page as another type of content",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -115,6 +120,11 @@ def test_a_page_in_a_browser_reads_nothing_under_a_name_of_its_own(host: str, st
     served(test)
 
 
+@pytest.mark.promise(
+    "A foreign web page in a browser can read no status and no model (DNS rebinding), and cannot use a "
+    "page as another type of content",
+    section="Hostile callers",
+)
 def test_a_browser_takes_a_page_for_nothing_else_than_it_says() -> None:
     async def test(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -136,6 +146,10 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
     served(test)
 
 
+@pytest.mark.promise(
+    "Idle connections without credentials to a status port (syncer, learner, operator) neither fail a "
+    "probe nor use up descriptors; if descriptors run out, the server makes room, without a traceback"
+)
 def test_idle_connections_keep_nobody_out_and_use_up_nothing() -> None:
     async def test(port: int) -> None:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4 * http_server.MAX_CONNECTIONS)]
@@ -151,6 +165,10 @@ def test_idle_connections_keep_nobody_out_and_use_up_nothing() -> None:
     served(test)
 
 
+@pytest.mark.promise(
+    "Idle connections without credentials to a status port (syncer, learner, operator) neither fail a "
+    "probe nor use up descriptors; if descriptors run out, the server makes room, without a traceback"
+)
 def test_a_process_without_descriptors_makes_room_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """No traceback, and no turn of the event loop after the other."""
 
@@ -200,6 +218,9 @@ def test_a_connection_that_comes_while_the_server_stops_is_no_fault() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.promise(
+    "Status, report and metrics take at most a twentieth of the event loop's time, however often they are requested"
+)
 def test_a_page_that_is_asked_for_again_and_again_is_made_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     now, made = [0.0], [0]
 

@@ -150,6 +150,10 @@ def test_tls_and_token(secrets: Path) -> None:
     ]
 
 
+@pytest.mark.promise(
+    "The authority's certificate and the join token do not admit a client without a certificate of its own",
+    section="Hostile callers",
+)
 def test_who_has_the_authority_and_the_token_but_no_certificate_is_refused(secrets: Path) -> None:
     learner = Credentials.from_directory(secrets / "learner")
 
@@ -250,6 +254,7 @@ def test_a_reply_is_of_its_call_and_as_it_was_sent() -> None:
             verify_reply(KEY, nonce, changed)
 
 
+@pytest.mark.promise("A signed control call cannot be replayed to the next syncer")
 def test_a_call_made_before_this_process_began_is_refused() -> None:
     """It knows no nonces of the time before: the call may have been made to the process that it follows."""
     now = 1_700_000_000_000

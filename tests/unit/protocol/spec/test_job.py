@@ -143,6 +143,10 @@ def test_every_field_has_a_description_that_is_a_sentence() -> None:
 # ------------------------------------------------------------------ rules between fields
 
 
+@pytest.mark.promise(
+    "Plaintext works within one cluster only: `tls.mode: off` requires `endpoint.type: ClusterIP`",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize(("fields", "path", "said"), [rule[1:] for rule in RULES], ids=[rule[0] for rule in RULES])
 def test_a_broken_rule_is_the_only_problem(fields: dict[str, Any], path: str, said: str) -> None:
     job = local_job(fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from diloco_protocol.spec.explain import locate
@@ -189,3 +191,20 @@ def test_other_names_lead_to_fields_and_samples_to_sections() -> None:
     assert meant_by("path", ("spec", "training", "data")) == ("spec", "training", "data", "paths")
     assert meant_by("path", ("spec", "sync")) is None  # of the model's or of the data's
     assert meant_by("nonsense", ()) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "cure"),
+    [("python train.py", "Such as command: [python, train.py]"), ("python 'no end", "each text"), ("", "each text")],
+)
+def test_a_text_for_a_command_gets_the_list_that_it_means(written: str, cure: str) -> None:
+    job = {
+        "apiVersion": "diloco.io/v1alpha1",
+        "kind": "DiLoCoJob",
+        "metadata": {"name": "own"},
+        "spec": {"learners": {"command": written}, "regions": [{"learners": 1}]},
+    }
+    with pytest.raises(JobError) as refused:
+        parse_job(json.dumps(job))
+    (message,) = [one.message for one in refused.value.problems if one.path == "spec.learners.command"]
+    assert cure in message and ("Such as" in message) == ("Such as" in cure)

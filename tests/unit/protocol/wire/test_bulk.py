@@ -182,6 +182,7 @@ def test_an_upload_of_another_length_than_announced_is_refused(sent: int, messag
     served(test)
 
 
+@pytest.mark.promise("A sender that stalls is given up")
 def test_a_sender_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STALL_SECONDS", 0.05)
 
@@ -375,6 +376,10 @@ class Patience:
         return done, writes - done
 
 
+@pytest.mark.promise(
+    "A download that its client does not read is given up, with the version that it holds; a process gets "
+    "few downloads at a time"
+)
 @pytest.mark.parametrize("limit", ["STALL_SECONDS", "SLOWEST_BYTES_PER_SECOND"])
 def test_a_download_that_nobody_reads_is_given_up(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it what it would send. One that is read meanwhile comes whole."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 
+import pytest
 from grpc import aio
 from grpc._cython import cygrpc
 
@@ -15,6 +16,7 @@ SETTINGS, PING, GOAWAY = 4, 6, 7
 INTERVAL = "grpc.http2.min_ping_interval_without_data_ms"
 
 
+@pytest.mark.promise("A connection without calls for minutes is kept alive, and not ended for its pings")
 def test_grpc_knows_every_option() -> None:
     ways = (
         channel_options(),
@@ -29,6 +31,7 @@ def test_grpc_knows_every_option() -> None:
     assert not unknown
 
 
+@pytest.mark.promise("A connection without calls for minutes is kept alive, and not ended for its pings")
 async def test_a_connection_without_calls_may_be_kept_alive() -> None:
     """Pings that come no faster than allowed end no connection, however many they are."""
     server = aio.server(options=[(name, 1 if name == INTERVAL else value) for name, value in server_options()])

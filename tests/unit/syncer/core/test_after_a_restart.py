@@ -15,6 +15,7 @@ from one_slot import CONFIG, begun, counted, join
 DAY = 86_400.0
 
 
+@pytest.mark.promise("After a restart no data are leased again whose steps are in a version or an offer")
 @pytest.mark.parametrize("offer", [False, True])
 def test_data_whose_steps_are_in_a_record_or_an_offer_are_not_leased_again(offer: bool) -> None:
     core = Core(CONFIG, None, 1, 0.0)
@@ -37,6 +38,7 @@ def test_data_whose_steps_are_in_a_record_or_an_offer_are_not_leased_again(offer
     assert not fresh.continuing and (lease.lease, lease.start) == (grant.lease, grant.start + 4)
 
 
+@pytest.mark.promise("A machine whose clock is weeks ahead does not end a job")
 @pytest.mark.parametrize(("ahead", "counted_seconds"), [(60.0, 60.0), (30 * DAY, DAY), (-30 * DAY, 0.0)])
 def test_a_wall_clock_that_is_wrong_does_not_end_a_job(ahead: float, counted_seconds: float) -> None:
     core, _ = begun()

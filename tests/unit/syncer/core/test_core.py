@@ -21,6 +21,7 @@ from ledger_balance import imbalances
 from shell_figures import SHELL
 
 
+@pytest.mark.promise("A loss that is not finite is shown as none, and the slot as diverged")
 def test_a_loss_that_is_not_finite_is_shown_as_none_and_diverged() -> None:
     """NaN alone says that the process has no loss yet; it does not replace the slot's last one."""
     desk = Desk(config())
@@ -78,6 +79,9 @@ def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
 
 
+@pytest.mark.promise(
+    "The grace window is what the overlap leaves after quorum, merge, durability and broadcast, as measured (Eq. 3)"
+)
 def test_the_time_until_a_quorum_of_learners_has_a_version_is_measured() -> None:
     desk = Desk(config())
     desk.begin(2)
@@ -241,6 +245,9 @@ def test_not_finite_and_repeated() -> None:
     assert reason(desk.push(0, 4)) is PushRefusal.REPEATED
 
 
+@pytest.mark.promise(
+    "A durable offer is reported as accepted even if the store has lost its base: its steps are not merged twice"
+)
 def test_an_offer_that_waits_is_repeated_though_the_store_has_lost_its_base() -> None:
     """Any other answer means that it was not accepted: its steps would be offered again, and merged twice."""
     desk = Desk(config(slots=2, quorum=2))
@@ -559,6 +566,10 @@ def evaluating() -> Desk:
     return desk
 
 
+@pytest.mark.promise(
+    "The job waits for the final score while it makes progress, however long that takes, and for an "
+    "evaluator that is being replaced"
+)
 def test_the_final_score_is_waited_for_while_it_comes_on() -> None:
     desk = evaluating()
     patience = config().evaluation_seconds
@@ -575,6 +586,10 @@ def test_the_final_score_is_waited_for_while_it_comes_on() -> None:
     assert desk.core.report(desk.now, SHELL, "", 0).final_loss is None
 
 
+@pytest.mark.promise(
+    "The job waits for the final score while it makes progress, however long that takes, and for an "
+    "evaluator that is being replaced"
+)
 def test_an_evaluator_that_scored_before_is_waited_for_when_it_is_away() -> None:
     for scored in (False, True):
         desk = evaluating()
@@ -610,6 +625,9 @@ def test_one_row_per_version_that_was_scored() -> None:
     assert score(again, 80, 3.0, 3)[2:] == [(40, 3.5), (80, 3.0)]
 
 
+@pytest.mark.promise(
+    "An evaluator's scores count after a restart, also those of tokens that only the previous syncer knew"
+)
 def test_a_score_of_tokens_that_only_the_syncer_before_knew_is_taken() -> None:
     """Learners that do not come back will never tell of them again."""
     desk = Desk(config(slots=2, evaluated=True))
@@ -721,6 +739,10 @@ def test_the_longest_tenure_gives_its_state_and_the_next_is_asked_on_failure() -
     ]
 
 
+@pytest.mark.promise(
+    "After the loss of all learners at once, the newest optimizer state on any disk is used, also by "
+    "learners whose own disk has none"
+)
 def test_a_patient_newcomer_gets_the_state_of_one_that_makes_its_first_step_after_a_common_end() -> None:
     """All were lost; slot 1's learner found its state on its disk, slot 0's did not."""
     desk = Desk(config())

@@ -112,6 +112,9 @@ def test_a_score_that_comes_on_for_ever_is_waited_for_so_long_and_no_longer() ->
     assert desk.core.phase is JobPhase.COMPLETE and desk.now == 1000.0
 
 
+@pytest.mark.promise(
+    "An offer that arrives during the last merges is refused, and its learner reports what was not merged"
+)
 def test_an_offer_that_comes_after_the_last_merges_is_refused() -> None:
     """It would be acknowledged, and never merged: its learner says what was not taken over. An offer that was taken
     before is said to be so: who believes that it was not ends when it hears of its merge."""
@@ -240,6 +243,7 @@ def test_of_two_slots_that_a_place_has_had_it_keeps_the_newest() -> None:
     assert again.nominal[("r", 0)].index == 1
 
 
+@pytest.mark.promise("Once a job's last merges begin, no version is restored from a learner in their place")
 def test_no_version_is_taken_back_once_the_last_merges_begin() -> None:
     """Else the version that a merge is making could come from a learner, too."""
     settings = config(slots=1, stop=("tokens", 40))
@@ -265,6 +269,9 @@ def test_no_version_is_taken_back_once_the_last_merges_begin() -> None:
     assert core.phase is JobPhase.COMPLETE
 
 
+@pytest.mark.promise(
+    "A drain waits for an offer whose bytes arrive, however slow its link is, on both sides and within a bound"
+)
 def test_bytes_of_an_offer_that_comes_on_prolong_a_drain_though_not_for_ever() -> None:
     """A large fragment over a slow link takes longer than the patience between two offers."""
     desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0, heartbeat_timeout=1e6))

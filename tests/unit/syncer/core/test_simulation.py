@@ -194,6 +194,10 @@ FAILED_ONCE = [
 ]
 
 
+@pytest.mark.promise(
+    "An offer that outlived its base in the store is recognised as merged, whatever the version, and its "
+    "steps count once"
+)
 @pytest.mark.parametrize("setup", FAILED_ONCE, ids=lambda setup: str(setup.seed))
 def test_worlds_that_failed_once(setup: Setup) -> None:
     world = World(setup)
@@ -284,6 +288,10 @@ def live(setup: Setup, share: float = 1.0, limit: float = 600.0) -> World:
 
 
 # With K = M every loss holds everybody up, and with deaths everybody waits for whoever comes back.
+@pytest.mark.promise(
+    "Under lost, late and repeated messages, fragments get one version for every two turns of H steps "
+    "that K learners make, every training learner contributes, and every drain ends"
+)
 @pytest.mark.parametrize(
     ("setup", "share"),
     [
@@ -308,6 +316,10 @@ def test_many_worlds_are_live(quorum: int, share: float) -> None:
         live(replace(LOSSY, seed=seed, quorum=quorum), share)
 
 
+@pytest.mark.promise(
+    "Under lost, late and repeated messages, fragments get one version for every two turns of H steps "
+    "that K learners make, every training learner contributes, and every drain ends"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 @pytest.mark.parametrize("kind", ["pull", "push", "answer", "announce", "report"])
@@ -316,6 +328,10 @@ def test_the_simulation_notices_a_kind_of_message_that_never_arrives(kind: str) 
         live(replace(LOSSY, quorum=2, swallowed=kind), limit=60.0)
 
 
+@pytest.mark.promise(
+    "Under lost, late and repeated messages, fragments get one version for every two turns of H steps "
+    "that K learners make, every training learner contributes, and every drain ends"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_the_simulation_notices_a_round_that_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +349,7 @@ def test_the_simulation_notices_a_round_that_is_asked_for_once(monkeypatch: pyte
 CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
 
 
+@pytest.mark.promise("Reports that cross a new Join change nothing, whatever happens around them")
 def test_reports_of_a_tenure_that_is_over_change_nothing() -> None:
     late = 0
     for seed in range(5):
@@ -343,6 +360,7 @@ def test_reports_of_a_tenure_that_is_over_change_nothing() -> None:
     assert late
 
 
+@pytest.mark.promise("Reports that cross a new Join change nothing, whatever happens around them")
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_the_simulation_notices_reports_that_are_not_bound_to_a_tenure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         assert other.norms == results[0].norms and other.norm == results[0].norm
 
 
+@pytest.mark.promise("A merge of encoded offers has the same bits as a merge of decoded ones")
 @pytest.mark.parametrize("encoding", codec.ENCODINGS)
 @pytest.mark.parametrize("method", ["rda", "mean"])
 def test_encoded_pushes_are_merged_to_the_same_bits(encoding: str, method: str) -> None:

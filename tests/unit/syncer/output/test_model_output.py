@@ -91,6 +91,10 @@ def test_it_is_read_back_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "out" / file)[name], tensors[name])
 
 
+@pytest.mark.promise(
+    "The umask decides who may read the model at `output.uri`; a run that belongs to another user is reported as such",
+    section="Hostile callers",
+)
 def test_who_may_read_the_output_is_said_by_the_umask(tmp_path: Path) -> None:
     """It is made to be used, by other users and pods too; the store is not."""
     before = os.umask(0o022)
@@ -114,6 +118,9 @@ def test_an_earlier_output_of_the_job_gives_way_and_leaves_nothing(
     np.testing.assert_array_equal(read_output(DirectoryStore(tmp_path / "out"))[2]["w.1"], expected(5.0)["w.1"])
 
 
+@pytest.mark.promise(
+    "The merged model at `output.uri` is whole or absent, whatever fails on the way; files of others are never changed"
+)
 def test_what_belongs_to_others_is_left_alone(tmp_path: Path) -> None:
     written(made(tmp_path / "out", "other"))
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -148,6 +155,9 @@ def through(monkeypatch: pytest.MonkeyPatch, place: Failing) -> None:
     monkeypatch.setattr(model_output, "FIRST_PAUSE", 0.01)
 
 
+@pytest.mark.promise(
+    "The merged model at `output.uri` is whole or absent, whatever fails on the way; files of others are never changed"
+)
 def test_what_fails_is_tried_again_and_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Failing(str(tmp_path / "out"), 3, OSError(5, "syncer.storage.uri is away"))
     through(monkeypatch, place)
@@ -156,6 +166,9 @@ def test_what_fails_is_tried_again_and_the_manifest_comes_last(tmp_path: Path, m
     assert not any(place.seen), "output.json was there before the model was whole"
 
 
+@pytest.mark.promise(
+    "The merged model at `output.uri` is whole or absent, whatever fails on the way; files of others are never changed"
+)
 def test_patience_ends_and_what_is_there_is_no_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(made(tmp_path / "out"))
     through(monkeypatch, Failing(str(tmp_path / "out"), 10**6, OSError(5, "syncer.storage.uri is away")))
@@ -194,6 +207,7 @@ def test_files_that_were_changed_are_not_read(tmp_path: Path) -> None:
         read_output(DirectoryStore(tmp_path / "out"))
 
 
+@pytest.mark.promise("Writing the model to `output.uri` needs no second copy of it in memory")
 def test_the_model_is_not_in_memory_twice(tmp_path: Path) -> None:
     layout = Layout.build([Tensor("w", (4_000_000,), "float32")], 4)
     thetas = [np.ones(layout.elements(p), np.float32) for p in range(4)]

@@ -70,6 +70,7 @@ WRITERS: list[Callable[[Durability], Awaitable[None]]] = [
 ]
 
 
+@pytest.mark.promise("A state or optimizer state that had to wait for the store is never written after a newer one")
 @pytest.mark.parametrize("write", WRITERS, ids=["persist", "checkpoint", "after-merges"])
 async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
     tmp_path: Path, write: Callable[[Durability], Awaitable[None]]
@@ -92,6 +93,7 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
     assert written == [2, 2], "what a restart reads is the newest"
 
 
+@pytest.mark.promise("A state or optimizer state that had to wait for the store is never written after a newer one")
 async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_newer_one(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)

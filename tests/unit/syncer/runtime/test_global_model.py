@@ -233,6 +233,10 @@ def held_bytes(model: GlobalModel) -> int:
     return sum({part.ctypes.data: part.nbytes for part in arrays}.values())
 
 
+@pytest.mark.promise(
+    "A syncer's model stays within 4 × its parameters with every encoding and outer optimizer (4.5 with a "
+    "delta codec down and two moments), however slowly clients read"
+)
 @pytest.mark.parametrize("down", links.DOWN)
 @pytest.mark.parametrize("optimizer", REGISTRY)
 def test_what_a_model_takes_is_within_four_times_its_parameters(down: str, optimizer: str) -> None:
@@ -246,6 +250,10 @@ def test_what_a_model_takes_is_within_four_times_its_parameters(down: str, optim
     assert held_bytes(model) / LAYOUT.total_elements <= bound
 
 
+@pytest.mark.promise(
+    "A syncer's model stays within 4 × its parameters with every encoding and outer optimizer (4.5 with a "
+    "delta codec down and two moments), however slowly clients read"
+)
 def test_where_updates_are_broadcast_an_older_version_is_whole_only_for_who_reads_it() -> None:
     model = parameters("sync.compression.down=delta-int8")
     merge(model, 0, 1)
@@ -262,6 +270,10 @@ def test_where_updates_are_broadcast_an_older_version_is_whole_only_for_who_read
     assert read is not None and read.full is None and read.delta is not None
 
 
+@pytest.mark.promise(
+    "A syncer's model stays within 4 × its parameters with every encoding and outer optimizer (4.5 with a "
+    "delta codec down and two moments), however slowly clients read"
+)
 def test_slow_readers_of_all_fragments_together_keep_half_a_model_at_most() -> None:
     fragments = 12
     layout = Layout.build([Tensor(f"w{i}", (8, 8), "float32", False) for i in range(fragments)], fragments)

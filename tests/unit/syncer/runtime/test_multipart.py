@@ -73,6 +73,7 @@ def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.promise("A payload in more and smaller parts than any sender makes is refused", section="Hostile callers")
 def test_a_payload_in_many_small_parts_is_refused() -> None:
     """Each part is compared with all before it: of one byte each they would cost the square of the payload."""
 
@@ -170,6 +171,10 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.promise(
+    "An optimizer state of any size reaches a new learner, and the checkpoint, as long as bytes keep "
+    "arriving; all new learners that wait share one transfer"
+)
 def test_every_chunk_counts_as_progress_of_its_upload() -> None:
     noted: list[object] = []
     uploads = MultipartUploads(noted.append)

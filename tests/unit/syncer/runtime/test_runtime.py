@@ -233,6 +233,7 @@ def held_up(syncer: Syncer) -> Any:
 # ------------------------------------------------------------------ offers
 
 
+@pytest.mark.promise('A repeated offer, also in another session, is answered with "repeated" only when it is durable')
 async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a")
@@ -254,6 +255,7 @@ async def test_a_retry_of_an_offer_hears_repeated_only_when_the_offer_is_durable
         assert len(list(tmp_path.glob("offers/*"))) == 1
 
 
+@pytest.mark.promise('A repeated offer, also in another session, is answered with "repeated" only when it is durable')
 async def test_an_offer_that_comes_again_in_another_session_hears_repeated_only_when_it_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +287,9 @@ async def test_an_offer_that_comes_again_in_another_session_hears_repeated_only_
         assert (await first).accepted
 
 
+@pytest.mark.promise(
+    "A superseded syncer acknowledges no offer, and announces no state or merge that its successor may not have read"
+)
 async def test_a_succeeded_syncer_acknowledges_no_offer(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a")
@@ -356,6 +361,9 @@ async def test_bytes_by_region_and_slot_are_the_totals_and_outlive_the_syncer(tm
 # ------------------------------------------------------------------ version 0
 
 
+@pytest.mark.promise(
+    "While version 0 arrives, other requests are served: no work that grows with the model runs on the event loop"
+)
 async def test_work_on_version_0_that_grows_with_the_model_is_done_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +392,7 @@ async def test_work_on_version_0_that_grows_with_the_model_is_done_beside_the_ev
     assert threading.get_ident() not in set().union(*seen.values())
 
 
+@pytest.mark.promise("Incoming frozen parameters are in a file on the store's volume, not in memory")
 async def test_frozen_parameters_are_received_into_a_file_on_the_stores_volume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +516,7 @@ async def stays(syncer: Syncer, clock: Clock) -> bool:
     return not syncer.driver.outcome.done()
 
 
+@pytest.mark.promise("An ended syncer waits for learners that are joining again, but not for ever")
 async def test_a_learner_that_is_joining_again_hears_of_the_end(tmp_path: Path, clock: Clock) -> None:
     async with Bench(tmp_path, "training.stop={steps: 5}", "regions.0.learners=3") as bench:
         syncer, connections = bench.syncer, bench.syncer.sessions._connections
@@ -531,6 +541,7 @@ async def test_a_learner_that_is_joining_again_hears_of_the_end(tmp_path: Path, 
         assert not await stays(syncer, clock)
 
 
+@pytest.mark.promise("An ended syncer waits for learners that are joining again, but not for ever")
 async def test_an_ended_syncer_does_not_wait_for_ever_for_a_learner_that_is_away(tmp_path: Path, clock: Clock) -> None:
     async with Bench(tmp_path, "training.stop={steps: 5}") as bench:
         bench.connect(1, 0, "a")
@@ -582,6 +593,7 @@ async def test_the_report_of_an_end_is_given_when_the_end_is_durable(
         assert await fetched == Report.model_validate_json((tmp_path / "report.json").read_bytes())
 
 
+@pytest.mark.promise("The report of an ended job says what has become of its output by now")
 async def test_the_report_of_an_end_tells_of_an_output_that_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -731,6 +743,7 @@ async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: 
             assert (await bench.upload("a", b"x")).reason == word
 
 
+@pytest.mark.promise("A signed control call cannot be replayed to the next syncer")
 async def test_a_control_call_cannot_be_made_again_to_the_syncer_that_follows(tmp_path: Path) -> None:
     async def make(call: sync_pb2.SignedCall, bench: Bench) -> bytes:
         syncer = bench.syncer
@@ -757,6 +770,7 @@ async def test_a_control_call_cannot_be_made_again_to_the_syncer_that_follows(tm
         assert sync_pb2.CallReply.FromString(await make(fresh, bench)).ok
 
 
+@pytest.mark.promise("A ledger that is not exact is noticed at the next checkpoint, in the log and as a metric")
 async def test_a_ledger_that_is_not_exact_is_told_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a")
@@ -777,6 +791,7 @@ async def test_a_ledger_that_is_not_exact_is_told_and_shown(tmp_path: Path, capl
 # ------------------------------------------------------------------ faults
 
 
+@pytest.mark.promise("A fault while answering one caller ends that caller's session only", section="Hostile callers")
 async def test_a_fault_in_answering_one_caller_ends_that_callers_session(tmp_path: Path) -> None:
     """In a message to it, and in the answer to its push."""
     async with Bench(tmp_path) as bench:
@@ -813,6 +828,7 @@ async def test_a_fault_in_answering_one_caller_ends_that_callers_session(tmp_pat
         await until(syncer.driver.outcome.done)
 
 
+@pytest.mark.promise("A learner takes no end of its session for a confirmation that the syncer has not given")
 @pytest.mark.parametrize("read", [True, False])
 async def test_a_syncer_that_ends_confirms_no_drained_that_it_has_not_read(tmp_path: Path, read: bool) -> None:
     """A learner takes a stream that ends as OK after its half-close for the confirmation, and does not come again."""
@@ -848,6 +864,11 @@ async def test_a_syncer_that_ends_confirms_no_drained_that_it_has_not_read(tmp_p
                 await asyncio.wait_for(serving, 60)
 
 
+@pytest.mark.promise(
+    "Empty calls of one certificate are limited, and a session's messages and uploads are limited in "
+    "rate: other clients are not held up",
+    section="Hostile callers",
+)
 async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -878,6 +899,10 @@ async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
         await asyncio.gather(reading, sixth, return_exceptions=True)
 
 
+@pytest.mark.promise(
+    "A superseded syncer leaves the tape to its successor; a syncer whose predecessor wrote a line at the "
+    "last moment starts again from the store"
+)
 async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(tmp_path: Path) -> None:
     def record(version: int) -> MergeRecord:
         return MergeRecord("shell", 1, 0, version, np.full(LAYOUT.elements(0), version, np.float32), number=version)
@@ -893,6 +918,9 @@ async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syn
         assert not bench.syncer.driver.outcome.done()
 
 
+@pytest.mark.promise(
+    "The grace window is what the overlap leaves after quorum, merge, durability and broadcast, as measured (Eq. 3)"
+)
 async def test_a_version_counts_as_sent_when_all_parts_of_it_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -908,6 +936,10 @@ async def test_a_version_counts_as_sent_when_all_parts_of_it_were(
         assert told == [ev.VersionSent(1, 0, 0)]
 
 
+@pytest.mark.promise(
+    "If a holder of lost versions stops sending, it is given up after a minute, however large the "
+    "versions are; several holders of the same versions send in parallel"
+)
 async def test_bytes_of_a_lost_version_are_told_to_the_core_once_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -923,6 +955,9 @@ async def test_bytes_of_a_lost_version_are_told_to_the_core_once_a_second(
         assert told[2:] == [ev.LostVersionAdvanced(7, 0)]
 
 
+@pytest.mark.promise(
+    "A drain waits for an offer whose bytes arrive, however slow its link is, on both sides and within a bound"
+)
 async def test_bytes_of_a_push_are_told_to_the_core_once_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

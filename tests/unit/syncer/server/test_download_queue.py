@@ -10,6 +10,10 @@ from diloco_syncer.server import download_queue
 from diloco_syncer.server.download_queue import MAX_PER_PROCESS, DownloadQueue, TooManyDownloads
 
 
+@pytest.mark.promise(
+    "A download that its client does not read is given up, with the version that it holds; a process gets "
+    "few downloads at a time"
+)
 async def test_a_process_has_so_many_downloads_at_a_time_and_the_others_wait_their_turn() -> None:
     queue, running, most = DownloadQueue(), 0, 0
     go = asyncio.Event()
@@ -34,6 +38,10 @@ async def test_a_process_has_so_many_downloads_at_a_time_and_the_others_wait_the
     assert most == MAX_PER_PROCESS + 1 and running == 0 and len(queue) == 0 and not queue._calls
 
 
+@pytest.mark.promise(
+    "A download that its client does not read is given up, with the version that it holds; a process gets "
+    "few downloads at a time"
+)
 async def test_a_process_has_so_many_that_wait_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download_queue, "MAX_WAITING", 3)
     queue = DownloadQueue()

@@ -101,6 +101,11 @@ def test_a_machine_that_has_just_started_takes_as_many_messages_at_once() -> Non
     assert pace.count_message(0.5) > 0
 
 
+@pytest.mark.promise(
+    "Empty calls of one certificate are limited, and a session's messages and uploads are limited in "
+    "rate: other clients are not held up",
+    section="Hostile callers",
+)
 @given(st.lists(st.floats(0, 5), max_size=300))
 def test_a_learner_that_reports_fifty_times_a_second_never_waits(pauses: list[float]) -> None:
     pace, now = MessagePace(), 1.0

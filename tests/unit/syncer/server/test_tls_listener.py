@@ -516,6 +516,9 @@ async def test_a_flood_of_silent_connections_keeps_nobody_out(
         await until(lambda: there.listener.handshakes == 0, "those who left to be forgotten")
 
 
+@pytest.mark.promise(
+    "A fault at a new connection costs that connection only, and one log line in ten seconds", section="Hostile callers"
+)
 async def test_a_fault_at_a_connection_that_comes_costs_that_one_and_one_line(
     parties: Parties, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -598,6 +601,7 @@ async def test_one_certificate_has_its_share_of_connections(parties: Parties, mo
         assert (await there.call(america)).startswith("the learner of region us-2")
 
 
+@pytest.mark.promise("The sync port accepts no more connections than there are descriptors", section="Hostile callers")
 async def test_there_are_no_more_connections_than_descriptors_for_them(
     parties: Parties, monkeypatch: pytest.MonkeyPatch
 ) -> None:

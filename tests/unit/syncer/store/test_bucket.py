@@ -194,6 +194,10 @@ def test_a_tape_whose_answer_is_lost_goes_on(relay: Relay, cut: bool) -> None:
         ours.flush()
 
 
+@pytest.mark.promise(
+    "A superseded syncer leaves the tape to its successor; a syncer whose predecessor wrote a line at the "
+    "last moment starts again from the store"
+)
 async def test_a_succeeded_syncer_leaves_the_tape_to_its_successor(relay: Relay) -> None:
     """In a bucket a segment of its own would stand where the successor's next one belongs."""
     store = opened()

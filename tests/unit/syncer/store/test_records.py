@@ -199,6 +199,9 @@ def test_another_job_or_a_changed_field_is_refused(store: Store) -> None:
         Checkpoints(store, Epoch.claim(store), "j", 1).identify({"seed": "b"})
 
 
+@pytest.mark.promise(
+    "A damaged `job.json` is reported as wrong content of the store (exit code 2), not as a fault of the program"
+)
 def test_a_damaged_job_document_is_the_stores_content_and_no_fault(store: Store) -> None:
     opened(store)
     damage(store, "job.json")
@@ -235,6 +238,9 @@ def damage(store: Store, name: str) -> None:
     store.replace(name, bytes(raw))
 
 
+@pytest.mark.promise(
+    "A damaged record that no restart needs does not prevent a start, although the tape lacks its line"
+)
 def test_a_damaged_record_that_only_the_tape_lacks_stops_no_start(store: Store) -> None:
     made, versions = begun(store), [0, 0]
     merge(made, versions, 2)
@@ -417,6 +423,9 @@ def test_the_record_of_a_predecessor_is_taken_over_and_of_a_successor_obeyed(sto
     assert [r.version for r in again.load().newest] == [1, 0]
 
 
+@pytest.mark.promise(
+    "A record that a superseded syncer made after its successor had started costs no offer: it is set aside"
+)
 def test_a_record_of_a_succeeded_syncer_is_set_aside_where_its_successor_went_on_without_it(store: Store) -> None:
     """Learners have offered to the successor what that record has in it, and more."""
     old = begun(store)
@@ -495,6 +504,9 @@ class SucceededMeanwhile(DirectoryStore):
         super().create(name, *parts)
 
 
+@pytest.mark.promise(
+    "A superseded syncer acknowledges no offer, and announces no state or merge that its successor may not have read"
+)
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_succeeded_syncer_makes_no_offer_durable(tmp_path: Path, meanwhile: bool) -> None:
     store = SucceededMeanwhile(tmp_path / "s")
@@ -508,6 +520,9 @@ def test_a_succeeded_syncer_makes_no_offer_durable(tmp_path: Path, meanwhile: bo
     assert meanwhile or not store.list("offers")
 
 
+@pytest.mark.promise(
+    "A superseded syncer acknowledges no offer, and announces no state or merge that its successor may not have read"
+)
 @pytest.mark.parametrize("folder", ["state/", "records/"])
 def test_what_a_successor_may_not_have_read_is_not_durable(tmp_path: Path, folder: str) -> None:
     store = SucceededMeanwhile(tmp_path / "s")
@@ -520,6 +535,7 @@ def test_what_a_successor_may_not_have_read_is_not_durable(tmp_path: Path, folde
             old.write_record(record(0, 1))
 
 
+@pytest.mark.promise("A checkpoint that had to wait while version 0 came into force removes nothing of it")
 def test_a_checkpoint_from_before_version_0_removes_nothing_of_it(store: Store) -> None:
     """It had to wait for the store, and version 0 came into force before it."""
     made = opened(store)
@@ -532,6 +548,7 @@ def test_a_checkpoint_from_before_version_0_removes_nothing_of_it(store: Store) 
     assert found.core == {"n": 3} and [record.version for record in found.newest] == [0, 0]
 
 
+@pytest.mark.promise("A superseded syncer removes nothing of its successors, also after it was paused")
 @pytest.mark.parametrize("stands_still", [False, True])
 def test_a_succeeded_syncer_removes_nothing_of_its_successors(
     store: Store, monkeypatch: pytest.MonkeyPatch, stands_still: bool
@@ -565,6 +582,10 @@ def test_a_directory_keeps_nothing_half(tmp_path: Path) -> None:
     assert not [name for name in names if name.endswith(".tmp")]
 
 
+@pytest.mark.promise(
+    "A stored header of any form with a correct checksum counts as damage, not as a fault of the program",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize(
     "arrays", [None, 7, "x", [1], [[]], [["theta"]], [["theta", [], 1, 0, 0]], [[{}, "<f4", 1, 0, 0]]]
 )

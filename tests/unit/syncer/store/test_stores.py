@@ -123,6 +123,11 @@ def test_a_killed_writer_leaves_a_temporary_file_that_is_no_object(tmp_path: Pat
     assert store.remove_leftovers() == 1 and not leftover.exists()
 
 
+@pytest.mark.promise(
+    "Written files (store, weights, optimizer state, job) belong to their owner alone, and on a volume of "
+    "a pod with an fsGroup to that group",
+    section="Hostile callers",
+)
 def test_a_store_on_a_disk_is_its_owners_alone(tmp_path: Path) -> None:
     made = DirectoryStore(tmp_path / "run" / "store")
     made.create("states/1", b"a")

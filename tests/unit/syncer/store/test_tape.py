@@ -193,6 +193,7 @@ class CountingStore(DirectoryStore):
         return data
 
 
+@pytest.mark.promise("A start reads only the last segment of the tape, however long the tape is")
 def test_a_start_reads_no_more_of_a_long_tape_than_of_a_short_one(tmp_path: Path, small_segments: None) -> None:
     read = []
     for versions in (4, 40):
@@ -220,6 +221,7 @@ def test_segments_of_one_tape_follow_each_other_over_restarts(store: Store, smal
     assert Tape(store).newest == {0: 8, 1: 8}, "earlier ones are of no matter to a start"
 
 
+@pytest.mark.promise("A start reads only the last segment of the tape, however long the tape is")
 @pytest.mark.parametrize("name", ["", "{}", "tape/000000000001.jsonl", "tape/000000000099.jsonl"])
 def test_the_end_is_found_whatever_the_file_says_that_names_it(store: Store, small_segments: None, name: str) -> None:
     filled(store, 8)
@@ -247,6 +249,7 @@ HARM = {
 }
 
 
+@pytest.mark.promise("A damaged tape prevents nothing: the segment is kept, and the tape records the damage")
 @pytest.mark.parametrize("harm", HARM)
 def test_damage_of_the_tape_stops_nothing_and_is_told(store: Store, small_segments: None, harm: str) -> None:
     filled(store, 8)
@@ -269,6 +272,9 @@ def test_damage_of_the_tape_stops_nothing_and_is_told(store: Store, small_segmen
     assert not again.damage and again.newest == {0: 9, 1: 9}
 
 
+@pytest.mark.promise(
+    "A segment of the tape whose predecessor the store has lost is set aside, and announces no version"
+)
 def test_a_segment_whose_predecessor_the_store_has_lost_tells_nothing(store: Store, small_segments: None) -> None:
     """The store went back here and there: it still has the end of a tape, and not what was before."""
     filled(store, 8)
@@ -297,6 +303,7 @@ def test_a_segment_of_another_format_is_refused(store: Store) -> None:
         Tape(store)
 
 
+@pytest.mark.promise("A line of the tape that could not be written is written once, as soon as possible")
 def test_lines_that_could_not_be_written_are_written_once_when_they_can(tmp_path: Path, small_segments: None) -> None:
     store = DirectoryStore(tmp_path)
     tape = filled(store, 2)

@@ -21,6 +21,10 @@ SPEC = """"training": {"stop": {"steps": 9}}, "learners": {"command": ["true"]},
 "sync": {"fragments": %d, "every": 24}"""
 
 
+@pytest.mark.promise(
+    "If a job's memory or volume is too small for its model, the job names the field, once; the bound for "
+    "the volume is the store's own"
+)
 @pytest.mark.parametrize(("fragments", "merges_a_checkpoint"), [(1, 50), (6, 7), (20, 5), (20, 50)])
 def test_the_records_that_are_kept_fit_the_volume(tmp_path: Path, fragments: int, merges_a_checkpoint: int) -> None:
     spec = job_from_json('{%s, "spec": {%s}}' % (HEAD, SPEC % fragments)).spec  # noqa: UP031

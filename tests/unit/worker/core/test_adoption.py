@@ -427,6 +427,10 @@ def test_the_own_push_may_be_merged_in_a_version_that_was_missed() -> None:
     assert adoption.report().fragments[0].confirmed_tokens == 10
 
 
+@pytest.mark.promise(
+    "An offer that outlived its base in the store is recognised as merged, whatever the version, and its "
+    "steps count once"
+)
 def test_an_offer_is_confirmed_also_in_a_version_that_is_not_above_its_base() -> None:
     """A store that lost versions, and with them the offer's base, still had the offer: steps that the merge has in it
     would count twice."""

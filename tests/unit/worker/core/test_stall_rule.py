@@ -12,6 +12,10 @@ LIMITS = st.floats(0.1, 5000)
 INTERVAL = 1 / 20  # of the limit, as the watchdog's
 
 
+@pytest.mark.promise(
+    "A step, loader or collective that hangs is noticed: stack traces of all threads in the log, exit "
+    "code 6, a replacement"
+)
 @given(LIMITS, st.floats(0, 0.2), st.booleans(), st.lists(st.floats(0.01, 1.0), max_size=30))
 def test_a_hang_is_noticed_in_time(seconds: float, share: float, first: bool, gaps: list[float]) -> None:
     """At the first observation that is not before the limit, however they are spaced."""
@@ -32,6 +36,10 @@ def test_a_hang_is_noticed_in_time(seconds: float, share: float, first: bool, ga
     assert rule.stalled
 
 
+@pytest.mark.promise(
+    "A slow first step (compilation), a wait for the syncer, a slow job and a process that was stopped as "
+    "a whole are not stalls"
+)
 @given(LIMITS, st.lists(st.tuples(st.sampled_from(["step", "sign", "away"]), st.floats(0, 0.9)), max_size=40))
 def test_whoever_shows_signs_of_life_in_time_has_not_stalled(seconds: float, course: list[tuple[str, float]]) -> None:
     """Steps and signs that come within the limit, and any time at all in which nothing is to be trained."""
@@ -46,6 +54,10 @@ def test_whoever_shows_signs_of_life_in_time_has_not_stalled(seconds: float, cou
         signs, steps = signs + 1, steps + (what == "step")
 
 
+@pytest.mark.promise(
+    "A slow first step (compilation), a wait for the syncer, a slow job and a process that was stopped as "
+    "a whole are not stalls"
+)
 def test_a_process_that_was_stopped_as_a_whole_goes_on() -> None:
     """Nobody observed it meanwhile; the clock went on."""
     rule = StallRule(10.0, 0.5)

@@ -15,6 +15,7 @@ from wrong_jobs import local_job
 TEXT = SyncerSettings.of(parse_job(json.dumps(local_job({}))).spec).model_dump_json()
 
 
+@pytest.mark.promise("Nonsensical settings from a syncer end no learner", section="Hostile callers")
 @pytest.mark.parametrize("value", ["1e999", "-1e999", "NaN", '"a"', "9" * 5000, "[" * 100_000, "{}"])
 @pytest.mark.parametrize("field", ["learners", "every", "steps", "factor"])
 def test_settings_that_make_no_sense_are_not_used_and_end_nobody(field: str, value: str) -> None:

@@ -87,6 +87,9 @@ def bench() -> Iterator[Callable[..., Bench]]:
         one.feed.close()
 
 
+@pytest.mark.promise(
+    "A new tenure trains no data that were drawn for the previous one, and the data leased ahead are bounded"
+)
 def test_a_new_tenure_drops_the_batches_that_are_ready(bench: Callable[..., Bench]) -> None:
     """Their sequences belong to whoever holds those leases now."""
     one = bench()
@@ -97,6 +100,9 @@ def test_a_new_tenure_drops_the_batches_that_are_ready(bench: Callable[..., Benc
     assert one.blocks_of(one.pop()) == {9}
 
 
+@pytest.mark.promise(
+    "A new tenure trains no data that were drawn for the previous one, and the data leased ahead are bounded"
+)
 def test_a_batch_that_was_being_read_for_the_former_tenure_is_not_trained(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.data.gate.clear()
@@ -130,6 +136,9 @@ def test_requests_that_no_welcome_answers_are_made_again(bench: Callable[..., Be
     until(lambda: one.requests == [1, 1])
 
 
+@pytest.mark.promise(
+    "A new tenure trains no data that were drawn for the previous one, and the data leased ahead are bounded"
+)
 def test_leases_that_are_held_and_asked_for_are_bounded(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -289,6 +289,7 @@ def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerConnect
     assert one.status.settings is None, "nothing that is understood"
 
 
+@pytest.mark.promise("Counts of an ended tenure change nothing in the next one, neither as a report nor as a push")
 async def test_a_report_that_was_made_before_a_new_tenure_is_not_sent(
     made: tuple[SyncerConnection, inbox.Inbox],
 ) -> None:
@@ -395,6 +396,7 @@ def test_breaking_off_ends_the_session() -> None:
         asyncio.run(run())
 
 
+@pytest.mark.promise("Copies for a GPU are handled by background threads, not by the training thread or the event loop")
 def test_each_thread_that_handles_vectors_begins_as_it_is_told(tmp_path: Path) -> None:
     """On a GPU that makes the learner's device the thread's; pinned memory would open a context on another one."""
     begun: list[str] = []

@@ -37,6 +37,10 @@ def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
 
 
+@pytest.mark.promise(
+    "Sending and receiving an optimizer's state, and the slot's own checkpoint, need no second copy in "
+    "memory: one tensor at a time, through mapped files"
+)
 def test_writing_and_reading_take_one_tensors_memory_at_most(tmp_path: Path) -> None:
     tensors = {str(n): torch.full((1 << 20,), float(n)) for n in range(32)}  # 128 MiB
     write_tensors({"warm": tensors["0"]}, {}, tmp_path)

@@ -71,6 +71,10 @@ def test_a_push_without_an_answer_has_an_open_fate() -> None:
     assert session.box.take_all() == [inbox.PushAnswered(0, 1, None, "", "no answer came")]
 
 
+@pytest.mark.promise(
+    "A learner whose parameters are not finite ends at once with its own exit code (5), and its "
+    "replacement trains on; a job of one learner does not hang"
+)
 def test_a_push_that_is_not_finite_is_not_sent_and_says_that_training_diverged() -> None:
     for odd in (np.nan, np.inf):
         theta = np.zeros(10, np.float32)
@@ -81,6 +85,10 @@ def test_a_push_that_is_not_finite_is_not_sent_and_says_that_training_diverged()
                 encode_push(push, "int4", ErrorFeedback(1, feedback))
 
 
+@pytest.mark.promise(
+    "A new learner never harms its donor: a state that cannot be copied or serialised is declined, and "
+    "the donor trains on"
+)
 def test_a_state_that_cannot_be_serialised_is_declined_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever serialising raises would otherwise end the learner that gives."""
     session = Session()
@@ -110,6 +118,7 @@ def test_version_0_with_infinities_is_fatal_and_said() -> None:
         asyncio.run(Session().one.upload_initial(start, b""))
 
 
+@pytest.mark.promise("Copies for a GPU are handled by background threads, not by the training thread or the event loop")
 def test_vectors_are_made_beside_the_event_loop() -> None:
     """Pinning a fragment's memory takes as long as copying it, and heartbeats would wait."""
     threads = []
@@ -156,6 +165,7 @@ def test_channels_that_believe_one_certificate_are_doubted() -> None:
         assert session.reason == ("bulk transfers fail: the stream broke" if pinned else "")
 
 
+@pytest.mark.promise("An upload with a damaged part is sent again, and a push without an answer ends its session")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_push_without_an_answer_ends_the_session(pinned: bool) -> None:
     """The next one has new connections, and the syncer asks anew."""
@@ -185,6 +195,7 @@ class Damaging(Broken):
     upload = BulkChannels.upload
 
 
+@pytest.mark.promise("An upload with a damaged part is sent again, and a push without an answer ends its session")
 @pytest.mark.parametrize("reason", [PushRefusal.BAD_CHECKSUM, TransferRefusal.BAD_TRANSFER])
 @pytest.mark.parametrize(("times", "answer"), [(1, True), (3, True), (9, None)])
 def test_a_damaged_upload_is_sent_again_a_few_times(
@@ -240,6 +251,10 @@ def test_a_new_tenure_forgets_open_pushes_and_keeps_what_was_merged() -> None:
     assert feedback.open_pushes == 0 and feedback.residual(0) is residual
 
 
+@pytest.mark.promise(
+    "A learner's host memory stays within 8 bytes per parameter, 12 with error feedback: memory that the "
+    "allocator keeps of freed vectors is returned"
+)
 @pytest.mark.parametrize(("seconds", "times"), [(0.0, 2), (3600.0, 0)])
 def test_freed_memory_is_given_back_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch, seconds: float, times: int

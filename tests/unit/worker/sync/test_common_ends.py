@@ -146,6 +146,10 @@ class Job:
             self.processes[offer.connection].handover.receive_state(inbox.StateDownloaded(True, data, HELD))
 
 
+@pytest.mark.promise(
+    "After a common end the first learner to return waits, for a known time, for the missing places: no "
+    "learner begins fresh while a state exists"
+)
 @pytest.mark.parametrize("pause", [0, 25])
 def test_whoever_comes_back_first_nobody_begins_fresh_while_a_state_exists(
     pause: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +171,10 @@ def test_whoever_comes_back_first_nobody_begins_fresh_while_a_state_exists(
             assert not process.handover.is_young and process.handover._trained > BEFORE, (keepers, process.ordinal)
 
 
+@pytest.mark.promise(
+    "An optimizer state that began fresh within the job replaces no better one: not a slot's own file, "
+    "not a process's, not a stored one"
+)
 def test_one_that_comes_back_too_late_keeps_its_own_state_and_the_others_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +206,10 @@ def test_one_that_comes_back_too_late_keeps_its_own_state_and_the_others_get_it(
     assert last.handover._trained > BEFORE and not last.fresh
 
 
+@pytest.mark.promise(
+    "After a common end the first learner to return waits, for a known time, for the missing places: no "
+    "learner begins fresh while a state exists"
+)
 def test_where_no_state_is_left_nobody_waits_once_all_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, monkeypatch)
     job.end_all()

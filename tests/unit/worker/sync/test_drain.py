@@ -102,6 +102,7 @@ def test_a_fragment_without_steps_above_its_base_is_not_offered(monkeypatch: pyt
     assert one.drain(monkeypatch) == [] and one.offers == [] and one.seconds == 0
 
 
+@pytest.mark.promise("A drain offers everything, retries after temporary refusals, and ends in bounded time")
 @pytest.mark.parametrize("reason", [PushRefusal.FENCED, PushRefusal.OTHER_EPOCH, TransferRefusal.BUSY])
 def test_what_passes_by_itself_is_tried_again_a_few_times(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
@@ -140,6 +141,7 @@ def test_a_merge_that_takes_in_everything_leaves_nothing_to_offer(monkeypatch: p
     assert one.drain(monkeypatch) == [] and len(one.offers) == 1 and one.seconds == pytest.approx(3, abs=0.11)
 
 
+@pytest.mark.promise("A drain offers everything, retries after temporary refusals, and ends in bounded time")
 def test_patience_ends_without_progress_and_begins_anew_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Scripted(2, lambda fragment, n: None)
     late = 0.9 * PATIENCE_SECONDS
@@ -158,6 +160,7 @@ def test_without_a_syncer_it_ends_within_the_grace_period_that_pods_have_unless_
     assert one.seconds + learner._FAREWELL_SECONDS < 25, "of 30 s; the rest is for the program's own end"
 
 
+@pytest.mark.promise("A drain offers everything, retries after temporary refusals, and ends in bounded time")
 def test_a_drain_that_comes_on_for_ever_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "_TRIES", 10**9)
     one = Scripted(50, lambda fragment, n: (False, TransferRefusal.BUSY))
@@ -166,6 +169,7 @@ def test_a_drain_that_comes_on_for_ever_ends(monkeypatch: pytest.MonkeyPatch) ->
     assert one.seconds == pytest.approx(LONGEST_SECONDS, abs=0.2)
 
 
+@pytest.mark.promise("A drain offers everything, retries after temporary refusals, and ends in bounded time")
 def test_it_is_over_when_the_process_must_end_which_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM may come while the drain of a job's end is under way."""
     one = Scripted(1, lambda fragment, n: None)
@@ -201,6 +205,9 @@ def test_without_a_session_nothing_is_offered_and_patience_runs(monkeypatch: pyt
     assert [when for when, _ in one.offers] == pytest.approx([6], abs=0.11)
 
 
+@pytest.mark.promise(
+    "A drain waits for an offer whose bytes arrive, however slow its link is, on both sides and within a bound"
+)
 @pytest.mark.parametrize("moves", [True, False])
 def test_an_offer_whose_bytes_move_is_waited_for(monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
     """However long it takes, within the whole drain's bound; one that stands still is given up."""

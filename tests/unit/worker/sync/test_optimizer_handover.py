@@ -181,6 +181,10 @@ def test_no_peer_and_nothing_on_any_disk_is_a_fresh_start(newcomer: Callable[...
     assert one.asked.calls == [PEER, "patient"]
 
 
+@pytest.mark.promise(
+    "After the loss of all learners at once, the newest optimizer state on any disk is used, also by "
+    "learners whose own disk has none"
+)
 def test_with_nothing_on_any_disk_a_peer_that_found_its_own_is_asked_for_it(newcomer: Callable[..., Newcomer]) -> None:
     """All learners were lost at once, and this one's disk with it."""
     one = newcomer()
@@ -193,6 +197,10 @@ def test_with_nothing_on_any_disk_a_peer_that_found_its_own_is_asked_for_it(newc
     assert one.moment == 0.5 and not one.handover.is_waiting and not one.fresh
 
 
+@pytest.mark.promise(
+    "A new learner never harms its donor: a state that cannot be copied or serialised is declined, and "
+    "the donor trains on"
+)
 def test_a_state_that_cannot_be_copied_is_declined_and_hurts_nobody(
     newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,6 +236,10 @@ def test_a_learner_that_has_made_no_step_gives_no_state(newcomer: Callable[..., 
     assert one.asked.calls == [PEER, "declined 3", "sent 4"]
 
 
+@pytest.mark.promise(
+    "A new learner waits for an optimizer state no longer than its deadline, takes the first answer, and "
+    "keeps its own state rather than a disk's"
+)
 def test_an_answer_that_comes_after_the_choice_is_ignored(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer(((1, 5), (1, 5)))
     one.handover.request_state(True)
@@ -241,6 +253,10 @@ def test_an_answer_that_comes_after_the_choice_is_ignored(newcomer: Callable[...
     assert one.moment == 0.5 and not one.handover.is_waiting
 
 
+@pytest.mark.promise(
+    "A new learner waits for an optimizer state no longer than its deadline, takes the first answer, and "
+    "keeps its own state rather than a disk's"
+)
 def test_a_peers_state_whose_versions_never_come_is_given_up_at_the_deadline(
     newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +275,10 @@ def test_a_peers_state_whose_versions_never_come_is_given_up_at_the_deadline(
     assert "it was made on versions that this job has not" in caplog.text
 
 
+@pytest.mark.promise(
+    "A new learner waits for an optimizer state no longer than its deadline, takes the first answer, and "
+    "keeps its own state rather than a disk's"
+)
 def test_a_process_that_lost_a_slot_keeps_its_own_state_rather_than_a_disks(
     newcomer: Callable[..., Newcomer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,6 +292,10 @@ def test_a_process_that_lost_a_slot_keeps_its_own_state_rather_than_a_disks(
     assert "continues with this process's own state" in caplog.text
 
 
+@pytest.mark.promise(
+    "An optimizer state that began fresh within the job replaces no better one: not a slot's own file, "
+    "not a process's, not a stored one"
+)
 @pytest.mark.parametrize(
     ("own", "peers", "taken"),
     [(WARM_UP, 3, OWN), (5, 3, OWN), (3, 5, PEER), (WARM_UP, WARM_UP, PEER), (900, WARM_UP, PEER)],
@@ -296,6 +320,10 @@ def test_an_own_state_that_does_not_fit_leaves_a_younger_peers(newcomer: Callabl
     assert one.moment == 0.5 and not one.fresh
 
 
+@pytest.mark.promise(
+    "An optimizer state that began fresh within the job replaces no better one: not a slot's own file, "
+    "not a process's, not a stored one"
+)
 def test_of_stored_states_the_one_with_more_of_the_warm_up_goes_before_the_newer(
     newcomer: Callable[..., Newcomer],
 ) -> None:
@@ -307,6 +335,10 @@ def test_of_stored_states_the_one_with_more_of_the_warm_up_goes_before_the_newer
     assert one.moment == 0.75
 
 
+@pytest.mark.promise(
+    "An optimizer state that began fresh within the job replaces no better one: not a slot's own file, "
+    "not a process's, not a stored one"
+)
 def test_a_process_keeps_its_state_rather_than_take_a_younger_one(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer()
     for _ in range(6):
@@ -348,6 +380,10 @@ def test_a_learner_is_young_until_it_is_beyond_its_warm_up_and_says_in_its_state
     assert found is not None and found[1].trained == WARM_UP + 1
 
 
+@pytest.mark.promise(
+    "After a common end the first learner to return waits, for a known time, for the missing places: no "
+    "learner begins fresh while a state exists"
+)
 def test_a_patient_newcomer_waits_longer_than_the_syncer_looks_for_one(
     newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,10 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.promise(
+    "States of several optimizers, of 8-bit and factored ones, and changed values in their groups are "
+    "handed over exactly"
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
     model = build()
@@ -157,6 +161,10 @@ def test_how_long_the_code_book_of_a_quantised_state_may_be(length: int, fits: b
         restore(data, inner)
 
 
+@pytest.mark.promise(
+    "Sending and receiving an optimizer's state, and the slot's own checkpoint, need no second copy in "
+    "memory: one tensor at a time, through mapped files"
+)
 def test_giving_and_taking_a_state_takes_no_second_copy_in_memory(tmp_path: Path) -> None:
     size = 64 << 20  # of two moments
     model, newcomer = (
@@ -236,6 +244,10 @@ HOSTILE: dict[str, Any] = {
 }
 
 
+@pytest.mark.promise(
+    "An optimizer state from a peer or from the store neither ends a new learner nor damages its parameters",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize("why", HOSTILE)
 def test_a_state_that_would_spoil_a_newcomer_is_refused(why: str) -> None:
     model = build()
@@ -248,6 +260,9 @@ def test_a_state_that_would_spoil_a_newcomer_is_refused(why: str) -> None:
         restore(hostile, InnerOptimizers(newcomer, torch.optim.AdamW(newcomer.parameters(), lr=0.01)))
 
 
+@pytest.mark.promise(
+    "An optimizer state that honest training leaves is accepted, whatever Adam's decays", section="Hostile callers"
+)
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99999), (0.5, 0.9999), (0.99, 0.9)])
 @pytest.mark.parametrize("still", [0, 200])
 def test_a_state_that_honest_gradients_leave_is_taken_whatever_the_betas(
@@ -277,6 +292,10 @@ def with_metadata(data: bytes, **changes: str) -> bytearray:
     return bytearray(save(load(data), metadata | changes))
 
 
+@pytest.mark.promise(
+    "An optimizer state from a peer or from the store neither ends a new learner nor damages its parameters",
+    section="Hostile callers",
+)
 @pytest.mark.parametrize(
     "origin",
     [
@@ -307,6 +326,10 @@ def test_an_origin_names_no_more_fragments_than_there_may_be() -> None:
         origin_of(with_metadata(data, origin=json.dumps(["j", "l", 1, [[1, 2]] * (most + 1), 5])))
 
 
+@pytest.mark.promise(
+    "An optimizer state from a peer or from the store neither ends a new learner nor damages its parameters",
+    section="Hostile callers",
+)
 def test_what_a_peer_says_of_groups_is_no_more_than_the_optimizer_itself_would_change() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -346,6 +369,9 @@ def test_a_fresh_optimizer_warms_up() -> None:
     assert [rewarm.scale(step) for step in range(100, 106)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.promise(
+    "A new learner's optimizer state is placed by torch's own policy, including fused and capturable optimizers"
+)
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"amsgrad": True}], ids=str)
 def test_a_state_lies_where_torchs_own_policy_puts_it(options: dict[str, bool]) -> None:
     """The device `meta` stands for a GPU. Kernels that are fused or captured read the step counts there."""
@@ -365,6 +391,10 @@ def test_a_state_lies_where_torchs_own_policy_puts_it(options: dict[str, bool]) 
             assert value.device == policy(parameter, torch.zeros(()), index, groups, key).device, key
 
 
+@pytest.mark.promise(
+    "States of several optimizers, of 8-bit and factored ones, and changed values in their groups are "
+    "handed over exactly"
+)
 def test_several_optimizers_are_handed_over_together() -> None:
     def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -395,6 +425,10 @@ def test_several_optimizers_are_handed_over_together() -> None:
         InnerOptimizers(model, [both[0], torch.optim.AdamW(model.parameters())])
 
 
+@pytest.mark.promise(
+    "States of several optimizers, of 8-bit and factored ones, and changed values in their groups are "
+    "handed over exactly"
+)
 def test_only_group_entries_that_the_optimizer_changed_itself_travel() -> None:
     """The learning rate, which the loop sets between steps, is the receiver's own."""
     model = build()
@@ -426,6 +460,7 @@ class Masters(torch.optim.SGD):
             self.state[p].setdefault("master_param", p.detach().clone())
 
 
+@pytest.mark.promise("An optimizer that keeps a copy of the parameters, and would undo adoptions, is refused by name")
 def test_optimizers_that_copy_the_parameters_are_refused_by_name() -> None:
     model = build()
     with pytest.raises(ConfigurationError, match=r"AdamWScheduleFree keeps a copy .* Use one that works on the param"):

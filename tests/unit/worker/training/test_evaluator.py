@@ -87,6 +87,7 @@ class Evaluation:
         return [report for report in self.reports if report["final"]]
 
 
+@pytest.mark.promise("A job that trains again after its end is scored again")
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_job_that_trains_again_after_its_end_is_scored_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool

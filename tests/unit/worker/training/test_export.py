@@ -155,6 +155,7 @@ def test_evaluations_fall_due_by_tokens() -> None:
     assert [t for t in (0, 50, 99, 100, 150, 420, 450, 500) if due.claim(t, 0.0)] == [0, 100, 420, 500]
 
 
+@pytest.mark.promise("A job of any size is scored fifty times on its way to the stop, unless it sets another number")
 def test_by_default_fifty_evaluations_fall_due_on_the_way_to_the_stop() -> None:
     """Whatever the job's size, and by whichever of steps, tokens and seconds it stops."""
     due = evaluator.EvaluationSchedule(EvaluationSpec().every_tokens)

@@ -244,6 +244,7 @@ class TestFrom:
 RESNET: dict[str, Any] = {"model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16]}
 
 
+@pytest.mark.promise("A model with running statistics (BatchNorm), which cannot be merged, is refused by name")
 def test_a_model_with_running_statistics_is_refused() -> None:
     config = {**RESNET, "depths": [1, 1], "num_labels": 3}
     with pytest.raises(JobError, match=r"model_type.*resnet.*keeps running statistics .*are not merged"):
@@ -252,6 +253,9 @@ def test_a_model_with_running_statistics_is_refused() -> None:
         models.outline(spec(config, IMAGES))
 
 
+@pytest.mark.promise(
+    "Frozen matrices in bfloat16 need half of the memory, and the parameters trained beside them train as before"
+)
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL])
 def test_frozen_matrices_in_bfloat16_halve_their_memory_and_train_as_before(config: dict[str, Any]) -> None:
     """Adapters stay float32 and get the gradients that they get beside a float32 base, to bfloat16's precision."""
@@ -277,6 +281,7 @@ def test_frozen_matrices_in_bfloat16_halve_their_memory_and_train_as_before(conf
     torch.testing.assert_close(grads[0], grads[1], rtol=0.1, atol=0.05 * float(grads[0].abs().max()))
 
 
+@pytest.mark.promise("Weights and data from Hugging Face have the revision that the job names")
 def test_a_revision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 

@@ -52,6 +52,7 @@ def test_warm_up_then_cosine_to_the_last_step() -> None:
     assert learning_rate(spec, 10_000, 10_000, 110) == pytest.approx(FLOOR * 0.1)
 
 
+@pytest.mark.promise("Schedules follow the job's progress to its stop, whatever share of it a slot trains")
 @pytest.mark.parametrize("paces", [(3, 1), (1, 0), (2, 2, 1, 0)])
 @pytest.mark.parametrize("stop", [{"tokens": 120_000}, {"steps": 400}])
 def test_the_rate_follows_the_job_and_not_the_slots_share(paces: tuple[int, ...], stop: dict[str, int]) -> None:
@@ -159,6 +160,7 @@ class Scorer(nn.Module):
         return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels[:, 1:].flatten()))
 
 
+@pytest.mark.promise("No step of the built-in trainer waits for the device")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_step_never_waits_for_the_device(accumulation: int) -> None:
     """The device `meta` has no values, so whoever would wait for one of them fails."""

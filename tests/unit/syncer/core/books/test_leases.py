@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,10 @@ def positions(book: LeaseBook, block: int, start: int, end: int) -> list[int]:
     return [block * book.block_size + position for position in range(start, end)]
 
 
+@pytest.mark.promise(
+    "In each data epoch every sequence is leased once, whichever learners are lost, return or give up, "
+    "and across restarts"
+)
 @given(total=st.integers(1, 300), slots=st.integers(1, 4), seed=st.integers(0, 2**32))
 @settings(max_examples=share_of(40))
 def test_each_sequence_once_per_epoch(total: int, slots: int, seed: int) -> None:

@@ -1,11 +1,13 @@
-"""What the ledger costs where there are many slots and fragments."""
+"""The ledger's totals: what they cost where there are many slots and fragments, and what rounding leaves."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from diloco_protocol.documents import Tokens
-from diloco_protocol.wire.records import FragmentReport, StepReport
+from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.core.books.ledger import Ledger
 from ledger_balance import imbalances
 
@@ -22,6 +24,7 @@ def report(step: int, dropped: int = 0) -> StepReport:
     return StepReport(step, step, 10 * step, (row,) * 4)
 
 
+@pytest.mark.promise("A status request does not visit every fragment of every slot")
 def test_totals_follow_reports_without_a_walk_through_every_cell() -> None:
     ledger = Ledger(4, 3)
     for slot in range(3):
@@ -40,3 +43,29 @@ def test_totals_follow_reports_without_a_walk_through_every_cell() -> None:
     assert ledger.totals() == Tokens(trained=70, merged=0, pending=52, dropped=18) and not imbalances(ledger)
     ledger.open_tenure(1, 7)
     assert ledger.apply_report(1, replace(report(2), trained_tokens=20)) and not imbalances(ledger)
+
+
+def trained(tokens: int, dropped: tuple[int, ...]) -> StepReport:
+    """A learner's report: of each fragment some tokens were dropped as overlap."""
+    rows = tuple(FragmentReport(1, 0, 1, tokens - lost, 0, lost) for lost in dropped)
+    return StepReport(1, 1, tokens, rows)
+
+
+def header(fragment: int, tokens: int, report: StepReport) -> PushHeader:
+    return PushHeader(fragment, 1, 1, 1, 0, 0, 1, 1, 1, tokens, 1.0, "float32", "L", report, 0, 1)
+
+
+def test_no_token_is_pending_once_every_part_is_merged_or_dropped() -> None:
+    """What rounding leaves is merged."""
+    fragments = 3
+    ledger = Ledger(fragments, 1)
+    ledger.open_tenure(0, 1)
+    lost = (1, 0, 0)  # a third of a token: rounded down both ways, it would be nobody's
+    report = trained(100, lost)
+    assert ledger.apply_report(0, report)
+    for fragment in range(fragments):
+        assert ledger.totals().pending > 0
+        ledger.count_merge(header(fragment, 100 - lost[fragment], report))
+        assert not imbalances(ledger)
+    assert [(row.merged, row.pending, row.dropped) for row in ledger.rows()] == [(99, 0, 1), (100, 0, 0), (100, 0, 0)]
+    assert ledger.totals() == Tokens(trained=100, merged=100, pending=0, dropped=0)

@@ -108,6 +108,9 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     assert book.next_due([at(0, 5, [1]), at(1, 7, [1])]) == 0
 
 
+@pytest.mark.promise(
+    "A round opens by the K-th fastest learner, the longest due first, within the bound of open rounds, in every turn"
+)
 @pytest.mark.parametrize(
     ("overlap", "fragments", "every", "limit"),
     [(2, 24, 24, 2), (0, 4, 8, 1), (5, 4, 10, 2), (3, 4, 8, 2), (1, 3, 7, 1), (5, 3, 7, 3)],
@@ -158,6 +161,9 @@ def turns(draw: st.DrawFn) -> Turn:
     )
 
 
+@pytest.mark.promise(
+    "A round opens by the K-th fastest learner, the longest due first, within the bound of open rounds, in every turn"
+)
 @given(turns())
 @settings(max_examples=share_of(200))
 def test_opening_rule_against_a_plain_reading(turn: Turn) -> None:
@@ -267,6 +273,9 @@ def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
     assert book.wake_at() is None
 
 
+@pytest.mark.promise(
+    "The grace window is what the overlap leaves after quorum, merge, durability and broadcast, as measured (Eq. 3)"
+)
 def test_the_broadcast_to_a_quorum_of_learners_shortens_the_next_grace_window() -> None:
     book = RoundBook(1, rules(quorum=2, overlap=10, grace_factor=1.0, grace_cap=100.0), Mode())
     opened = book.open_round(0, 0.0, [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
@@ -9,6 +11,7 @@ from ledger_balance import imbalances
 from one_slot import begun, counted, join
 
 
+@pytest.mark.promise("Counts of an ended tenure change nothing in the next one, neither as a report nor as a push")
 def test_a_report_of_the_tenure_before_changes_nothing() -> None:
     core, first = begun()
     seat = join(core, 2)  # the same process holds no work any more: the slot is given to it anew
@@ -22,6 +25,7 @@ def test_a_report_of_the_tenure_before_changes_nothing() -> None:
     assert core.slots[0].ready and core.slots[0].step == 7
 
 
+@pytest.mark.promise("Counts of an ended tenure change nothing in the next one, neither as a report nor as a push")
 def test_a_push_of_the_tenure_before_is_fenced_under_whatever_incarnation() -> None:
     core, first = begun()
     seat = join(core, 2)
@@ -32,6 +36,7 @@ def test_a_push_of_the_tenure_before_is_fenced_under_whatever_incarnation() -> N
     assert refusal is not None and refusal[0] is PushRefusal.FENCED and "tenure" in refusal[1]
 
 
+@pytest.mark.promise("Counts of an ended tenure change nothing in the next one, neither as a report nor as a push")
 def test_a_tenure_keeps_its_number_over_reconnects_also_of_a_process_that_never_heard_it() -> None:
     core, first = begun()
     assert first.tenure == first.incarnation

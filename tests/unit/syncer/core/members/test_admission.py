@@ -48,6 +48,7 @@ def test_who_comes_back_is_asked_again_for_the_rounds_that_are_open() -> None:
     assert (again.connection, again.round) == (9, pull.round)
 
 
+@pytest.mark.promise("A process that claims a huge incarnation does not change the counter")
 def test_a_process_that_claims_a_huge_incarnation_does_not_move_the_counter() -> None:
     desk = Desk(config())
     desk.join(1, 0, previous_incarnation=1 << 62)
@@ -73,6 +74,7 @@ def test_pods_and_places_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPa
     assert table.pods == {("r", 2): ["b"], ("r", 3): ["c"]}
 
 
+@pytest.mark.promise("A lease is durable before it is given")
 def test_a_lease_is_written_before_it_is_given_and_none_is_given_while_the_job_ends() -> None:
     desk = Desk(config())
     desk.join(1, 0, sequences=100)
@@ -184,7 +186,11 @@ def test_of_three_evaluators_the_first_is_told_to_leave() -> None:
     assert desk.core._state.members.evaluators == {8, 9}
 
 
-def test_m19_who_joined_with_another_model_before_there_was_one_is_refused_before_anything_is_announced() -> None:
+@pytest.mark.promise(
+    "A learner with another model is refused before anything is announced to it, and the refusal names "
+    "the first tensor that differs"
+)
+def test_who_joined_with_another_model_before_there_was_one_is_refused_before_anything_is_announced() -> None:
     desk = Desk(config(slots=3))
     desk.join(1, 0)
     desk.join(2, 1, layout_digest="M")
@@ -206,7 +212,7 @@ def test_m19_who_joined_with_another_model_before_there_was_one_is_refused_befor
     assert not of(desk.join(6, 1), ev.Refuse), "its successor has the job's model"
 
 
-def test_m19_whose_session_ended_meanwhile_is_refused_when_it_comes_back() -> None:
+def test_whose_session_ended_meanwhile_is_refused_when_it_comes_back() -> None:
     desk = Desk(config())
     desk.join(1, 0)
     desk.join(2, 1, layout_digest="M")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from core_desk import Desk, config, of, report
 from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES
 from diloco_protocol.vocabulary import JobPhase
@@ -23,7 +25,8 @@ def problems(desk: Desk) -> list[str]:
     return [slot.problem for slot in desk.core.slots]
 
 
-def test_m1_a_loop_that_is_given_batches_and_ends_no_step_is_told_of_once() -> None:
+@pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")
+def test_a_loop_that_is_given_batches_and_ends_no_step_is_told_of_once() -> None:
     desk = Desk(config())
     desk.begin(2)
     desk.report(2, 1)
@@ -38,7 +41,8 @@ def test_m1_a_loop_that_is_given_batches_and_ends_no_step_is_told_of_once() -> N
     assert problems(desk) == ["", ""] and len(told(desk)) == 1
 
 
-def test_m1_neither_some_batches_nor_some_seconds_are_enough() -> None:
+@pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")
+def test_neither_some_batches_nor_some_seconds_are_enough() -> None:
     desk = Desk(config())
     desk.begin(1)
     desk.now = BATCHES_SECONDS - 0.1
@@ -54,7 +58,7 @@ def test_m1_neither_some_batches_nor_some_seconds_are_enough() -> None:
     assert "a slow first step" in told(slow)[0].message
 
 
-def test_m1_time_counts_only_while_it_could_step() -> None:
+def test_time_counts_only_while_it_could_step() -> None:
     desk = Desk(config(slots=2, quorum=2))
     desk.join(1, 0)
     desk.do(ev.InitialModelStored("L", (8,)))
@@ -64,7 +68,7 @@ def test_m1_time_counts_only_while_it_could_step() -> None:
     assert desk.core.phase is JobPhase.WAITING and not told(desk)
 
 
-def test_m1_a_successor_has_its_own_time() -> None:
+def test_a_successor_has_its_own_time() -> None:
     desk = Desk(config())
     desk.begin(1)
     desk.now = BATCHES_SECONDS - 1

@@ -30,6 +30,7 @@ def suspended(desk: Desk) -> ev.RequestPeerState:
     return ask
 
 
+@pytest.mark.promise("A suspension ends even if the state for its checkpoint never arrives, or its learner is gone")
 def test_a_suspension_ends_though_its_checkpoints_state_never_comes() -> None:
     desk = trained()
     suspended(desk)
@@ -39,6 +40,7 @@ def test_a_suspension_ends_though_its_checkpoints_state_never_comes() -> None:
     assert desk.core.phase is JobPhase.SUSPENDED
 
 
+@pytest.mark.promise("A suspension ends even if the state for its checkpoint never arrives, or its learner is gone")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_suspension_ends_when_the_one_that_was_asked_is_gone(fails: bool) -> None:
     desk = trained()
@@ -92,6 +94,10 @@ def test_who_has_made_no_step_is_not_asked() -> None:
     assert of(desk.do(ev.PeerStateRequested(3)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
 
 
+@pytest.mark.promise(
+    "An optimizer state of any size reaches a new learner, and the checkpoint, as long as bytes keep "
+    "arriving; all new learners that wait share one transfer"
+)
 def test_a_state_that_comes_on_is_waited_for_however_long_it_takes() -> None:
     desk = trained()
     desk.join(3, 2)
@@ -112,6 +118,10 @@ def test_a_state_that_comes_on_is_waited_for_however_long_it_takes() -> None:
     assert desk.core.phase is JobPhase.SUSPENDED
 
 
+@pytest.mark.promise(
+    "An optimizer state of any size reaches a new learner, and the checkpoint, as long as bytes keep "
+    "arriving; all new learners that wait share one transfer"
+)
 def test_all_newcomers_that_wait_share_one_transfer() -> None:
     desk = Desk(config(slots=5, heartbeat_timeout=1e6))
     desk.begin(3)
@@ -126,6 +136,10 @@ def test_all_newcomers_that_wait_share_one_transfer() -> None:
     assert told == [ev.OfferPeerState(connection, ask.transfer) for connection in (4, 5)]
 
 
+@pytest.mark.promise(
+    "An optimizer state of any size reaches a new learner, and the checkpoint, as long as bytes keep "
+    "arriving; all new learners that wait share one transfer"
+)
 def test_when_the_shared_donor_fails_the_next_is_asked_once_for_all() -> None:
     desk = Desk(config(slots=5, heartbeat_timeout=1e6))
     desk.begin(3)
@@ -146,6 +160,10 @@ def young(desk: Desk, connection: int, step: int) -> list[ev.Action]:
     return desk.do(ev.Reported(connection, replace(report(step), young_optimizer=True)))
 
 
+@pytest.mark.promise(
+    "An optimizer state that began fresh within the job replaces no better one: not a slot's own file, "
+    "not a process's, not a stored one"
+)
 def test_who_began_fresh_a_while_ago_is_asked_only_by_who_has_found_nothing_on_a_disk() -> None:
     desk = trained(slots=4)
     young(desk, 2, 9)
@@ -162,6 +180,10 @@ def test_who_began_fresh_a_while_ago_is_asked_only_by_who_has_found_nothing_on_a
     assert of(desk.do(ev.PeerStateRequested(4)), ev.OfferPeerState) == [ev.OfferPeerState(4, 0)]
 
 
+@pytest.mark.promise(
+    "After a common end the first learner to return waits, for a known time, for the missing places: no "
+    "learner begins fresh while a state exists"
+)
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_who_has_not_come_back_after_a_common_end_is_waited_for_until_a_known_time(how: str) -> None:
     desk = trained()
@@ -178,6 +200,10 @@ def test_who_has_not_come_back_after_a_common_end_is_waited_for_until_a_known_ti
     assert of(desk.later(0.2), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
 
 
+@pytest.mark.promise(
+    "After a common end the first learner to return waits, for a known time, for the missing places: no "
+    "learner begins fresh while a state exists"
+)
 def test_who_left_or_began_fresh_itself_is_not_waited_for() -> None:
     for leaves in (True, False):
         desk = trained()

@@ -67,6 +67,7 @@ class Job(Desk):
             assert self.send(0, norm) is None
 
 
+@pytest.mark.promise("A lost or refused push is requested again until it arrives, and at once over a new connection")
 def test_a_push_that_does_not_come_is_asked_for_again() -> None:
     """The pull, or the push, or its answer was lost: more and more rarely, for as long as the round is open."""
     job = Job()
@@ -76,6 +77,7 @@ def test_a_push_that_does_not_come_is_asked_for_again() -> None:
     assert job.wait(100) == []
 
 
+@pytest.mark.promise("A lost or refused push is requested again until it arrives, and at once over a new connection")
 def test_a_push_that_was_refused_is_asked_for_again() -> None:
     job = Job()
     job.train(0, 4)
@@ -84,6 +86,7 @@ def test_a_push_that_was_refused_is_asked_for_again() -> None:
     assert job.wait(10) == [(10.0, 1)]
 
 
+@pytest.mark.promise("A lost or refused push is requested again until it arrives, and at once over a new connection")
 def test_a_learner_that_comes_back_is_asked_at_once() -> None:
     job = Job()
     (pull,) = of(job.train(0, 4), ev.Pull)
@@ -102,6 +105,7 @@ def test_only_slots_without_a_push_are_asked_again() -> None:
     assert sorted(connection for _, connection in job.wait(9)) == [1, 3]
 
 
+@pytest.mark.promise("A round that stays open is reported, with the missing slots and the reasons")
 def test_an_overdue_round_is_told() -> None:
     """In status, metrics and an event: which slots it lacks, and why, where that is known."""
     job = Job(learners=2, quorum=2)
@@ -138,6 +142,10 @@ def test_a_slow_job_is_not_overdue_for_its_pace() -> None:
 # ------------------------------------------------------------------ the norm gate
 
 
+@pytest.mark.promise(
+    "The norm gate accepts honest pushes of any length, survives a restart of the syncer, and adapts when "
+    "the job has changed"
+)
 @pytest.mark.parametrize("growth", [0.5, 0.75, 1.0])
 @pytest.mark.parametrize("steps", [1, 6, 23, 24, 25, 96, 400])
 def test_the_gate_passes_honest_pushes_of_any_length(growth: float, steps: int) -> None:
@@ -164,6 +172,10 @@ def test_the_gate_judges_by_the_running_median() -> None:
     assert job.send(0, norm=3.5) is None
 
 
+@pytest.mark.promise(
+    "A job with a norm gate continues after its learners were cut off until they paused, with one learner "
+    "and with three"
+)
 @pytest.mark.parametrize("learners", [1, 3])
 def test_a_job_with_a_gate_goes_on_after_its_learners_were_cut_off(learners: int) -> None:
     """The hub's link is cut until learners pause at 4 turns: every push then carries 4 times the steps."""
@@ -176,6 +188,10 @@ def test_a_job_with_a_gate_goes_on_after_its_learners_were_cut_off(learners: int
     assert job.core.versions[0] > before
 
 
+@pytest.mark.promise(
+    "The norm gate accepts honest pushes of any length, survives a restart of the syncer, and adapts when "
+    "the job has changed"
+)
 @pytest.mark.parametrize("learners", [1, 3])
 def test_the_gate_yields_where_the_job_has_changed(learners: int) -> None:
     """After some refusals in a row the gate begins anew; what is refused is asked for again until then."""
@@ -204,6 +220,10 @@ def test_a_learner_that_came_apart_does_not_wear_the_gate_out() -> None:
         assert job.send(0, norm=1.0) is None
 
 
+@pytest.mark.promise(
+    "The norm gate accepts honest pushes of any length, survives a restart of the syncer, and adapts when "
+    "the job has changed"
+)
 def test_the_gate_outlives_the_syncer() -> None:
     job = Job(norm_gate=3.0)
     job.turns(GATE_SAMPLES)
@@ -221,6 +241,7 @@ def test_the_gate_outlives_the_syncer() -> None:
 # ------------------------------------------------------------------ learners that leave
 
 
+@pytest.mark.promise("A job reports that it holds when a draining learner is missing")
 def test_a_job_that_lacks_a_learner_who_drains_says_so() -> None:
     """K = M: nobody opens a round while one of them only offers what it has."""
     job = Job(learners=2, quorum=2)
@@ -229,6 +250,9 @@ def test_a_job_that_lacks_a_learner_who_drains_says_so() -> None:
     assert (told.phase, told.message) == (JobPhase.HOLDING, "1 of 2 learners that a merge needs are active")
 
 
+@pytest.mark.promise(
+    "An offer is never merged at an age above `maxVersions`, and a replaced offer leaves no bytes behind"
+)
 def test_an_offer_that_another_replaces_in_a_round_is_released() -> None:
     """Both were restored; the newer one carries the steps of both."""
     job = Job(learners=2, quorum=2)
@@ -239,6 +263,9 @@ def test_an_offer_that_another_replaces_in_a_round_is_released() -> None:
     assert of(actions, ev.Pull) and [released.handle for released in of(actions, ev.ReleasePush)] == [41]
 
 
+@pytest.mark.promise(
+    "An offer is never merged at an age above `maxVersions`, and a replaced offer leaves no bytes behind"
+)
 def test_an_offer_that_comes_while_its_fragment_merges_is_judged_by_the_version_after() -> None:
     """Else it would be merged at an age above maxVersions."""
     job = Job(learners=2, max_versions=2)

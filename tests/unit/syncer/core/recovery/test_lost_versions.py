@@ -283,6 +283,10 @@ def test_who_does_not_answer_is_given_up_for_another_that_holds_the_version() ->
     assert {first.connection, second.connection} == {11, 12}
 
 
+@pytest.mark.promise(
+    "If a holder of lost versions stops sending, it is given up after a minute, however large the "
+    "versions are; several holders of the same versions send in parallel"
+)
 def test_holders_of_the_same_versions_are_asked_at_the_same_time() -> None:
     life = restarted()
     life.join(11, 0, held=BOTH)
@@ -290,6 +294,10 @@ def test_holders_of_the_same_versions_are_asked_at_the_same_time() -> None:
     assert [(ask.connection, ask.fragment) for ask in asked] == [(11, 0), (12, 1)]
 
 
+@pytest.mark.promise(
+    "If a holder of lost versions stops sending, it is given up after a minute, however large the "
+    "versions are; several holders of the same versions send in parallel"
+)
 def test_a_holder_whose_bytes_stop_is_given_up_long_before_the_slowest_would_be_done() -> None:
     """As long as they come it is waited for, and while its record is made; and for no longer than the slowest takes."""
     for last in ("stalls", "is whole", "never ends"):
@@ -487,6 +495,7 @@ def test_a_rebuild_never_goes_on_from_what_stands_in_for_a_version() -> None:
 VERSION_0 = ((1, 0), (1, 0))
 
 
+@pytest.mark.promise("An emptied store is rebuilt from the learners, whichever returns first")
 def test_an_empty_store_without_a_merge_has_its_version_0_back() -> None:
     """Given back by a learner that holds it, as it was: under one (epoch, version) there are never two models."""
     (above,) = of(Life(None, 1).join(12, 1, held=VERSION_0), ev.RestartFromStore)
@@ -498,6 +507,7 @@ def test_an_empty_store_without_a_merge_has_its_version_0_back() -> None:
     assert life.core.version_0_origins(11) == (1, 1)
 
 
+@pytest.mark.promise("An emptied store is rebuilt from the learners, whichever returns first")
 def test_an_empty_store_waits_a_while_for_who_holds_more_than_version_0() -> None:
     life = Life(None, 2)
     assert not rejoin(life, 12, 1, VERSION_0).initialise
@@ -519,6 +529,9 @@ def test_an_evaluator_of_an_empty_store_holds_nobody_up() -> None:
     assert of(life.join(12, 1), ev.Admit)[0].initialise
 
 
+@pytest.mark.promise(
+    "If only an evaluator holds versions of an emptied store, status, condition and log explain what to do"
+)
 def test_an_empty_store_of_which_only_an_evaluator_holds_versions_says_what_to_do() -> None:
     life = Life(None, 5)
     life.join(15, 0, held=HELD, evaluator=True)
@@ -713,6 +726,7 @@ def test_an_incarnation_is_not_given_to_its_process_again() -> None:
     assert admit.seat is not None and admit.seat.incarnation == newest + 1
 
 
+@pytest.mark.promise("One learner's messages do not change the numbers of all incarnations", section="Hostile callers")
 def test_an_incarnation_that_no_lost_state_can_have_given_is_not_reserved() -> None:
     """Else what one learner says moves the numbers of all, durably."""
     state, _ = trained()

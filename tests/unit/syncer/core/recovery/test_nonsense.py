@@ -66,6 +66,7 @@ def data_set(state: dict[str, Any]) -> None:
     state["leases"] = row
 
 
+@pytest.mark.promise("A state that holds impossible numbers is repaired at the start", section="Hostile callers")
 @pytest.mark.parametrize("spoil", [closed_tenures, merged, open_report, steps, incarnation, scores, data_set])
 def test_a_state_with_impossible_numbers_is_repaired_at_the_start(spoil: Any) -> None:
     state = saved()
@@ -93,6 +94,9 @@ def test_a_sane_state_is_left_as_it_is() -> None:
     assert json.loads(json.dumps(desk.core.state(0.0)))["job"]["ledger"] == state["job"]["ledger"]
 
 
+@pytest.mark.promise(
+    "Scores are accepted only for models that existed, and their curve is bounded", section="Hostile callers"
+)
 def test_scores_are_of_models_that_there_were_and_the_curve_is_bounded() -> None:
     desk = Desk(config(evaluated=True))
     desk.begin(1)
@@ -111,6 +115,9 @@ def test_scores_are_of_models_that_there_were_and_the_curve_is_bounded() -> None
     assert desk.core.status(0.0, SHELL).eval_loss[-1] == (20000, 0.5), "no more than were trained"
 
 
+@pytest.mark.promise(
+    "Only the learner that was asked for its optimizer state can answer that it has none", section="Hostile callers"
+)
 def test_only_the_learner_that_was_asked_can_say_that_it_has_no_state() -> None:
     desk = Desk(config(slots=3))
     desk.begin(2)
@@ -123,6 +130,7 @@ def test_only_the_learner_that_was_asked_can_say_that_it_has_no_state() -> None:
     assert told.transfer == 0
 
 
+@pytest.mark.promise("A data set's claimed size costs neither memory nor time", section="Hostile callers")
 @pytest.mark.parametrize("size", [MAX_SORTED + 1, 3 * MAX_SORTED, 1 << 28])
 def test_the_order_of_a_large_data_set_is_a_permutation_made_on_demand(size: int) -> None:
     order = block_order(7, 0, size)

@@ -1,7 +1,4 @@
-"""M12: the script of a loop of one's own runs under plain ``python``, with breakpoints.
-
-On commit 8f0ca90 it ended with ``DILOCO_JOB_FILE is not set``, and ``diloco run`` had no ``--debug``.
-"""
+"""The script of a loop of one's own runs under plain ``python`` and under ``diloco run --debug``, with breakpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ spec:
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_m12_diloco_run_debug_gives_it_the_jobs_settings_and_the_terminal(tmp_path: Path) -> None:
+def test_diloco_run_debug_gives_it_the_jobs_settings_and_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.replace("learner.step == 3", "learner.job.spec.seed != 7"))
     (tmp_path / "job.yaml").write_text(JOB)
     elsewhere = tmp_path / "elsewhere"
@@ -72,7 +69,7 @@ def test_m12_diloco_run_debug_gives_it_the_jobs_settings_and_the_terminal(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "job.yaml", "train.py"]
 
 
-def test_m12_debug_is_for_a_program_of_ones_own(tmp_path: Path) -> None:
+def test_debug_is_for_a_program_of_ones_own(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
         JOB.replace("  learners: {command: [python, train.py]}\n", "").replace(
@@ -88,7 +85,7 @@ def test_m12_debug_is_for_a_program_of_ones_own(tmp_path: Path) -> None:
         assert done.exit_code == 2 and said in done.output, done.output
 
 
-def test_m12_a_script_trains_alone_and_stops_at_a_breakpoint(tmp_path: Path) -> None:
+def test_a_script_trains_alone_and_stops_at_a_breakpoint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "PYTHONBREAK"))}
     done = subprocess.run(

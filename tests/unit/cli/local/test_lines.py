@@ -33,7 +33,7 @@ class Printed:
         return self._out.getvalue().splitlines()
 
 
-def test_m8_a_line_is_printed_when_something_has_changed() -> None:
+def test_a_line_is_printed_when_something_has_changed() -> None:
     printed = Printed()
     for _ in range(11):
         printed.tell(5.0)
@@ -49,7 +49,7 @@ def test_m8_a_line_is_printed_when_something_has_changed() -> None:
     assert len(printed.lines) == 3
 
 
-def test_m8_while_nothing_changes_there_is_one_line_a_minute_with_the_reason() -> None:
+def test_while_nothing_changes_there_is_one_line_a_minute_with_the_reason() -> None:
     printed = Printed()
     full = "disk full: 4 MB are needed below /data/run"
     frozen = {"phase": "training", "step": 9, "store_problem": full, "message": full}
@@ -60,13 +60,13 @@ def test_m8_while_nothing_changes_there_is_one_line_a_minute_with_the_reason() -
 
 
 @pytest.mark.parametrize("phase", [JobPhase.HOLDING, JobPhase.WAITING])
-def test_m8_why_it_holds_or_waits_stands_in_the_line(phase: JobPhase) -> None:
+def test_why_it_holds_or_waits_stands_in_the_line(phase: JobPhase) -> None:
     printed = Printed()
     printed.tell(0.0, phase=phase, message="1 of 2 learners that a merge needs are active")
     assert "(1 of 2 learners that a merge needs are active)" in printed.lines[0]
 
 
-def test_m8_a_hold_and_its_end_are_told_once(tmp_path: Path) -> None:
+def test_a_hold_and_its_end_are_told_once(tmp_path: Path) -> None:
     desk = Desk(config(quorum=2))
     desk.begin(2)
     desk.do(ev.ProcessEnded("r", 1, "p2", "exit code 1"))

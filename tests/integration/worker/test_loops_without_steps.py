@@ -1,25 +1,20 @@
-"""A loop that never calls ``after_step`` is told of, in the events and in its slot's status."""
+"""A loop that never calls ``after_step`` is reported, in the events and in its slot's status."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from learner_process import Rows, Syncer, make_job, small_model
 
 from diloco.local import run
 from diloco.processes import unjoined
 from diloco_protocol.common import first_step
 from diloco_worker import Learner
-from repository import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
-
-from learner_process import Rows, Syncer, make_job, small_model
 
 
 @pytest.fixture
@@ -30,9 +25,10 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
     made.stop()
 
 
+@pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_m1_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
+def test_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[str] = []
@@ -81,7 +77,7 @@ spec:
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_m1_a_loop_that_asks_for_no_batches_is_told_of(
+def test_a_loop_that_asks_for_no_batches_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = tmp_path / "told"

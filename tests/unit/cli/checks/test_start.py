@@ -1,4 +1,4 @@
-"""H5: what makes a run fail within its first minute is said by `diloco validate`, and by `diloco run` before its
+"""What makes a run fail within its first minute is said by `diloco validate`, and by `diloco run` before its
 syncer starts."""
 
 from __future__ import annotations

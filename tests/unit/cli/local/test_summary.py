@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.local.run import next_commands
+from diloco.local.run import next_commands, tail
 from diloco.local.summary import dropped_by_reason, share_text, summary
 from diloco.processes.workdir import Workdir
 from diloco_protocol.documents import Report
@@ -52,7 +52,7 @@ def rows(text: str) -> dict[str, str]:
     return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
 
 
-def test_m9_the_demos_story() -> None:
+def test_the_demos_story() -> None:
     text = told(job_report(**DEMO))
     for words in (
         "5.545 at the start, 1.812 at the end (nats per token)",
@@ -70,8 +70,8 @@ def test_m9_the_demos_story() -> None:
     assert "79,196,706" not in text and "9,088" not in text and text.count("79.2 MB") == 1
 
 
-def test_m19_a_learner_without_a_merge_is_named() -> None:
-    """On commit 8f0ca90 nothing told of a learner that had another model and never took part in a complete job."""
+def test_a_learner_without_a_merge_is_named() -> None:
+    """Such as one that has another model."""
 
     def learners(*merged: int, retired: bool = False) -> dict[str, Any]:
         zero = dict.fromkeys(("incarnations", "steps", "tokens", "bytes_up", "bytes_down"), 0)
@@ -88,13 +88,13 @@ def test_m19_a_learner_without_a_merge_is_named() -> None:
     assert never not in told(job_report(**{**DEMO, "outcome": "interrupted"}, **learners(9, 0))), "it may yet"
 
 
-def test_m9_of_a_job_without_a_last_score_the_newest_one_is_shown() -> None:
+def test_of_a_job_without_a_last_score_the_newest_one_is_shown() -> None:
     scores = [[0, 5.545], [700_000, 2.25]]
     text = told(job_report(**{**DEMO, "outcome": "running", "final_loss": None, "eval_loss": scores}))
     assert "5.545 at the start, 2.250 at the last score" in text
 
 
-def test_m9_what_is_said_of_faults_is_so() -> None:
+def test_what_is_said_of_faults_is_so() -> None:
     hold = {"from_seconds": 31.0, "to_seconds": 31.5}
     assert "merges continued" not in told(job_report(**{**DEMO, "holds": [hold]}))
     assert "merges continued" in told(job_report(**{**DEMO, "holds": [{"from_seconds": 40.0, "to_seconds": 41.0}]}))
@@ -107,18 +107,18 @@ def test_m9_what_is_said_of_faults_is_so() -> None:
     assert "not merged again before the end" in told(job_report(**{**DEMO, "faults": [lost]}))
 
 
-def test_m9_a_run_that_trained_nothing_has_no_rows_of_zeros() -> None:
+def test_a_run_that_trained_nothing_has_no_rows_of_zeros() -> None:
     text = told(job_report(outcome="failed", wall_seconds=3.0))
     assert rows(text) == {"outcome": "failed", "time": "3.0 s"}
 
 
-def test_m9_shares_have_the_digits_that_say_something() -> None:
+def test_shares_have_the_digits_that_say_something() -> None:
     assert [share_text(value) for value in (0.0, 0.0028, 0.00004, 0.3, 0.9804, 0.999, 1.0)] == [
         *("0 %", "0.28 %", "0.004 %", "30 %", "98 %", "99.9 %", "100 %")
     ]
 
 
-def test_m9_the_next_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     workdir = Workdir(tmp_path / "runs" / "demo")
     os.makedirs(workdir.path)
@@ -133,7 +133,7 @@ def test_m9_the_next_commands_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert next_commands(elsewhere)[1] == "diloco report /data/run --html"
 
 
-def test_m9_what_was_dropped_by_reason_sums_to_what_was_dropped() -> None:
+def test_what_was_dropped_by_reason_sums_to_what_was_dropped() -> None:
     """An average over fragments is no whole number, and its roundings need not sum to the whole."""
     ledger = [{"fragment": f, "merged": 0, "pending": 0, "dropped": died + stale,
                "reasons": {"died": died, "stale": stale}}
@@ -142,7 +142,7 @@ def test_m9_what_was_dropped_by_reason_sums_to_what_was_dropped() -> None:
     assert dropped_by_reason(job_report(tokens=tokens, ledger=ledger)) == [("died", 4010), ("stale", 8)]
 
 
-def test_m9_they_have_the_programs_path_where_the_shell_would_not_find_it(
+def test_they_have_the_programs_path_where_the_shell_would_not_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -155,3 +155,25 @@ def test_m9_they_have_the_programs_path_where_the_shell_would_not_find_it(
         ".venv/bin/diloco report runs/demo --html",
         ".venv/bin/tensorboard --logdir runs/demo/tensorboard",
     ]
+
+
+def test_what_is_pending_at_the_end_is_said_with_the_reason() -> None:
+    tokens = {"trained": 100, "merged": 60, "pending": 40, "dropped": 0}
+    for outcome, words in (("complete", "fewer learners than a merge needs"), ("interrupted", "kept in the store")):
+        assert words in told(job_report(outcome=outcome, tokens=tokens, ledger=[]))
+        assert words not in told(job_report(outcome=outcome, tokens={**tokens, "pending": 0, "merged": 100}))
+
+
+def test_what_no_store_is_known_to_have_is_not_promised() -> None:
+    tokens = {"trained": 100, "merged": 60, "pending": 40, "dropped": 0}
+    assert "40 pending (as last heard)" in told(job_report(outcome="interrupted", tokens=tokens, ledger=None))
+
+
+def test_the_end_of_a_log_is_the_last_processs(tmp_path: Path) -> None:
+    log = tmp_path / "local-0.log"
+    log.write_text("Traceback: first\n")
+    begin = log.stat().st_size
+    with log.open("a") as more:
+        more.write("Traceback: second\n")
+    assert tail(log, 20, begin) == ["Traceback: second"]
+    assert tail(log, 20) == ["Traceback: first", "Traceback: second"]

@@ -31,7 +31,7 @@ spec:
 """
 
 
-def test_m2_processes_are_called_as_their_pods() -> None:
+def test_processes_are_called_as_their_pods() -> None:
     job = parse_job(JOB)
     learners = [worker for worker in worker_specs(job) if worker.kind is Kind.LEARNER]
     assert [worker.name for worker in learners] == ["east-0", "east-1", "west-0", "west-1"]
@@ -41,7 +41,7 @@ def test_m2_processes_are_called_as_their_pods() -> None:
         assert f"{stateful_set('tiny', worker.region).name}-{worker.ordinal}" == f"tiny-{worker.name}"
 
 
-def test_m2_metrics_and_logs_are_called_as_the_process_is(tmp_path: Path) -> None:
+def test_metrics_and_logs_are_called_as_the_process_is(tmp_path: Path) -> None:
     job = parse_job(JOB)
     with locked(tmp_path / "run") as workdir:
         claim(workdir, job, tmp_path)
@@ -52,7 +52,7 @@ def test_m2_metrics_and_logs_are_called_as_the_process_is(tmp_path: Path) -> Non
             assert metrics.stem == workdir.log(worker.name).stem == worker.name
 
 
-def test_m2_chaos_takes_that_name_and_the_number_over_all_regions() -> None:
+def test_chaos_takes_that_name_and_the_number_over_all_regions() -> None:
     names = learner_names(parse_job(JOB))
     by_name, by_number = check(parse("1s:kill:west-0,1s:kill:learner-2"), names)
     assert (by_name.target, by_name.learner) == (by_number.target, by_number.learner) == ("west-0", 2)
@@ -60,7 +60,7 @@ def test_m2_chaos_takes_that_name_and_the_number_over_all_regions() -> None:
         check(parse("1s:kill:west-1"), names)
 
 
-def test_m2_logs_are_found_by_it(tmp_path: Path) -> None:
+def test_logs_are_found_by_it(tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
         workdir.log("west-0").write_text("a line\n")
@@ -70,7 +70,7 @@ def test_m2_logs_are_found_by_it(tmp_path: Path) -> None:
     assert said == "west-0  a line\n"
 
 
-def test_m2_events_name_the_learner() -> None:
+def test_events_name_the_learner() -> None:
     """Of each thing that may happen to one; its slot's number is in the event of the join."""
     desk = Desk(config(quorum=2))
     desk.begin(2)

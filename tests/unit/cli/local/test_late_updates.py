@@ -1,4 +1,4 @@
-"""That a learner's updates come too late is said once it has lasted, with what it means and what helps."""
+"""That a learner's updates come too late is reported once it has lasted, with what it means and what helps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return look
 
 
-def test_m10_nothing_is_said_at_once_nor_of_steps_of_milliseconds(looks: Any) -> None:
+def test_nothing_is_said_at_once_nor_of_steps_of_milliseconds(looks: Any) -> None:
     assert looks(0.0, step_seconds=0.5) == []
     assert looks(LATE_SECONDS - 1, step_seconds=0.5) == []
     assert looks(0.5, step_seconds=0.5, starved=False) == [], "in time again: it counts anew"
@@ -70,7 +70,7 @@ def test_m10_nothing_is_said_at_once_nor_of_steps_of_milliseconds(looks: Any) ->
     assert looks(1000.0, step_seconds=0.005) == []
 
 
-def test_m10_what_lasts_is_said_once_with_what_helps(looks: Any) -> None:
+def test_what_lasts_is_said_once_with_what_helps(looks: Any) -> None:
     looks(0.0, step_seconds=0.5)
     (said,) = looks(LATE_SECONDS, step_seconds=0.5)
     assert "local-1's updates have arrived after the merge" in said
@@ -81,7 +81,7 @@ def test_m10_what_lasts_is_said_once_with_what_helps(looks: Any) -> None:
     assert len(looks(LATE_SECONDS, step_seconds=0.5)) == 2, "it was in time, and is late again"
 
 
-def test_m10_the_table_has_a_word_for_it() -> None:
+def test_the_table_has_a_word_for_it() -> None:
     late: dict[str, Any] = {"state": "active", "starved": True}
     assert slot_note(slot_row(step_seconds=0.5, **late)) == "late"
     assert slot_note(slot_row(step_seconds=0.005, **late)) == ""

@@ -1,7 +1,4 @@
-"""M11: the report of a loop of one's own has its training loss, where no evaluator scores the model.
-
-On commit 8f0ca90 the summary said ``loss - at the start, - at the end``.
-"""
+"""The report of a loop of one's own has its training loss, where no evaluator scores the model."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def diloco(*words: str | Path) -> str:
 @pytest.mark.slow
 @pytest.mark.untimed
 @pytest.mark.timeout(600)
-def test_m11_the_summary_and_the_report_have_the_learners_own_loss(tmp_path: Path) -> None:
+def test_the_summary_and_the_report_have_the_learners_own_loss(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
     (tmp_path / "job.yaml").write_text(JOB)
     run = tmp_path / "run"
@@ -62,7 +59,7 @@ def test_m11_the_summary_and_the_report_have_the_learners_own_loss(tmp_path: Pat
     assert 0.0 <= last < first
     assert f"training loss {first:.3f} in the first step, {last:.3f} in the last" in said
     assert "- at the start, - at the end" not in said
-    # H2, of a job that is complete: its model is had too.
+    # The model of a job that is complete is exported too.
     diloco("export", run, tmp_path / "model")
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert {name: values.shape for name, values in exported.items()} == {"weight": (4, 4), "bias": (4,)}

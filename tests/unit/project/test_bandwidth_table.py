@@ -1,7 +1,4 @@
-"""H9: what the README says of bandwidth is what ``diloco plan`` says, for the defaults and for the hub too.
-
-On commit 8f0ca90 it had one figure, which the default encodings do not reach, and none for the hub.
-"""
+"""What the README says of bandwidth is what ``diloco plan`` says, for the defaults and for the hub too."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def check_row(row: tuple[str, ...], plan: dict[str, Any]) -> None:
     assert [float(cell) for cell in row[1:]] == pytest.approx(figures, rel=0.01), row
 
 
-def test_h9_the_table_is_what_the_command_prints() -> None:
+def test_the_table_is_what_the_command_prints() -> None:
     assert len(ROWS) == 2, "the defaults, and an encoding that is the same both ways"
     defaults, thin = planned(), planned("sync.compression.down=delta-int4")
     assert all(f"{name} {way}" in ROWS[0][0] for way, name in defaults["compression"].items()), ROWS[0]
@@ -45,7 +42,7 @@ def test_h9_the_table_is_what_the_command_prints() -> None:
     check_row(ROWS[1], thin)
 
 
-def test_h9_data_parallel_training_beside_it_is_of_the_same_case() -> None:
+def test_data_parallel_training_beside_it_is_of_the_same_case() -> None:
     found = re.search(r"^\| data-parallel training.*? \| ([\d.]+) \| ([\d.]+) \|", README, re.M)
     assert found is not None
     gigabits = planned()["data_parallel"]["bits_per_second"] / 1e9

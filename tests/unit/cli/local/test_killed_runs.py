@@ -58,7 +58,7 @@ def sample(tokens: int, steps: int, at: float = 5.0) -> str:
     return json.dumps(row)
 
 
-def test_m6_the_figures_are_those_of_the_run_that_was_killed(tmp_path: Path) -> None:
+def test_the_figures_are_those_of_the_run_that_was_killed(tmp_path: Path) -> None:
     tokens = {"trained": 227456, "merged": 227456, "pending": 0, "dropped": 0}
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
@@ -87,7 +87,7 @@ def test_m6_the_figures_are_those_of_the_run_that_was_killed(tmp_path: Path) -> 
     assert "complete" in said and "killed" not in said and workdir.lock.read_text() == ""
 
 
-def test_m6_a_run_that_goes_on_is_not_told_by_an_older_end_either(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_not_told_by_an_older_end_either(tmp_path: Path) -> None:
     """While its syncer is away, of whatever reason."""
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
@@ -100,7 +100,7 @@ def test_m6_a_run_that_goes_on_is_not_told_by_an_older_end_either(tmp_path: Path
         assert json.loads(diloco("status", workdir.path, "--json")[1])["report"]["outcome"] == "running"
 
 
-def test_m6_a_run_that_has_just_begun_again_is_running(tmp_path: Path) -> None:
+def test_a_run_that_has_just_begun_again_is_running(tmp_path: Path) -> None:
     """Nothing of it was seen yet, and what lies there is of the run before."""
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
@@ -113,7 +113,7 @@ def test_m6_a_run_that_has_just_begun_again_is_running(tmp_path: Path) -> None:
         assert (row["state"], row["running"]) == ("starting", True)
 
 
-def test_m6_a_run_that_ends_while_its_report_is_asked_for_has_a_report(
+def test_a_run_that_ends_while_its_report_is_asked_for_has_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with locked(tmp_path / "run") as workdir:
@@ -127,7 +127,7 @@ def test_m6_a_run_that_ends_while_its_report_is_asked_for_has_a_report(
         status.read_report(str(workdir.path))
 
 
-def test_m6_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) -> None:
+def test_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) -> None:
     """Earlier versions left their process id in the lock at every end."""
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
@@ -138,7 +138,7 @@ def test_m6_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) ->
     assert not workdir.was_killed() and "killed" not in diloco("status", workdir.path)[1]
 
 
-def test_m6_samples_of_the_run_before_are_not_taken_for_the_killed_ones(tmp_path: Path) -> None:
+def test_samples_of_the_run_before_are_not_taken_for_the_killed_ones(tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
         workdir.metrics_file.write_text(sample(100, 1, at=-60.0) + "\n")

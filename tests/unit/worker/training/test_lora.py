@@ -1,4 +1,4 @@
-"""M13: LoRA on GPT-2-like layers, and adapters in PEFT's format."""
+"""LoRA on GPT-2-like layers, and adapters in PEFT's format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""M15: the command line has what people try first: a version, completion, a new job file, explanations, a check.
-
-On commit 8f0ca90 each of these was ``No such command`` or ``No such option``.
-"""
+"""The command line has what people try first: a version, completion, a new job file, explanations, a check."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def diloco(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_m15_the_version_by_the_usual_option() -> None:
+def test_the_version_by_the_usual_option() -> None:
     assert diloco("--version") == (0, f"{VERSION}\n")
 
 
@@ -51,7 +48,7 @@ def all_commands() -> Iterator[list[str]]:
     yield from below(get_command(app), [])
 
 
-def test_m15_flags_say_no_type() -> None:
+def test_flags_say_no_type() -> None:
     found = list(all_commands())
     assert len(found) > 30 and ["certs", "show"] in found
     for words in found:
@@ -70,20 +67,20 @@ def test_m15_flags_say_no_type() -> None:
         (["logs", "--tail", "1.5"], "'--tail': must be a whole number of at least 0, not '1.5'"),
     ],
 )
-def test_m15_a_wrong_number_is_told_in_words(words: list[str], expected: str, here: Path) -> None:
+def test_a_wrong_number_is_told_in_words(words: list[str], expected: str, here: Path) -> None:
     code, said = diloco(*words)
     assert code == 2 and expected in " ".join(re.sub("[│╭╮╰╯─]", " ", said).split()), said
     assert not list(here.iterdir())
 
 
-def test_m15_shells_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shells_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--install-completion" in diloco("--help")[1]
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "bash"))
     code, script = diloco("--show-completion")
     assert code == 0 and "_DILOCO_COMPLETE" in script
 
 
-def test_m15_a_new_job_file_is_valid_and_is_not_overwritten(here: Path) -> None:
+def test_a_new_job_file_is_valid_and_is_not_overwritten(here: Path) -> None:
     code, said = diloco("init", "job.yaml", "--learners", "3")
     assert code == 0 and "diloco run job.yaml" in said
     text = (here / "job.yaml").read_text()
@@ -94,7 +91,7 @@ def test_m15_a_new_job_file_is_valid_and_is_not_overwritten(here: Path) -> None:
     assert code == 2 and "--force" in said and (here / "job.yaml").read_text() == text
 
 
-def test_m15_a_field_is_explained() -> None:
+def test_a_field_is_explained() -> None:
     code, said = diloco("explain", "sync.every")
     assert code == 0 and said.startswith("spec.sync.every\n") and "--set sync.every=" in said
     assert diloco("explain", "H") == (code, said), "by the paper's letter too"
@@ -102,7 +99,7 @@ def test_m15_a_field_is_explained() -> None:
     assert code == 2 and "did you mean spec.sync.every?" in said
 
 
-def test_m15_files_that_the_help_names_come_with_the_program(here: Path) -> None:
+def test_files_that_the_help_names_come_with_the_program(here: Path) -> None:
     code, said = diloco("examples")
     assert code == 0, said
     named = set(re.findall(r"examples/[\w.-]+\.yaml", diloco("--help")[1] + diloco("run", "--help")[1]))
@@ -111,7 +108,7 @@ def test_m15_files_that_the_help_names_come_with_the_program(here: Path) -> None
     assert code == 0, said
 
 
-def test_m15_what_would_fail_here_is_found_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_fail_here_is_found_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.doctor.machine.check_torch", lambda installed: (None, []))  # which takes seconds
     assert diloco("init", "job.yaml", "--data", "absent.txt")[0] == 0
     code, said = diloco("doctor", "job.yaml", "--json")
@@ -122,7 +119,7 @@ def test_m15_what_would_fail_here_is_found_before_it_does(monkeypatch: pytest.Mo
     assert data["level"] == "error" and "absent.txt" in data["said"] and data["fix"]
 
 
-def test_m15_a_job_file_is_named_as_kubectl_names_it(here: Path) -> None:
+def test_a_job_file_is_named_as_kubectl_names_it(here: Path) -> None:
     diloco("init", "job.yaml")
     assert diloco("validate", "-f", "job.yaml", "--file-only") == diloco("validate", "job.yaml", "--file-only")
     for words in (["run"], ["validate"], ["plan", "--step-seconds", "1"], ["chaos"], ["apply"], ["syncer", "serve"]):
@@ -131,7 +128,7 @@ def test_m15_a_job_file_is_named_as_kubectl_names_it(here: Path) -> None:
             assert code == 2 and "name one job file" in said and "-f JOB.yaml" in said, said
 
 
-def test_m15_thousands_have_commas() -> None:
+def test_thousands_have_commas() -> None:
     assert "1,000,000" in diloco("explain", "sync.staleness.maxVersions")[1]
     diloco("init", "job.yaml")
     assert (
@@ -139,7 +136,7 @@ def test_m15_thousands_have_commas() -> None:
     )
 
 
-def test_m15_runs_are_listed_the_newest_first(here: Path) -> None:
+def test_runs_are_listed_the_newest_first(here: Path) -> None:
     assert "there is no run in runs" in diloco("list")[1]
     assert json.loads(diloco("list", "--json")[1]) == {"items": []}
     for number, name in enumerate(("first", "second")):
@@ -166,7 +163,7 @@ def test_m15_runs_are_listed_the_newest_first(here: Path) -> None:
     assert code == 2 and "leave it out" in said
 
 
-def test_m15_what_a_program_asks_for_is_one_object(here: Path) -> None:
+def test_what_a_program_asks_for_is_one_object(here: Path) -> None:
     def answer(*words: str) -> dict[str, Any]:
         code, said = diloco(*words, "--json")
         assert code == 0, said
@@ -190,7 +187,7 @@ def test_m15_what_a_program_asks_for_is_one_object(here: Path) -> None:
     assert diloco("init", "-", "--json")[0] == 2
 
 
-def test_m15_a_job_file_after_f_wherever_one_is_read() -> None:
+def test_a_job_file_after_f_wherever_one_is_read() -> None:
     """Only ``logs -f`` and ``explain`` mean something else: the first follows, as with kubectl."""
     for words in all_commands():
         said = diloco(*words, "--help")[1]
@@ -204,7 +201,7 @@ def test_m15_a_job_file_after_f_wherever_one_is_read() -> None:
     assert code == 2 and "there is no such file" in said
 
 
-def test_m15_logs_for_programs_are_json_lines(here: Path) -> None:
+def test_logs_for_programs_are_json_lines(here: Path) -> None:
     logs = here / "run" / "logs"
     logs.mkdir(parents=True)
     (here / "run" / "job.json").write_text("{}")

@@ -44,7 +44,7 @@ def drawn(shown: RunView, width: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_m7_what_is_done_and_how_long_the_rest_takes() -> None:
+def test_what_is_done_and_how_long_the_rest_takes() -> None:
     assert time_left(view()) == "39 %, about 55 s left"
     assert time_left(view(("seconds", 300.0))) == "20 %, about 4 min left"
     assert time_left(view(("seconds", 60.3))) == "99 %, about 1 s left"
@@ -56,7 +56,7 @@ def test_m7_what_is_done_and_how_long_the_rest_takes() -> None:
     assert "39 %, about 55 s left" in progress_line(view())
 
 
-def test_m7_status_from_outside_knows_the_goal() -> None:
+def test_status_from_outside_knows_the_goal() -> None:
     """The syncer's status has it, so that an address is enough."""
     desk = Desk(config(stop=("steps", 4500)))
     stop = syncers_status(desk.core._state, 0.0, SHELL).stop
@@ -66,7 +66,7 @@ def test_m7_status_from_outside_knows_the_goal() -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_m7_the_picture_fits_and_no_cell_is_cut(width: int) -> None:
+def test_the_picture_fits_and_no_cell_is_cut(width: int) -> None:
     lines = drawn(view(), width)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width and "…" not in text
@@ -76,11 +76,11 @@ def test_m7_the_picture_fits_and_no_cell_is_cut(width: int) -> None:
     assert ("waited" in text, "s/step" in text) == (width >= 100, width >= 60)
 
 
-def test_m7_a_job_without_an_evaluator_shows_no_merged_loss() -> None:
+def test_a_job_without_an_evaluator_shows_no_merged_loss() -> None:
     assert "merged loss" not in "\n".join(drawn(view(eval_loss=[]), 80))
 
 
-def test_m7_the_line_of_links_fits_80_columns() -> None:
+def test_the_line_of_links_fits_80_columns() -> None:
     link = {"up_bytes_per_second": 119e6, "down_bytes_per_second": 119e6, "round_trip_seconds": 0.0801,
             "needs_up_bytes_per_second": 1e6, "needs_down_bytes_per_second": 1e6, "too_slow": False,
             "message": ""}  # fmt: skip
@@ -88,7 +88,7 @@ def test_m7_the_line_of_links_fits_80_columns() -> None:
     assert [line for line in lines if "round trip" in line] == [line for line in lines if "slowest" in line] != []
 
 
-def test_m7_what_the_terminal_is_too_narrow_for_continues_on_the_next_line(
+def test_what_the_terminal_is_too_narrow_for_continues_on_the_next_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the screen that ``run`` and ``status --watch`` make, on a terminal of 80 columns."""
@@ -107,7 +107,7 @@ def test_m7_what_the_terminal_is_too_narrow_for_continues_on_the_next_line(
     assert max(len(line) for line in shown.replace("\r", "\n").splitlines()) <= 80
 
 
-def test_m7_a_slot_has_a_column_only_where_its_number_is_not_the_learners() -> None:
+def test_a_slot_has_a_column_only_where_its_number_is_not_the_learners() -> None:
     assert "slot" not in "\n".join(drawn(view(), 120))
     moved = [slot_row(index, **{**ROW, "ordinal": 2 - index}) for index in range(3)]
     assert "slot" in "\n".join(drawn(view(slots=moved), 120))

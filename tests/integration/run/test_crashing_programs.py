@@ -79,7 +79,11 @@ def check_failed(folder: Path, done: subprocess.CompletedProcess[str], once: str
     assert ERROR in " ".join(status.stdout.split()), status.stdout
 
 
-def test_h1_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) -> None:
+@pytest.mark.promise(
+    "A program that crashes shows its traceback at its first end; the same error three times before any "
+    "merge fails the job, and the error is in report and status"
+)
+def test_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) -> None:
     done = run(tmp_path, CRASHES, learners=2)
     check_failed(tmp_path, done)
     assert done.stdout.count("starting it again") <= 2 * 2, "nobody is started a fourth time"
@@ -88,10 +92,11 @@ def test_h1_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h1_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None:
+def test_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None:
     check_failed(tmp_path, run(tmp_path, LOOP))
 
 
+@pytest.mark.promise("One broken learner fails no job that can merge without it")
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_one_broken_learner_of_three_fails_no_job_that_merges_without_it(tmp_path: Path) -> None:
@@ -134,6 +139,10 @@ def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_
     assert f"its process ended (exit code 1: {error}" in events.stdout, events.stdout
 
 
+@pytest.mark.promise(
+    "A learner that ends with exit code 0 and never joined counts as an error that names how a program "
+    "joins; one that joined does not"
+)
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_a_program_that_never_joins_and_ends_well_fails_the_job_with_the_way_to_join(tmp_path: Path) -> None:
@@ -144,7 +153,7 @@ def test_a_program_that_never_joins_and_ends_well_fails_the_job_with_the_way_to_
 
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h1_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> None:
+def test_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(*arguments, **more):\n    return lss\n")
     (tmp_path / "job.yaml").write_text(
         "apiVersion: diloco.io/v1alpha1\nkind: DiLoCoJob\nmetadata: {name: own}\nspec:\n"
@@ -160,9 +169,10 @@ def test_h1_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) 
     check_failed(tmp_path, done, once="diloco_worker: failed: ")
 
 
+@pytest.mark.promise("A syncer that cannot start fails the run after three starts, with the end of its log")
 @pytest.mark.slow
 @pytest.mark.untimed
-def test_h4_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     """As where a package of its own is not installed."""
     (tmp_path / "train.py").write_text("raise SystemExit('never started')")
     (tmp_path / "job.yaml").write_text(JOB.format(learners=1))

@@ -1,4 +1,4 @@
-"""H7: a .jsonl file is records, what looks like records and is read as bytes is told, a line says what was found."""
+"""A .jsonl file is records, what looks like records and is read as bytes is reported, a line says what was found."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Low: an address at which nothing answers is reported in one sentence by each command, with one exit code.
-
-On commit 8f0ca90 ``learner join`` passed gRPC's text on, and ``status`` and ``export`` the system's: ``[Errno 111]``.
-"""
+"""An address at which nothing answers is reported in one sentence by each command, with one exit code."""
 
 from __future__ import annotations
 

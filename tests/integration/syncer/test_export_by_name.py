@@ -1,31 +1,24 @@
-"""H2: the model of a loop of one's own is exported without its class: merged tensors by name.
-
-On commit 8f0ca90 such an export ended with exit code 2, and there was no ``load_merged``.
-"""
+"""The model of a loop of one's own is exported without its class: merged tensors by name."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
 from typer.testing import CliRunner
 
 from diloco.main import app
-from repository import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
-
-from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FROZEN = {"table": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
 
-async def test_h2_merged_tensors_are_exported_by_name_and_a_program_has_them_too(tmp_path: Path) -> None:
+@pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
+async def test_merged_tensors_are_exported_by_name_and_a_program_has_them_too(tmp_path: Path) -> None:
     """After a merge, and after the syncer has gone."""
     job = raw_job()
     assert job.spec.training.model is None and job.spec.learners.command

@@ -6,19 +6,15 @@ import asyncio
 import base64
 import hashlib
 import re
-import sys
 import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
+from syncer_client import SyncerProcess, raw_job
+
 from diloco_protocol.common.http_server import HttpServer
 from diloco_protocol.documents import EventRow, Quorum, SlotLink, SlotRow, StatusDocument, StopGoal, Tokens
 from diloco_syncer.server.pages.front_page import HTML, SCRIPT, front_page
-from repository import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
-
-from syncer_client import SyncerProcess, raw_job
 
 OF = {"status": StatusDocument, "slot": SlotRow, "event": EventRow, "stop": StopGoal, "quorum": Quorum,
       "tokens": Tokens, "link": SlotLink}  # fmt: skip
@@ -47,7 +43,7 @@ def read_page() -> Page:
     return page
 
 
-async def test_m3_a_syncer_serves_it(tmp_path: Path) -> None:
+async def test_a_syncer_serves_it(tmp_path: Path) -> None:
     syncer = SyncerProcess(tmp_path / "syncer", raw_job()).start()
     try:
         with urllib.request.urlopen(f"http://{syncer.addresses['http']}/", timeout=10) as answer:
@@ -58,7 +54,7 @@ async def test_m3_a_syncer_serves_it(tmp_path: Path) -> None:
         syncer.stop()
 
 
-def test_m3_it_needs_nothing_from_elsewhere_and_allows_nothing_else() -> None:
+def test_it_needs_nothing_from_elsewhere_and_allows_nothing_else() -> None:
     page = read_page()
     assert page.links == {"status", "report", "metrics", "healthz", "readyz"}
     assert not re.search(rb"https?://|//[a-z]", HTML.replace(b"<!doctype", b""))
@@ -67,7 +63,7 @@ def test_m3_it_needs_nothing_from_elsewhere_and_allows_nothing_else() -> None:
     assert "innerHTML" not in SCRIPT and "insertAdjacent" not in SCRIPT and "document.write" not in SCRIPT
 
 
-def test_m3_its_script_knows_the_page_and_the_status_document() -> None:
+def test_its_script_knows_the_page_and_the_status_document() -> None:
     page = read_page()
     assert set(re.findall(r'(?:byId|fill)\("([a-z-]+)"', SCRIPT)) <= page.ids
     used = {(name, field) for name, field in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", SCRIPT) if name in OF}
@@ -76,7 +72,7 @@ def test_m3_its_script_knows_the_page_and_the_status_document() -> None:
         assert field in OF[name].model_fields or field in OF_JAVASCRIPT, f"{name}.{field}"
 
 
-async def test_m3_other_paths_name_the_pages() -> None:
+async def test_other_paths_name_the_pages() -> None:
     server = HttpServer({"/": front_page})
     port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""H4: a command whose packages are not installed says so before anything is started, with the extra to install."""
+"""A command whose packages are not installed says so before anything is started, with the extra to install."""
 
 from __future__ import annotations
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, until
 
 from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import Learner
 from diloco_worker.settings import RefusedError
-from repository import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
-
-from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -53,7 +48,11 @@ def train(syncer: SyncerProcess) -> None:
             learner.after_step(tokens=1)
 
 
-async def test_m19_another_model_is_named_before_anything_is_announced(
+@pytest.mark.promise(
+    "A learner with another model is refused before anything is announced to it, and the refusal names "
+    "the first tensor that differs"
+)
+async def test_another_model_is_named_before_anything_is_announced(
     syncer: SyncerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -75,7 +74,7 @@ async def test_m19_another_model_is_named_before_anything_is_announced(
     assert "broke the protocol" not in caplog.text and said in caplog.text.replace("\n", " ")
 
 
-async def test_m19_so_is_one_that_comes_later(syncer: SyncerProcess) -> None:
+async def test_another_model_that_comes_later_is_named_too(syncer: SyncerProcess) -> None:
     first = Client(syncer)
     try:
         assert (await first.join()).welcome.initialise
