@@ -49,7 +49,7 @@ def far_node(cluster: Cluster) -> Any:
 
 @pytest.mark.promise(
     "With `ForceDelete` a learner of a lost node is replaced on another node, and nothing of the old "
-    "process is merged after that"
+    "process is merged once its successor takes part"
 )
 @pytest.mark.parametrize("loss", [pytest.param("stop-node", marks=pytest.mark.ci), pytest.param("isolate")])
 @pytest.mark.timeout(600)

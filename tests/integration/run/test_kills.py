@@ -252,7 +252,7 @@ def test_syncers_killed_lose_no_acknowledged_merge(
     assert report["final_loss"] < report["initial_loss"] - 1
 
 
-@pytest.mark.promise("A learner that is ended by SIGTERM offers its work first: none of it is dropped")
+@pytest.mark.promise("A learner that is ended by SIGTERM offers its work first: nothing of it is dropped but overlap")
 @pytest.mark.ci
 def test_sigterm_drops_nothing(start: Callable[..., Run]) -> None:
     chaos = "4s:term:local-1,9s:term:local-2,17s:term:local-1,22s:term:local-0"
