@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 MOST = 4
 PRODUCT = ("protocol", "syncer", "worker", "operator", "cli")
@@ -35,23 +36,23 @@ class Imported:
     name: str | None
 
 
-Scope = dict[str, Function | ast.ClassDef | Imported | None]  # None: a value, which is not followed
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Names = dict[str, Function | ast.ClassDef | Imported | None]  # None: a value, which is not followed
 
 
-@dataclass
+@dataclass(frozen=True)
 class Source:
-    """One file, its path below the root, and what its names are bound to."""
+    """One file, its path below the root."""
 
     path: Path
     text: str
     tree: ast.Module
-    scope: Scope = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A class or function: where it stands, and the scopes around it. ``skipped``: parameters that its caller does not
-    give (self)."""
+    """A class or function: where it stands, and the scopes around it, the module's first. ``skipped``: how many of its
+    parameters the caller does not give (self)."""
 
     source: Source
     node: Function | ast.ClassDef
@@ -73,30 +74,31 @@ class Sources:
 
     def __init__(self, root: Path) -> None:
         self._files: dict[Path, Source] = {}
+        self._names: dict[Scope, Names] = {}
         for folder in (*PRODUCT, *BESIDE):
             for path in sorted((root / folder).rglob("*.py")):
                 if "_pb2" not in path.name:
                     text = path.read_text(encoding="utf-8")
-                    source = Source(path.relative_to(root), text, ast.parse(text))
-                    source.scope = bindings(source.tree, source.path)
-                    self._files[source.path] = source
+                    short = path.relative_to(root)
+                    self._files[short] = Source(short, text, ast.parse(text))
 
     def find_calls(self) -> Iterator[Found]:
         """Every call with too many arguments by position."""
         for source in self._files.values():
-            yield from self._visit(source.tree, source, (source.scope,), None)
+            if any(has_many(node) for node in ast.walk(source.tree)):
+                yield from self._visit(source.tree, source, (source.tree,), None)
 
     def _visit(
         self, node: ast.AST, source: Source, scopes: tuple[Scope, ...], owner: Definition | None
     ) -> Iterator[Found]:
         """``owner``: the class whose body or method this is."""
-        if isinstance(node, ast.Call) and (names := self._late_names(node, source, scopes, owner)):
+        if has_many(node) and (names := self._late_names(node, source, scopes, owner)):
             yield Found(source, node, names)
         if isinstance(node, ast.ClassDef):
             owner = Definition(source, node, scopes)
         inner = scopes
         if isinstance(node, Function | ast.Lambda):
-            inner = (*scopes, bindings(node, source.path))
+            inner = (*scopes, node)
         for name, value in ast.iter_fields(node):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
@@ -105,8 +107,6 @@ class Sources:
     def _late_names(
         self, call: ast.Call, source: Source, scopes: tuple[Scope, ...], owner: Definition | None
     ) -> list[str]:
-        if len(call.args) <= MOST or any(isinstance(one, ast.Starred) for one in call.args):
-            return []
         callee = self._resolve(call.func, source, scopes, owner)
         names = self._parameters(callee) if isinstance(callee, Definition) else None
         if names is None or len(call.args) > len(names):  # a star takes the rest
@@ -130,8 +130,11 @@ class Sources:
 
     def _bound(self, name: str, source: Source, scopes: tuple[Scope, ...]) -> Source | Definition | None:
         for count in range(len(scopes), 0, -1):
-            if name in scopes[count - 1]:
-                value = scopes[count - 1][name]
+            scope = scopes[count - 1]
+            if scope not in self._names:
+                self._names[scope] = bindings(scope, source.path)
+            if name in self._names[scope]:
+                value = self._names[scope][name]
                 if isinstance(value, Imported):
                     return self._imported(value, source.path)
                 return None if value is None else Definition(source, value, scopes[:count])
@@ -143,7 +146,7 @@ class Sources:
         if (inside := self._module(f"{one.module}.{one.name}", near)) is not None:
             return inside
         module = self._module(one.module, near)
-        return None if module is None else self._bound(one.name, module, (module.scope,))
+        return None if module is None else self._bound(one.name, module, (module.tree,))
 
     def _resolve(
         self, node: ast.expr, source: Source, scopes: tuple[Scope, ...], owner: Definition | None
@@ -163,7 +166,7 @@ class Sources:
             return next((one for one in bases if one is not None), None)
         found = self._resolve(base, source, scopes, owner)
         if isinstance(found, Source):
-            return self._bound(node.attr, found, (found.scope,))
+            return self._bound(node.attr, found, (found.tree,))
         if found is not None and isinstance(found.node, ast.ClassDef):
             return self._method(found, node.attr, of_class=True)
         return None
@@ -226,12 +229,20 @@ class Sources:
         return fields
 
 
+def has_many(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether this is a call with too many arguments by position, all of them in sight."""
+    if not isinstance(node, ast.Call) or len(node.args) <= MOST:
+        return False
+    return not any(isinstance(one, ast.Starred) for one in node.args)
+
+
 def own_fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign]]:
     """The annotated names of a class, without what belongs to the class itself."""
     for one in node.body:
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-            if "ClassVar" not in ast.unparse(one.annotation):
-                yield one.target.id, one
+        if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
+            continue
+        if "ClassVar" not in ast.unparse(one.annotation):
+            yield one.target.id, one
 
 
 def decorators(node: Function | ast.ClassDef) -> list[str]:
@@ -240,9 +251,9 @@ def decorators(node: Function | ast.ClassDef) -> list[str]:
     return ["mark" if name.startswith("pytest.mark.") else name.split(".")[-1] for name in names]
 
 
-def bindings(scope: ast.Module | Function | ast.Lambda, path: Path) -> Scope:
+def bindings(scope: Scope, path: Path) -> Names:
     """What a module's or function's own names are bound to."""
-    found: Scope = {}
+    found: Names = {}
     if not isinstance(scope, ast.Module):
         arguments = scope.args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
