@@ -1,4 +1,4 @@
-"""Count what the structure of the code is held to: circles, sizes, upward imports, names. Each has a bound.
+"""Count what the structure of the code is held to: circles, sizes, upward imports, names, keywords. Each has a bound.
 
     python tools/structure.py            print the figures, and each thing that is counted
     python tools/structure.py --check    exit 1 if a figure is above its bound
@@ -17,6 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from positional_calls import positional_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -55,6 +57,7 @@ BOUNDS = {
     "folders without a contract": Bound(5, "folders of the laboratory, which are to leave the product"),
     "twin class names": Bound(0, "a class is found by its name"),
     "bare verbs": Bound(0, "a function is found by its verb and its object"),
+    "positional calls": Bound(0, "of five values in a row nobody sees which is which"),
 }
 
 
@@ -243,6 +246,7 @@ def figures(root: Path) -> dict[str, tuple[int, list[str]]]:
         "folders without a contract": without_contract(modules, pyproject),
         "twin class names": twin_classes(modules),
         "bare verbs": bare_verbs(modules),
+        "positional calls": positional_calls(root),
     }
     return {
         "lines of product": (sum(lines.values()), [f"{package}: {number}" for package, number in lines.items()]),

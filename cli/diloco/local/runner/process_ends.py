@@ -108,8 +108,10 @@ class ProcessEnds:
 
     def _is_still_needed(self, worker: WorkerSpec, how: Exit) -> bool:
         """Whether the job still needs a process that ended so."""
-        if self.end.stopping or self.end.is_interrupted or self.watch.is_over:
+        if self.end.stopping or self.end.is_interrupted:
             return False
+        if self.watch.is_over:  # the next syncer writes what is left of the model
+            return worker.kind is Kind.SYNCER and self.watch.is_writing_output
         if worker.kind is Kind.LEARNER:
             # In deterministic mode a learner leaves by itself when its share is done.
             done = self.job.spec.sync.deterministic and how.code == 0

@@ -83,6 +83,7 @@ class SyncerKeeper:
                 continue
             error = None if on_purpose else self.errors.find("syncer", Kind.SYNCER, how)
             if not await self.ends.wait_to_restart(WorkerSpec("syncer", Kind.SYNCER, "", 0), how, error):
+                self.end.decide_if_over()
                 return
 
     async def _start(self) -> Process:

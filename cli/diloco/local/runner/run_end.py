@@ -88,6 +88,12 @@ class RunEnd:
         note = self.supervisor.vain_replacements() if outcome != "complete" else ""
         self.decide(RunOutcome(outcome, code, self.watch.end_message if code else "", note=note))
 
+    def decide_if_over(self) -> None:
+        """No syncer comes any more: if one has ended the job, that was its last word."""
+        if self.watch.is_over:
+            heard, report = self.watch.phase, self.watch.report
+            self.decide_by_phase(heard if self.watch.ended or report is None else ended_phase(report))
+
     def last_phase(self, how: Exit) -> str | None:
         """The phase in which a syncer that has ended by itself ended the job; None: it was only asked to stop, or its
         own end was not the job's."""

@@ -62,6 +62,7 @@ def test_a_syncer_that_cannot_be_started_ends_the_run(make_run: MakeRun) -> None
         (Exit(code=0), "complete", "complete"),
         (Exit(code=1), "failed", "failed"),
         (Exit(code=0), "interrupted", "interrupted"),
+        (Exit(code=1), "complete", "complete"),  # its own failure, after the end
         (Exit(code=0), None, None),  # somebody sent it SIGTERM
         (KILLED, "complete", None),  # perhaps before all of it was durable
     ],
@@ -257,3 +258,39 @@ def test_an_error_that_was_shown_is_named_again_with_its_count(make_run: MakeRun
     first, second = (text for text in run.screen.said if text.startswith("east-0 ended"))
     assert first.endswith("(exit code 1), starting it again at once")
     assert "; replacement 2 of at most" in second
+
+
+OUTPUT = {"uri": "s3://models/a", "state": "writing", "message": ""}
+
+
+@pytest.mark.parametrize("how", [Exit(code=1), KILLED])
+def test_a_syncer_that_fails_while_it_writes_the_model_is_started_again(make_run: MakeRun, how: Exit) -> None:
+    run = make_run()
+    run.syncer.page = status_document(phase="complete", output=OUTPUT)
+    run.syncer.last_report = job_report(outcome="complete", output=OUTPUT)
+    run.script("syncer", (2.0, how))
+
+    async def look() -> None:
+        await run.runner.follower.poll()
+
+    run.run(look(), run.runner.syncer_keeper.keep())
+    assert run.outcome() is None and len(run.started("syncer")) == 2
+
+
+@pytest.mark.parametrize(
+    ("told", "how", "outcome"),
+    [("complete", Exit(code=1), "complete"), ("failed", Exit(code=0), "failed"), ("failed", KILLED, "failed")],
+)
+def test_a_syncer_that_is_gone_after_the_end_of_the_job_was_heard_ends_the_run(
+    make_run: MakeRun, told: str, how: Exit, outcome: str
+) -> None:
+    run = make_run()
+    run.syncer.page = status_document(phase=told)  # its report could not be had
+    run.script("syncer", (2.0, how))
+
+    async def look() -> None:
+        await run.runner.follower.poll()
+
+    run.run(look(), run.runner.syncer_keeper.keep())
+    ended = run.outcome()
+    assert ended is not None and ended.outcome == outcome and len(run.started("syncer")) == 1
