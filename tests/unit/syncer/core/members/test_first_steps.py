@@ -20,7 +20,7 @@ def told(desk: Desk) -> list[ev.RecordEvent]:
 
 
 def problems(desk: Desk) -> list[str]:
-    return [slot.problem for slot in desk.core.slots]
+    return [slot.told.problem for slot in desk.core.slots]
 
 
 def test_m1_a_loop_that_is_given_batches_and_ends_no_step_is_told_of_once() -> None:
