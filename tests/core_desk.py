@@ -76,7 +76,7 @@ class Desk:
             "L",
             report(last, fragments=len(self.core.versions)),
             slot_index,
-            self.core.slots[slot_index].incarnation,
+            self.core.slots[slot_index].holder.incarnation,
         )
         return replace(header, **changes)  # type: ignore[arg-type]
 

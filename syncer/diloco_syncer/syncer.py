@@ -296,7 +296,11 @@ class Syncer:
     def _processes_away(self) -> set[str]:
         """The processes whose slots are held or lost, and of which it is not known that they have ended."""
         slots = self.core.slots
-        return {s.process for s in slots if s.process and not s.gone and (s.occupied or s.state is SlotState.LOST)}
+        return {
+            s.holder.process
+            for s in slots
+            if s.holder.process and not s.holder.gone and (s.occupied or s.state is SlotState.LOST)
+        }
 
     async def _write_report(self, document: Report) -> None:
         report = document.model_dump_json(indent=1).encode()

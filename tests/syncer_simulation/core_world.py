@@ -411,7 +411,9 @@ class World:
             places = len(self.config.places)
             assert len(slots) == max(places, held), (len(slots), places, held)
             assert held <= places + most
-            others = [slot for slot in self.core.slots if slot.retired and slot.occupied and slot.region == region]
+            others = [
+                slot for slot in self.core.slots if slot.retired and slot.occupied and slot.holder.region == region
+            ]
             assert not others or held >= places + most or self.setup.scales, "a learner without a place"
 
     def check(self) -> None:

@@ -356,10 +356,10 @@ class Core:
             return
         if nonsense := find_nonsense(self._state, slot, report):
             raise ev.BadMessage(f"report: {nonsense}")
-        slot.heard_at = now
-        slot.batches = report.batches
+        slot.holder.heard_at = now
+        slot.reported.batches = report.batches
         if apply_report(self._state, self._actions, slot, report, now):
-            slot.ready = True
+            slot.holder.ready = True
 
     def _evaluated(self, connection: int, score: Evaluation) -> None:
         state = self._state
@@ -392,7 +392,7 @@ class Core:
         assert state.ledger and state.rounds
         for slot in state.members.slots:
             if slot.occupied:
-                state.ledger.open_tenure(slot.index, slot.tenure or slot.incarnation)
+                state.ledger.open_tenure(slot.index, slot.tenure or slot.holder.incarnation)
                 state.rounds.begin_progress(slot.index, slot.step)
         self._initial_model.complete()
         self._admission.refuse_other_models(now)  # before anything is announced to them

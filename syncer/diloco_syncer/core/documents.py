@@ -93,29 +93,29 @@ def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> S
     return SlotRow(
         slot=slot.index,
         retired=slot.retired,
-        region=slot.region,
-        ordinal=slot.ordinal,
-        process=slot.process,
-        incarnation=slot.incarnation,
+        region=slot.holder.region,
+        ordinal=slot.holder.ordinal,
+        process=slot.holder.process,
+        incarnation=slot.holder.incarnation,
         incarnations=slot.incarnations,
         state=slot.state,
-        ready=slot.ready,
+        ready=slot.holder.ready,
         step=slot.step,
         steps=ledger.steps(slot.index) if ledger else 0,
         tokens=ledger.trained(slot.index) if ledger else 0,
         loss=slot.loss,
-        diverged=slot.diverged,
+        diverged=slot.reported.diverged,
         step_seconds=slot.step_seconds,
         compute_seconds=ledger.compute_seconds(slot.index) if ledger else 0.0,
         stalled_seconds=ledger.stalled_seconds(slot.index) if ledger else 0.0,
         merged_pushes=slot.merged_pushes,
-        heard_seconds_ago=now - slot.heard_at if slot.occupied else None,
-        starved=slot.starved,
-        paused=slot.paused,
+        heard_seconds_ago=now - slot.holder.heard_at if slot.occupied else None,
+        starved=slot.pushes.starved,
+        paused=slot.reported.paused,
         bytes_up=bytes_up,
         bytes_down=bytes_down,
         link=shell.links.get(slot.index),
-        problem=slot.problem,
+        problem=slot.told.problem,
     )
 
 
@@ -188,7 +188,7 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
     end = state.clock.elapsed(now)
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
     names = {slot.index: f"{region}-{ordinal}" for (region, ordinal), slot in state.members.nominal.items()}
-    names |= {slot.index: slot.learner for slot in state.members.slots if slot.region}
+    names |= {slot.index: slot.learner for slot in state.members.slots if slot.holder.region}
     return Report(
         outcome=_OUTCOMES.get(state.phase, "interrupted" if state.phase in ENDED_PHASES else "running"),
         message=state.phase_message if state.phase is JobPhase.FAILED else "",

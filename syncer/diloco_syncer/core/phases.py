@@ -122,7 +122,7 @@ class Phases:
         state = self.state
         if state.initialised and self._stop_reached(now):
             return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
-        ready = sum(s.occupied and s.ready for s in state.members.slots)
+        ready = sum(s.occupied and s.holder.ready for s in state.members.slots)
         if not state.initialised or ready < self.state.config.rules.quorum or not self.begin_training():
             return False
         return self._set(JobPhase.TRAINING, _ENOUGH, now)

@@ -47,13 +47,13 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     if not ledger.apply_report(slot.index, report):
         return False
     ledger.drop_rolled_back(slot.index, state.epoch)
-    moved = report.slot_step > slot.step or not slot.advanced
+    moved = report.slot_step > slot.step or not slot.reported.advanced
     slot.step = max(slot.step, report.slot_step)
-    slot.step_at_seat = report.slot_step - report.trained_steps
+    slot.reported.step_at_seat = report.slot_step - report.trained_steps
     slot.step_seconds = report.step_seconds
-    slot.paused = report.paused
-    slot.diverged = report.diverged
-    slot.young_optimizer = report.young_optimizer
+    slot.reported.paused = report.paused
+    slot.reported.diverged = report.diverged
+    slot.reported.young_optimizer = report.young_optimizer
     if report.diverged:
         slot.loss = None
     elif report.loss == report.loss:  # NaN: the process has none yet
@@ -61,9 +61,9 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
         slot.first_loss = report.loss if slot.first_loss is None else slot.first_loss
     if state.leases:
         state.leases.advance_cursors(slot.index, report.cursors)
-    slot.advanced = slot.advanced or bool(report.trained_steps)
-    if report.trained_steps and moved and not slot.stepped:
-        slot.stepped = True
+    slot.reported.advanced = slot.reported.advanced or bool(report.trained_steps)
+    if report.trained_steps and moved and not slot.holder.stepped:
+        slot.holder.stepped = True
         actions.record_event(EventKind.FIRST_STEP, slot, f"{slot.learner} made its first step, {slot.step}")
     if ledger.trained(slot.index) > trained:
         state.clock.start(now)

@@ -79,9 +79,9 @@ class JobState:
         """The action that announces the fragment's version to all, with their own newest merged pushes."""
         assert self.ledger
         merged = {
-            slot.connection: slot.merged.get(fragment, MergedPush())
+            slot.holder.connection: slot.pushes.merged.get(fragment, MergedPush())
             for slot in self.members.slots
-            if slot.connection is not None
+            if slot.holder.connection is not None
         }
         return ev.Announce(fragment, self.versions[fragment], merged, self.ledger.total_trained())
 
@@ -91,7 +91,9 @@ class JobState:
         for slot in self.members.slots if self.ledger else ():
             assert self.ledger
             report = self.ledger.books[slot.index].report
-            if slot.state is SlotState.ACTIVE and slot.connection is not None and slot.ready and report is not None:
+            holder = slot.holder
+            connected = slot.state is SlotState.ACTIVE and holder.connection is not None
+            if connected and holder.ready and report is not None:
                 bases = tuple(f.base_version for f in report.fragments)
                 learners.append(Progress(slot.index, slot.step, bases))
         return learners

@@ -58,7 +58,7 @@ def slot_links(
     ``find_link``: the measures of a slot's session, by the slot's index.
     """
     spec = job.spec
-    paces = [s.step_seconds for s in slots if s.state is SlotState.ACTIVE and s.ready and s.step_seconds > 0]
+    paces = [s.step_seconds for s in slots if s.state is SlotState.ACTIVE and s.holder.ready and s.step_seconds > 0]
     pace = median(paces) if paces else 0.0
     carried = None
     if layout is not None:

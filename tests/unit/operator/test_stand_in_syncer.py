@@ -53,8 +53,8 @@ class Both:
         while self.desk.now < end:
             self.desk.later(0.5)
             for slot in self.desk.core.slots:
-                if slot.connection is not None and self.learners[slot.process].works:
-                    self.desk.report(slot.connection, slot.step, epoch=self.desk.core.epoch)
+                if slot.holder.connection is not None and self.learners[slot.holder.process].works:
+                    self.desk.report(slot.holder.connection, slot.step, epoch=self.desk.core.epoch)
             self.programs.run_syncer(self.syncer)
 
     def join(self, name: str, region: str, ordinal: int) -> None:

@@ -60,68 +60,178 @@ class MergedPush:
 
 
 @dataclass(slots=True)
+class Holder:
+    """The process that has the slot, or had it last. The record is a new one each time the slot is given to a process,
+    also to the one that had it: what is said of a process here is said of one incarnation."""
+
+    process: str = ""
+    """Its id. Empty: nobody ever had the slot, or it was released."""
+    region: str = ""
+    """The region of its place."""
+    ordinal: int = 0
+    """Its number in its region."""
+    incarnation: int = 0
+    """The number under which it has the slot. What carries a lower one is refused. 0: nobody ever had the slot."""
+    connection: int | None = None
+    """Its session. None: it has none."""
+    heard_at: float = 0.0
+    """When it joined or last reported, in the core's monotonic seconds."""
+    gone: bool = False
+    """Whether its end is known, from a party that watched it."""
+    ready: bool = False
+    """Whether it has reported since it joined, and thus has every fragment. Only then does it count for a quorum."""
+    stepped: bool = False
+    """Whether it has finished a step since it joined. With the next, this dates a fault's recovery."""
+    merged_since: bool = False
+    """Whether a push that it made since it joined is merged."""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.region, self.ordinal
+
+
+@dataclass(slots=True)
+class LastReport:
+    """What the open tenure's reports say. The record is a new one with each tenure."""
+
+    step_at_seat: int = 0
+    """The slot's step when the tenure began: the tenure has trained the steps from there to ``Slot.step``."""
+    advanced: bool = False
+    """Whether the tenure has trained a step."""
+    batches: int = 0
+    """How many batches the process has given to its loop."""
+    paused: bool = False
+    """Whether it trains no further until it hears of a merge."""
+    diverged: bool = False
+    """Whether its last loss is not finite."""
+    young_optimizer: bool = False
+    """Whether its optimizer's state began fresh within the job and is not beyond its warm-up."""
+
+
+@dataclass(slots=True)
+class PushHistory:
+    """The open tenure's pushes, by fragment. The record is a new one with each tenure."""
+
+    accepted_sequence: dict[int, int] = field(default_factory=dict)
+    """The number of the newest accepted push: a push with this number or a lower one is a repeated one."""
+    merged: dict[int, MergedPush] = field(default_factory=dict)
+    """The newest merged push, which the slot's process is told of with each announcement. Its number is at most that of
+    ``accepted_sequence``."""
+    late_rounds: int = 0
+    """In how many rounds, one after the other, its push came after the merge."""
+    starved: bool = False
+    """Whether these were so many that it is reported, until a push is in time again."""
+
+    def mark_accepted(self, fragment: int, sequence: int) -> None:
+        """A push is accepted, or was once: no push up to its number is taken again."""
+        self.accepted_sequence[fragment] = max(sequence, self.accepted_sequence.get(fragment, 0))
+
+    def mark_merged(self, fragment: int, push: MergedPush) -> None:
+        """A push is merged, which may have been accepted in an earlier life of the syncer."""
+        self.merged[fragment] = push
+        self.mark_accepted(fragment, push.sequence)
+
+
+@dataclass(slots=True)
+class Told:
+    """What was told of the slot, so that it is told once."""
+
+    problem: str = ""
+    """Why its process makes no step. Empty: it makes some, or it cannot be expected to yet."""
+    stepless_since: float | None = None
+    """Since when its process could make a first step and has not. None: it has, or cannot yet."""
+    starved_at: float = -math.inf
+    """When an event last said that it is starved."""
+
+
+@dataclass(slots=True)
 class Slot:
-    """One learner's place; steps and tokens are the slot's, over all processes."""
+    """One learner's place. What stands here outlives processes and tenures; the four records below say for how long
+    theirs holds."""
 
     index: int
+    """Its number in the job, which never changes."""
     state: SlotState = SlotState.EMPTY
-    retired: bool = False  # the job has no place for it any more; its process stays until it leaves
-    region: str = ""
-    ordinal: int = 0
-    process: str = ""
-    connection: int | None = None
-    gone: bool = False  # its process is known to have ended
-    incarnation: int = 0
-    incarnations: int = 0  # how many there were
-    heard_at: float = 0.0
-    ready: bool = False  # has reported with all bases
-    advanced: bool = False  # has trained a step in this tenure
+    """Whether somebody has it; see the head of this file."""
+    retired: bool = False
+    """Whether the job has no place for it now. Its process stays until it leaves, and nobody else gets it."""
+    incarnations: int = 0
+    """How often it was given to a process."""
+    tenure: int = 0
+    """The incarnation under which the open tenure began. 0: unknown."""
     step: int = 0
-    step_at_seat: int = 0
-    tenure: int = 0  # the incarnation under which its process's tenure began; 0: unknown
-    loss: float | None = None  # of the last step; None: none yet, or it is not finite
-    first_loss: float | None = None  # of the first step that has one, by whichever process
-    diverged: bool = False  # it is not finite
-    young_optimizer: bool = False  # it began fresh within the job, and is not beyond its warm-up
+    """The furthest step of all its processes."""
+    loss: float | None = None
+    """The last finite loss. None: there is none yet, or the last one was not finite."""
+    first_loss: float | None = None
+    """The first finite loss, by whichever process."""
     step_seconds: float = 0.0
-    paused: bool = False
+    """How long a step takes, as last reported."""
     merged_pushes: int = 0
-    # Since the slot was last given to a process, in a new tenure or not: these date a fault's recovery.
-    stepped: bool = False
-    merged_since: bool = False
-    late_rounds: int = 0
-    starved: bool = False
-    starved_told_at: float = -math.inf  # when the last event told it
-    # Until the first of those steps: the batches that its loop was given, since when it could step, and what to say.
-    batches: int = 0
-    stepless_since: float | None = None
-    problem: str = ""
-    # Newest accepted and newest merged push of the open tenure, per fragment.
-    accepted_sequence: dict[int, int] = field(default_factory=dict)
-    merged: dict[int, MergedPush] = field(default_factory=dict)
+    """How many of its pushes were merged."""
     merged_last_step: dict[int, int] = field(default_factory=dict)
+    """By fragment, the last step that is merged: a push of that step or an earlier one is not taken."""
+    holder: Holder = field(default_factory=Holder)
+    reported: LastReport = field(default_factory=LastReport)
+    pushes: PushHistory = field(default_factory=PushHistory)
+    told: Told = field(default_factory=Told)
 
     @property
     def learner(self) -> str:
         """The name of the learner that has the slot, or had it last, as people know it: REGION-ORDINAL."""
-        return f"{self.region}-{self.ordinal}" if self.region else f"slot {self.index}"
+        holder = self.holder
+        return f"{holder.region}-{holder.ordinal}" if holder.region else f"slot {self.index}"
 
     @property
     def occupied(self) -> bool:
         return self.state in HELD_STATES
 
-    def clear_tenure(self) -> None:
-        self.ready = self.advanced = self.paused = self.starved = self.diverged = self.young_optimizer = False
-        self.late_rounds = 0
-        self.accepted_sequence.clear()
-        self.merged.clear()
+    def begin_tenure(self) -> None:
+        """Another process begins at the slot's step: nothing is reported or pushed in its tenure yet."""
+        self.reported, self.pushes = LastReport(step_at_seat=self.step), PushHistory()
+
+    def to_json(self) -> dict[str, Any]:
+        holder = self.holder
+        return {
+            "retired": self.retired,
+            "region": holder.region,
+            "ordinal": holder.ordinal,
+            "process": holder.process,
+            "incarnation": holder.incarnation,
+            "incarnations": self.incarnations,
+            "step": self.step,
+            "step_at_seat": self.reported.step_at_seat,
+            "tenure": self.tenure,
+            "merged_pushes": self.merged_pushes,
+            "first_loss": self.first_loss,
+            "state": self.state.value,
+            "merged": {str(k): [v.sequence, v.version] for k, v in self.pushes.merged.items()},
+            "merged_last_step": {str(k): v for k, v in self.merged_last_step.items()},
+        }
+
+    @classmethod
+    def from_json(cls, index: int, row: Mapping[str, Any], now: float) -> Slot:
+        """Go on from a saved slot: a process that was connected is suspect."""
+        state = SlotState(row["state"])
+        merged = {int(k): MergedPush(*v) for k, v in row["merged"].items()}
+        return cls(
+            index,
+            state=SlotState.SUSPECT if state in HELD_STATES else state,
+            retired=row["retired"],
+            incarnations=row["incarnations"],
+            tenure=row["tenure"],
+            step=row["step"],
+            first_loss=row["first_loss"],
+            merged_pushes=row["merged_pushes"],
+            merged_last_step={int(k): v for k, v in row["merged_last_step"].items()},
+            holder=Holder(row["process"], row["region"], row["ordinal"], row["incarnation"], heard_at=now),
+            reported=LastReport(step_at_seat=row["step_at_seat"]),
+            # Pushes that were accepted and not merged are gone; spooled offers are restored after this.
+            pushes=PushHistory({fragment: push.sequence for fragment, push in merged.items()}, merged),
+        )
 
 
 ABSENCES = 1000  # that a job remembers
-_DURABLE = (
-    *("retired", "region", "ordinal", "process", "incarnation", "incarnations"),
-    *("step", "step_at_seat", "tenure", "merged_pushes", "first_loss"),
-)
 
 
 @dataclass(slots=True)
@@ -171,10 +281,10 @@ class SlotTable:
             self.slots.append(Slot(len(self.slots), retired=True))
 
     def by_connection(self, connection: int) -> Slot | None:
-        return next((slot for slot in self.slots if slot.connection == connection), None)
+        return next((slot for slot in self.slots if slot.holder.connection == connection), None)
 
     def by_place(self, region: str, ordinal: int) -> Slot | None:
-        return next((s for s in self.current if s.incarnation and (s.region, s.ordinal) == (region, ordinal)), None)
+        return next((s for s in self.current if s.holder.incarnation and s.holder.place == (region, ordinal)), None)
 
     def register_pod(self, join: Join) -> bool:
         """Make the process's pod its place's newest; False: the place belongs to a newer process."""
@@ -183,8 +293,8 @@ class SlotTable:
         if (
             holder is not None
             and holder.occupied
-            and holder.process != join.process
-            and 0 < join.previous_incarnation < holder.incarnation
+            and holder.holder.process != join.process
+            and 0 < join.previous_incarnation < holder.holder.incarnation
         ):
             return False
         if not join.pod:
@@ -203,7 +313,7 @@ class SlotTable:
         """The slot that this very process had last, unless another process took it or it was released."""
         for slot in self.slots if join.previous_incarnation else ():
             # Process ids are no secret: whoever comes from another place is not the process that had the slot.
-            own = (slot.process, slot.region, slot.ordinal) == (join.process, join.region, join.ordinal)
+            own = slot.holder.process == join.process and slot.holder.place == (join.region, join.ordinal)
             if own and slot.state not in (SlotState.DRAINED, SlotState.EMPTY):
                 return slot
         return None
@@ -224,7 +334,7 @@ class SlotTable:
 
     def count_held(self, region: str) -> int:
         """How many slots the region's processes hold."""
-        return sum(slot.occupied and slot.region == region for slot in self.slots)
+        return sum(slot.occupied and slot.holder.region == region for slot in self.slots)
 
     def open_slot_for(self, join: Join) -> Slot | None:
         """A slot for a process beyond its region's places, at the job's greatest step: one that was left, else a new
@@ -247,7 +357,7 @@ class SlotTable:
         if region not in self.open_places:
             return []
         assigned = {slot.index for slot in self.nominal.values()}
-        beyond = [slot for slot in self.slots if slot.index not in assigned and slot.region == region]
+        beyond = [slot for slot in self.slots if slot.index not in assigned and slot.holder.region == region]
         held = [slot for slot in beyond if slot.occupied]
         for place in self.places if held else ():
             if place[0] == region and held and not self.nominal[place].occupied:
@@ -264,7 +374,7 @@ class SlotTable:
 
     def region_of(self, slot: Slot) -> str:
         """The region to which the slot belongs: that of its place, else that of its process."""
-        return next((region for (region, _), other in self.nominal.items() if other is slot), slot.region)
+        return next((region for (region, _), other in self.nominal.items() if other is slot), slot.holder.region)
 
     def is_known_region(self, region: str) -> bool:
         """Whether the job has this region."""
@@ -272,23 +382,22 @@ class SlotTable:
 
     def give_slot(self, slot: Slot, join: Join, now: float) -> int:
         """Give the slot to the process under a new incarnation, which is returned."""
-        slot.incarnation = self.next_incarnation
-        slot.incarnations += 1
+        incarnation = self.next_incarnation
         self.next_incarnation += 1
-        slot.process, slot.region, slot.ordinal = join.process, join.region, join.ordinal
-        slot.connection, slot.state, slot.heard_at = join.connection, SlotState.ACTIVE, now
-        slot.gone = slot.stepped = slot.merged_since = False
+        slot.incarnations += 1
+        slot.state = SlotState.ACTIVE
+        slot.holder = Holder(join.process, join.region, join.ordinal, incarnation, join.connection, now)
         self.seen_regions.add(join.region)
-        return slot.incarnation
+        return incarnation
 
     def reachable(self) -> set[int]:
         """Slots whose process can still push."""
-        return {s.index for s in self.slots if s.occupied and s.connection is not None and s.ready}
+        return {s.index for s in self.slots if s.occupied and s.holder.connection is not None and s.holder.ready}
 
     def update_lost_regions(self, now: float, patience: float) -> None:
         """Update ``lost_regions``: those that once had a slot, and for ``patience`` seconds neither hold one nor
         have a process that stands by."""
-        present = {slot.region for slot in self.slots if slot.occupied}
+        present = {slot.holder.region for slot in self.slots if slot.occupied}
         present |= {join.region for join in self.standby.values()}
         regions = dict.fromkeys(region for region, _ in self.places)
         silent = [region for region in regions if region in self.seen_regions - present]
@@ -321,15 +430,7 @@ class SlotTable:
             "next_incarnation": self.next_incarnation,
             "places": [[region, ordinal] for region, ordinal in self.places],
             "pods": [[region, ordinal, pods] for (region, ordinal), pods in self.pods.items()],
-            "slots": [
-                {name: getattr(slot, name) for name in _DURABLE}
-                | {
-                    "state": slot.state.value,
-                    "merged": {str(k): [v.sequence, v.version] for k, v in slot.merged.items()},
-                    "merged_last_step": {str(k): v for k, v in slot.merged_last_step.items()},
-                }
-                for slot in self.slots
-            ],
+            "slots": [slot.to_json() for slot in self.slots],
         }
 
     def load(self, row: dict[str, Any], now: float) -> None:
@@ -337,17 +438,7 @@ class SlotTable:
         back."""
         self.next_incarnation = row["next_incarnation"]
         self.pods = {(region, ordinal): list(pods) for region, ordinal, pods in row["pods"]}
-        self.slots = [Slot(index) for index in range(len(row["slots"]))]
-        for slot, saved in zip(self.slots, row["slots"], strict=True):
-            for name in _DURABLE:
-                setattr(slot, name, saved[name])
-            state = SlotState(saved["state"])
-            slot.state = SlotState.SUSPECT if state in HELD_STATES else state
-            slot.heard_at = now
-            slot.merged = {int(k): MergedPush(*v) for k, v in saved["merged"].items()}
-            # Pushes that were accepted and not merged are gone; spooled offers are restored after this.
-            slot.accepted_sequence = {fragment: push.sequence for fragment, push in slot.merged.items()}
-            slot.merged_last_step = {int(k): v for k, v in saved["merged_last_step"].items()}
+        self.slots = [Slot.from_json(index, saved, now) for index, saved in enumerate(row["slots"])]
         regions = row["regions"]
         self.seen_regions = set(regions["seen"])
         self.silent_since = dict.fromkeys(regions["lost"], -math.inf)
@@ -358,21 +449,21 @@ class SlotTable:
         """Decide which slot each place keeps, and retire the others. ``before``: the places until now."""
         kept: dict[tuple[str, int], Slot] = {}
         # A process that holds a slot now goes before one that held one once, the newest before the older.
-        for slot in sorted(self.slots, key=lambda s: (s.retired, not s.occupied, -s.incarnation)):
-            if slot.incarnation and (slot.region, slot.ordinal) in self.places:
-                kept.setdefault((slot.region, slot.ordinal), slot)
+        for slot in sorted(self.slots, key=lambda s: (s.retired, not s.occupied, -s.holder.incarnation)):
+            if slot.holder.incarnation and slot.holder.place in self.places:
+                kept.setdefault(slot.holder.place, slot)
         taken = {slot.index for slot in kept.values()}
 
         removed = before - set(self.places)  # their processes leave; a spare has no place of its own
 
         def leaves(slot: Slot) -> bool:
-            return (slot.region, slot.ordinal) in removed
+            return slot.holder.place in removed
 
         rest = [slot for slot in self.slots if slot.index not in taken]
         free = [
             *(s for s in rest if not s.retired and s.occupied and not leaves(s)),
-            *(s for s in rest if not s.retired and not s.incarnation),
-            *(s for s in rest if not s.retired and s.incarnation and not s.occupied),
+            *(s for s in rest if not s.retired and not s.holder.incarnation),
+            *(s for s in rest if not s.retired and s.holder.incarnation and not s.occupied),
             *(s for s in rest if s.retired and not s.occupied),
         ]
         for place in self.places:
@@ -384,7 +475,7 @@ class SlotTable:
         furthest = max((slot.step for slot in self.slots), default=0)
         now = {slot.index for slot in kept.values()}
         for slot in kept.values():
-            if slot.incarnation and not slot.occupied and (slot.retired or leaves(slot)):
+            if slot.holder.incarnation and not slot.occupied and (slot.retired or leaves(slot)):
                 slot.step = furthest
         for slot in self.slots:
             slot.retired = slot.index not in now

@@ -179,7 +179,7 @@ class Admission:
             self.forget_connection(connection)
             slot = self.state.members.by_connection(connection)
             if slot is not None:
-                slot.connection = None
+                slot.holder.connection = None
                 self._lose_slot(slot, EventKind.LOST, f"{slot.learner}: refused: {_OTHER_MODEL}")
         self._unchecked.clear()
 
@@ -224,16 +224,16 @@ class Admission:
         """Give the slot to the process, and fence the one that had it. ``continuing``: its tenure goes on; else the
         slot's tenure is closed and a new one begins. ``promote``: it stood by, and has had its Welcome."""
         state = self.state
-        old = slot.connection
+        old = slot.holder.connection
         if old is not None and old != join.connection:
             # The same program may begin anew: its broken session must not end it.
-            another = not (join.previous_incarnation and join.process == slot.process)
+            another = not (join.previous_incarnation and join.process == slot.holder.process)
             words = f"slot {slot.index} was taken by a newer process"
             self.actions.add(ev.Refuse(old, JoinRefusal.SUPERSEDED, words, another))
-            slot.connection = None
-        if not continuing and slot.incarnation:
+            slot.holder.connection = None
+        if not continuing and slot.holder.incarnation:
             self._close_tenure(slot, "died")
-        first_taken = not slot.incarnation
+        first_taken = not slot.holder.incarnation
         incarnation = state.members.give_slot(slot, join, now)
         self._balance_region(slot)
         slot.tenure = (join.tenure or slot.tenure) if continuing else incarnation
@@ -241,7 +241,6 @@ class Admission:
             self._begin_tenure(slot, incarnation, first_taken, now)
         elif first_taken and state.ledger:
             state.ledger.open_tenure(slot.index, slot.tenure)
-        slot.ready = False
         self.initial_model.offer(slot, now)
         leases = state.leases.leases_of(slot.index) if state.leases else ()
         tokens = state.ledger.trained(slot.index) if state.ledger else 0
@@ -250,7 +249,7 @@ class Admission:
         if promote:
             self.actions.add(ev.Promote(join.connection, seat))
         else:
-            merged = tuple(slot.merged.get(p, MergedPush()) for p in range(len(state.versions)))
+            merged = tuple(slot.pushes.merged.get(p, MergedPush()) for p in range(len(state.versions)))
             self._admit(join, seat, merged, withheld)
         verb = "came back to" if continuing else "took"
         self.actions.record_event(
@@ -265,12 +264,11 @@ class Admission:
 
     def _begin_tenure(self, slot: Slot, incarnation: int, first_taken: bool, now: float) -> None:
         state = self.state
-        slot.clear_tenure()
         # A slot first taken later starts where the job is.
         together = self._mode.begins_together and state.phase is JobPhase.WAITING
         if together or (first_taken and state.clock.elapsed(now) > 0):
             slot.step = max(s.step for s in state.members.slots)
-        slot.step_at_seat = slot.step
+        slot.begin_tenure()
         if state.rounds and state.ledger:
             state.ledger.open_tenure(slot.index, incarnation)
             state.rounds.begin_progress(slot.index, slot.step)
@@ -281,18 +279,18 @@ class Admission:
         """Release the retired slot of the place's former process: a place runs one process, so that one is over,
         and nobody else will take the slot."""
         for slot in self.state.members.slots:
-            if slot.retired and slot.process and (slot.region, slot.ordinal) == (join.region, join.ordinal):
-                if slot.connection is not None:
+            if slot.retired and slot.holder.process and slot.holder.place == (join.region, join.ordinal):
+                if slot.holder.connection is not None:
                     words = f"{join.region}-{join.ordinal} belongs to a newer process"
-                    self.actions.add(ev.Refuse(slot.connection, JoinRefusal.SUPERSEDED, words, True))
+                    self.actions.add(ev.Refuse(slot.holder.connection, JoinRefusal.SUPERSEDED, words, True))
                 self._release_slot(slot, "died")
 
     def _release_slot(self, slot: Slot, reason: str) -> None:
         """The slot's process has left for good: close its tenure and free its leases."""
         self._close_tenure(slot, reason)
         slot.state = SlotState.DRAINED
-        slot.connection = None
-        slot.process = ""
+        slot.holder.connection = None
+        slot.holder.process = ""
         if self.state.leases:
             self.state.leases.return_leases(slot.index)
         self._balance_region(slot)
@@ -318,7 +316,7 @@ class Admission:
         slot = members.by_connection(connection)
         if slot is None:
             return
-        slot.connection = None
+        slot.holder.connection = None
         if slot.occupied:
             slot.state = SlotState.SUSPECT
             self.actions.record_event(EventKind.SUSPECT, slot, f"{slot.learner}: connection lost")
@@ -332,11 +330,11 @@ class Admission:
                 del members.standby[connection]
                 self.actions.add(ev.Refuse(connection, JoinRefusal.LOST, f"process ended: {event.reason}", False))
         for slot in members.slots:
-            if (slot.region, slot.ordinal) != (event.region, event.ordinal):
+            if slot.holder.place != (event.region, event.ordinal):
                 continue
-            if event.process and event.process != slot.process:
+            if event.process and event.process != slot.holder.process:
                 continue
-            slot.gone = True
+            slot.holder.gone = True
             if not slot.occupied:
                 continue
             self._lose_slot(slot, EventKind.PROCESS_ENDED, f"{slot.learner}: its process ended ({event.reason})")
@@ -346,10 +344,12 @@ class Admission:
     def _lose_slot(self, slot: Slot, kind: EventKind, message: str) -> None:
         """Rounds go on without the slot; its tenure stays open for its process to come back."""
         slot.state = SlotState.LOST
-        if slot.connection is not None:
-            self.actions.add(ev.Refuse(slot.connection, JoinRefusal.LOST, "not heard in time: join again", False))
-            self.forget_connection(slot.connection)
-            slot.connection = None
+        if slot.holder.connection is not None:
+            self.actions.add(
+                ev.Refuse(slot.holder.connection, JoinRefusal.LOST, "not heard in time: join again", False)
+            )
+            self.forget_connection(slot.holder.connection)
+            slot.holder.connection = None
         self._balance_region(slot)
         self.actions.add(ev.Persist())
         self.actions.record_event(kind, slot, message)
@@ -370,7 +370,7 @@ class Admission:
         if self.state.phase in ENDED_PHASES:
             return
         for slot in self.state.members.slots:
-            silent = now - slot.heard_at
+            silent = now - slot.holder.heard_at
             if slot.occupied and silent > self.state.config.heartbeat_timeout:
                 self._lose_slot(slot, EventKind.LOST, f"{slot.learner}: nothing heard for {silent:.1f} s")
 

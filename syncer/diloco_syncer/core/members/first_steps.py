@@ -35,21 +35,21 @@ class FirstSteps:
     def advance(self, now: float) -> None:
         training = self.state.phase in (JobPhase.TRAINING, JobPhase.HOLDING)
         for slot in self.state.members.slots:
-            can_step = training and slot.state is SlotState.ACTIVE and slot.ready
-            if not can_step or slot.stepped:
-                slot.stepless_since, slot.problem = None, ""
+            can_step = training and slot.state is SlotState.ACTIVE and slot.holder.ready
+            if not can_step or slot.holder.stepped:
+                slot.told.stepless_since, slot.told.problem = None, ""
                 continue
-            if slot.stepless_since is None:
-                slot.stepless_since = now
-            problem = _problem(slot, now - slot.stepless_since)
-            if problem and not slot.problem:
+            if slot.told.stepless_since is None:
+                slot.told.stepless_since = now
+            problem = _problem(slot, now - slot.told.stepless_since)
+            if problem and not slot.told.problem:
                 self.actions.record_event(EventKind.NO_STEPS, slot, f"{slot.learner}: {problem}")
-            slot.problem = slot.problem or problem
+            slot.told.problem = slot.told.problem or problem
 
 
 def _problem(slot: Slot, seconds: float) -> str:
-    if slot.batches >= MANY_BATCHES and seconds >= BATCHES_SECONDS:
-        return no_step_text(slot.batches)
+    if slot.reported.batches >= MANY_BATCHES and seconds >= BATCHES_SECONDS:
+        return no_step_text(slot.reported.batches)
     if seconds >= LONG_SECONDS:
         return (
             f"no step was finished for {seconds:.0f} s: a slow first step, or a loop that hangs or never calls "

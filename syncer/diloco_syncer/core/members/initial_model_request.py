@@ -38,8 +38,8 @@ class InitialModelRequest:
         if self.connection is not None:
             return
         invited = self._expected_process(now)
-        if invited in ("", slot.process) or self._failures[slot.process] < self._failures[invited]:
-            self.connection = slot.connection
+        if invited in ("", slot.holder.process) or self._failures[slot.holder.process] < self._failures[invited]:
+            self.connection = slot.holder.connection
             self._invited = ("", 0.0)
 
     def complete(self) -> None:
@@ -53,7 +53,7 @@ class InitialModelRequest:
         self.connection = None
         slot = self._state.members.by_connection(connection)
         if slot is not None:
-            self._failures[slot.process] += 1
+            self._failures[slot.holder.process] += 1
 
     def advance(self, now: float) -> None:
         """Invite the next learner if version 0 is missing and none is uploading it."""
@@ -69,23 +69,23 @@ class InitialModelRequest:
             self._failures[self._invited[0]] += 1  # it did not come back
             self._invited = ("", 0.0)
         connected = [
-            slot for slot in state.members.slots if slot.connection is not None and self._may_upload(slot, now)
+            slot for slot in state.members.slots if slot.holder.connection is not None and self._may_upload(slot, now)
         ]
         if not connected:
             return
-        slot = min(connected, key=lambda slot: self._failures[slot.process])
-        assert slot.connection is not None
-        self._invited = (slot.process, now + state.config.heartbeat_timeout)
-        self._actions.add(ev.RequestInitialModel(slot.connection))
+        slot = min(connected, key=lambda slot: self._failures[slot.holder.process])
+        assert slot.holder.connection is not None
+        self._invited = (slot.holder.process, now + state.config.heartbeat_timeout)
+        self._actions.add(ev.RequestInitialModel(slot.holder.connection))
 
     def _may_upload(self, slot: Slot, now: float) -> bool:
         if self._recovery.is_rebuilding:
-            return slot.connection is not None and self._recovery.may_give_version_0(slot.connection, now)
+            return slot.holder.connection is not None and self._recovery.may_give_version_0(slot.holder.connection, now)
         return self._state.config.mode.builds_version_0(slot)
 
     def _expected_process(self, now: float) -> str:
         """The process that was invited and is expected back; empty: none is."""
         process, until = self._invited
-        if now < until and any(s.occupied and s.process == process for s in self._state.members.slots):
+        if now < until and any(s.occupied and s.holder.process == process for s in self._state.members.slots):
             return process
         return ""

@@ -134,7 +134,7 @@ class StateDonors:
 
     def _is_young(self, connection: int) -> bool:
         slot = self.state.members.by_connection(connection)
-        return slot is not None and slot.young_optimizer
+        return slot is not None and slot.reported.young_optimizer
 
     def _another_may_come(self, now: float) -> bool:
         """Whether a learner has yet to make its first step that may find its own state, or one that trained and did
@@ -142,11 +142,11 @@ class StateDonors:
         away = (SlotState.SUSPECT, SlotState.LOST)
         without = {connection for connection, request in self._requests.items() if request.patient}
         for slot in self.state.members.current:
-            if slot.connection is not None:
-                may_come = slot.occupied and slot.connection not in without and not slot.advanced
+            if slot.holder.connection is not None:
+                may_come = slot.occupied and slot.holder.connection not in without and not slot.reported.advanced
             else:
-                recent = now - slot.heard_at < self.state.config.rejoin_seconds
-                may_come = slot.state in away and recent and slot.step > 0 and not slot.young_optimizer
+                recent = now - slot.holder.heard_at < self.state.config.rejoin_seconds
+                may_come = slot.state in away and recent and slot.step > 0 and not slot.reported.young_optimizer
             if may_come:
                 return True
         return False
@@ -155,13 +155,18 @@ class StateDonors:
         """The connection of the active learner with the most steps in its tenure; if ``young``, rather than none one
         whose optimizer began fresh a while ago."""
         healthy = [
-            (not slot.young_optimizer, slot.step - slot.step_at_seat, -slot.index, slot.connection)
+            (
+                not slot.reported.young_optimizer,
+                slot.step - slot.reported.step_at_seat,
+                -slot.index,
+                slot.holder.connection,
+            )
             for slot in self.state.members.slots
             if slot.state in (SlotState.ACTIVE, SlotState.DRAINING)
-            and slot.ready
-            and slot.advanced
-            and slot.connection is not None
-            and slot.connection not in excluded
-            and (young or not slot.young_optimizer)
+            and slot.holder.ready
+            and slot.reported.advanced
+            and slot.holder.connection is not None
+            and slot.holder.connection not in excluded
+            and (young or not slot.reported.young_optimizer)
         ]
         return max(healthy)[3] if healthy else None

@@ -62,7 +62,7 @@ class Aggregator:
         state.norm_gate.record_pass(header.fragment)
         slot = state.members.slots[header.slot]
         apply_report(state, self._actions, slot, header.report, now)
-        slot.accepted_sequence[header.fragment] = header.sequence
+        slot.pushes.mark_accepted(header.fragment, header.sequence)
         push = Accepted(header, event.handle, event.norm)
         opened = state.rounds.open.get(header.fragment)
         if opened is None and header.round:
@@ -106,7 +106,7 @@ class Aggregator:
         for opened in rounds.open.values():
             responded = opened.slots()
             for learner in active if not opened.merging else ():
-                connection = slots[learner.slot].connection
+                connection = slots[learner.slot].holder.connection
                 if learner.slot in responded or connection is None:
                     continue
                 if rounds.is_pull_due(opened, learner.slot, connection, now):
@@ -206,8 +206,8 @@ class Aggregator:
         for push in closed.pushes:
             slot = state.members.slots[push.header.slot]
             self._count_merged(slot, push.header, event.version)
-            if not slot.merged_since and push.header.incarnation == slot.incarnation:
-                slot.merged_since = True
+            if not slot.holder.merged_since and push.header.incarnation == slot.holder.incarnation:
+                slot.holder.merged_since = True
                 message = f"{slot.learner} is in a merge (fragment {event.fragment})"
                 self._actions.record_event(EventKind.FIRST_MERGE, slot, message)
             self._actions.add(ev.ReleasePush(push.handle))
@@ -228,26 +228,25 @@ class Aggregator:
         slot.merged_pushes += 1
         slot.merged_last_step[header.fragment] = max(header.last_step, slot.merged_last_step.get(header.fragment, 0))
         if current:
-            slot.merged[header.fragment] = MergedPush(header.sequence, version)
-            accepted = slot.accepted_sequence.get(header.fragment, 0)
-            slot.accepted_sequence[header.fragment] = max(accepted, header.sequence)
+            slot.pushes.mark_merged(header.fragment, MergedPush(header.sequence, version))
 
     def _update_lateness(self, closed: Round, now: float) -> None:
         """A slot that was late in three rounds running is starved, until it is in time again."""
         responded = closed.slots()
         for index in closed.pulled:
             slot = self._state.members.slots[index]
+            pushes, told = slot.pushes, slot.told
             if index in responded or not slot.occupied:
-                slot.late_rounds = 0
-                slot.starved = False
+                pushes.late_rounds = 0
+                pushes.starved = False
                 continue
-            slot.late_rounds += 1
-            if slot.late_rounds >= LATE_ROUNDS and not slot.starved:
-                slot.starved = True
-                if now - slot.starved_told_at < STARVED_QUIET_SECONDS:
+            pushes.late_rounds += 1
+            if pushes.late_rounds >= LATE_ROUNDS and not pushes.starved:
+                pushes.starved = True
+                if now - told.starved_at < STARVED_QUIET_SECONDS:
                     continue
-                slot.starved_told_at = now
-                message = f"the updates of {slot.learner} came after the merge in {slot.late_rounds} rounds running"
+                told.starved_at = now
+                message = f"the updates of {slot.learner} came after the merge in {pushes.late_rounds} rounds running"
                 self._actions.record_event(EventKind.STARVED, slot, message)
 
     # ---------------------------------------------------------------- after a restart
@@ -288,8 +287,7 @@ class Aggregator:
             hold_unknown_offer(state.ledger, header)
         if current:
             state.ledger.apply_report(slot.index, header.report)
-            accepted = slot.accepted_sequence.get(header.fragment, 0)
-            slot.accepted_sequence[header.fragment] = max(header.sequence, accepted)
+            slot.pushes.mark_accepted(header.fragment, header.sequence)
         slot.step = max(slot.step, header.report.slot_step)
         self._advance_cursors(slot, header)
         self._offers.setdefault(header.fragment, []).append(Accepted(header, handle, norm))

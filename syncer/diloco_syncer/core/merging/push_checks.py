@@ -105,12 +105,12 @@ class PushChecks:
         return None
 
     def _check_sender(self, header: PushHeader, slot: Slot | None, process: str | None) -> Refusal | None:
-        if slot is None or not slot.incarnation:
+        if slot is None or not slot.holder.incarnation:
             return PushRefusal.NO_SLOT, f"no process holds slot {header.slot}: join first"
-        if process is not None and process != slot.process:
+        if process is not None and process != slot.holder.process:
             return PushRefusal.FENCED, f"slot {slot.index} is another process's"
-        if header.incarnation != slot.incarnation:
-            return PushRefusal.FENCED, f"incarnation {header.incarnation} was replaced by {slot.incarnation}"
+        if header.incarnation != slot.holder.incarnation:
+            return PushRefusal.FENCED, f"incarnation {header.incarnation} was replaced by {slot.holder.incarnation}"
         assert self._state.ledger
         tenure = self._state.ledger.books[slot.index].first_incarnation
         if header.report.tenure not in (0, tenure):
@@ -156,7 +156,7 @@ class PushChecks:
         return (PushRefusal.INCONSISTENT, nonsense) if nonsense else None
 
     def _check_steps(self, header: PushHeader, slot: Slot, version: int, opened: Round | None) -> Refusal | None:
-        merged = slot.merged.get(header.fragment)
+        merged = slot.pushes.merged.get(header.fragment)
         if merged is not None and header.base_version < merged.version:
             words = f"base {header.base_version} is older than the slot's merge in {merged.version}"
             return PushRefusal.ALREADY_MERGED, words
@@ -181,7 +181,7 @@ class PushChecks:
 
 
 def _check_repeated(header: PushHeader, slot: Slot) -> Refusal | None:
-    if header.sequence <= slot.accepted_sequence.get(header.fragment, 0):
+    if header.sequence <= slot.pushes.accepted_sequence.get(header.fragment, 0):
         return PushRefusal.REPEATED, f"push {header.sequence} of fragment {header.fragment} was taken before"
     return None
 

@@ -96,7 +96,7 @@ class JoinRecovery:
             return None
         # The store has never heard of the process. Receipts count by slot, so it is that very slot or none.
         slot = self.state.slot(join.slot)
-        return slot if slot is not None and not slot.incarnation and not slot.retired else None
+        return slot if slot is not None and not slot.holder.incarnation and not slot.retired else None
 
     def _is_same_tenure(self, slot: Slot, join: ev.Join) -> bool:
         """Whether the open tenure of the process's slot is the one that the process counts in. It is not if a state

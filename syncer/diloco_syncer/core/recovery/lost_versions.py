@@ -319,7 +319,7 @@ class VersionRecovery:
         """Whether every learner that may hold something is connected or was given up. In a rebuild the store
         does not know its learners: all places are waited for, for a while."""
         state = self._state
-        if any(slot.occupied and slot.connection is None for slot in state.members.slots):
+        if any(slot.occupied and slot.holder.connection is None for slot in state.members.slots):
             return False
         present = sum(slot.occupied for slot in state.members.slots)
         if state.phase is JobPhase.WAITING and present < state.config.rules.quorum:

@@ -11,6 +11,7 @@ from dataclasses import astuple
 
 from diloco_protocol.wire import limits
 from diloco_syncer.core.books.ledger import SlotBook
+from diloco_syncer.core.books.slots import PushHistory
 from diloco_syncer.core.state import JobState
 
 SANE_STEP = 1 << 48  # of a slot; far from where steps stop counting, and far beyond any job
@@ -28,7 +29,7 @@ def repair_state(state: JobState) -> list[str]:
     members = state.members
     if members.next_incarnation > SANE_STEP:
         members.next_incarnation = 1 + max(
-            (s.incarnation for s in members.slots if s.incarnation < SANE_STEP), default=0
+            (s.holder.incarnation for s in members.slots if s.holder.incarnation < SANE_STEP), default=0
         )
         repairs.append(f"the next incarnation is {members.next_incarnation}: the one before was impossible")
     if state.leases is not None and state.leases.sequences > limits.MAX_SEQUENCES:
@@ -69,15 +70,14 @@ def _repair_steps(state: JobState) -> list[str]:
     sane = max((slot.step for slot in slots if slot.step <= SANE_STEP), default=0)
     repairs = []
     for slot in slots:
-        numbers = [slot.step, slot.step_at_seat, *slot.merged_last_step.values()]
-        numbers += [push.sequence for push in slot.merged.values()]
+        numbers = [slot.step, slot.reported.step_at_seat, *slot.merged_last_step.values()]
+        numbers += [push.sequence for push in slot.pushes.merged.values()]
         if max(map(abs, numbers)) <= SANE_STEP:
             continue
-        slot.step = slot.step_at_seat = sane
+        slot.step = slot.reported.step_at_seat = sane
         if state.rounds is not None:
             state.rounds.begin_progress(slot.index, sane)
         slot.merged_last_step = {p: min(step, sane) for p, step in slot.merged_last_step.items()}
-        slot.merged.clear()
-        slot.accepted_sequence.clear()
+        slot.pushes = PushHistory()
         repairs.append(f"slot {slot.index}: its steps were impossible; it continues at step {sane}")
     return repairs

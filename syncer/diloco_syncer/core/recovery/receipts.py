@@ -45,7 +45,7 @@ def tenure_hash(state: JobState, slot: Slot) -> int:
     first = state.ledger.books[slot.index].first_incarnation
     if not first:
         return 0
-    digest = hashlib.sha256(f"{first}:{slot.process}".encode()).digest()
+    digest = hashlib.sha256(f"{first}:{slot.holder.process}".encode()).digest()
     return int.from_bytes(digest[:8], "big") | 1
 
 
@@ -56,9 +56,9 @@ def make_receipt(state: JobState, fragment: int) -> Receipt:
     for slot in state.members.slots:
         cell = state.ledger.books[slot.index].cells[fragment]
         # The restored state may be older than the slot's first process, whose merges are in records after it.
-        if not slot.incarnation and not cell.merged:
+        if not slot.holder.incarnation and not cell.merged:
             continue
-        newest = slot.merged.get(fragment, MergedPush())
+        newest = slot.pushes.merged.get(fragment, MergedPush())
         rows.append(
             SlotReceipt(
                 slot.index,
@@ -108,7 +108,7 @@ def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], rec
     over: dict[int, Slot] = {}
     for header in headers:
         slot = state.slot(header.slot)
-        if slot is None or header.incarnation <= slot.incarnation:
+        if slot is None or header.incarnation <= slot.holder.incarnation:
             continue
         state.members.next_incarnation = max(state.members.next_incarnation, header.incarnation + 1)
         if not _is_of_tenure(header, slot, state.ledger.books[slot.index].first_incarnation):
@@ -123,7 +123,7 @@ def close_superseded_tenures(state: JobState, headers: Iterable[PushHeader], rec
         state.slots_with_unknown_tenure.add(slot.index)
         # The slot is free: its former process is refused, and its leases go to others.
         slot.state = SlotState.EMPTY
-        slot.process = ""
+        slot.holder.process = ""
         if state.leases:
             state.leases.return_leases(slot.index)
 
@@ -132,7 +132,7 @@ def _is_of_tenure(header: PushHeader, slot: Slot, tenure: int) -> bool:
     """Whether a push of an incarnation that the state lacks is of the slot's tenure in the state; 0: none is open."""
     if header.report.tenure and tenure:
         return header.report.tenure == tenure
-    return bool(tenure) and header.report.slot_step - header.report.trained_steps == slot.step_at_seat
+    return bool(tenure) and header.report.slot_step - header.report.trained_steps == slot.reported.step_at_seat
 
 
 def apply_recovered_version(
@@ -155,9 +155,7 @@ def apply_recovered_version(
         slot.step = max(slot.step, row.last_step)
         slot.merged_last_step[fragment] = max(row.last_step, slot.merged_last_step.get(fragment, 0))
         if same and row.sequence:
-            slot.merged[fragment] = MergedPush(row.sequence, row.version)
-            accepted = slot.accepted_sequence.get(fragment, 0)
-            slot.accepted_sequence[fragment] = max(accepted, row.sequence)
+            slot.pushes.mark_merged(fragment, MergedPush(row.sequence, row.version))
     state.rounds.apply_recovered_version(fragment, version, {row.slot: row.last_step for row in rows})
     state.merges += version - before
     for begun, versions in state.epochs:

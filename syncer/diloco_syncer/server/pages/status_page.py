@@ -87,5 +87,5 @@ class StatusPage:
         )
 
     def _find_link(self, slot: int) -> LinkMeasures | None:
-        connection = self.sessions.find_connection(self.core.slots[slot].connection)
+        connection = self.sessions.find_connection(self.core.slots[slot].holder.connection)
         return None if connection is None else connection.link

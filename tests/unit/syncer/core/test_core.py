@@ -292,13 +292,13 @@ def test_an_older_pod_does_not_take_its_place_back() -> None:
         (refused,) = of(actions, ev.Refuse)
         assert (refused.reason, refused.fatal) == ("superseded", True)
     state = desk.core.state(0.0)
-    assert desk.core.slots[0].process == "c1"
+    assert desk.core.slots[0].holder.process == "c1"
     # The same after a restart of the syncer; a container of the newest pod is welcome.
     desk.core._state.members.load(state["job"]["members"], 0.0)
     (refused,) = of(desk.join(6, 0, "a3", pod="aa"), ev.Refuse)
     assert refused.reason == "superseded"
     assert not [r for r in of(desk.join(7, 0, "c2", pod="cc"), ev.Refuse) if r.connection == 7]
-    assert desk.core.slots[0].process == "c2"
+    assert desk.core.slots[0].holder.process == "c2"
 
 
 def test_a_process_whose_place_went_to_a_newer_one_does_not_take_it_back() -> None:

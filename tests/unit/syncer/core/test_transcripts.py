@@ -152,7 +152,7 @@ class Story:
             opened = self.core.open_rounds.get(0)
             round = opened.id if opened else 0
         count = last - first + 1
-        incarnation = of.pop("incarnation", self.core.slots[slot].incarnation)
+        incarnation = of.pop("incarnation", self.core.slots[slot].holder.incarnation)
         header = PushHeader(
             0,
             sequence,

@@ -205,7 +205,7 @@ class Bench:
             layout_digest=LAYOUT.digest,
             report=self.report(connection, 1),
         )
-        return {"slot": slot.index, "incarnation": slot.incarnation, "push": push}
+        return {"slot": slot.index, "incarnation": slot.holder.incarnation, "push": push}
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60) -> None:
@@ -277,8 +277,8 @@ async def test_an_offer_that_comes_again_in_another_session_hears_repeated_only_
         del bench.syncer.sessions._connections[1]
         bench.connect(2, 0, "a", before=fields["incarnation"])
         slot = bench.syncer.core.slot_by_connection(2)
-        assert slot is not None and slot.incarnation > fields["incarnation"]
-        again = asyncio.create_task(bench.upload("a", delta, **fields | {"incarnation": slot.incarnation}))
+        assert slot is not None and slot.holder.incarnation > fields["incarnation"]
+        again = asyncio.create_task(bench.upload("a", delta, **fields | {"incarnation": slot.holder.incarnation}))
         done, _ = await asyncio.wait((first, again), timeout=0.3)
         assert not done and not list(tmp_path.glob("offers/*"))
         full = False

@@ -19,10 +19,10 @@ def test_a_report_of_the_tenure_before_changes_nothing() -> None:
     assert core.ledger is not None
     core.handle(ev.Reported(2, counted(first.tenure, 6, 6, base=1, confirmed=40)), 0.0)  # made before it heard
     assert core.ledger.dropped(0, 0) == {"died": 20} and core.ledger.pending(0, 0) == 0
-    assert not core.slots[0].ready, "it has no base yet"
+    assert not core.slots[0].holder.ready, "it has no base yet"
     core.handle(ev.Reported(2, counted(seat.tenure, 7, 1, base=1)), 0.0)
     assert core.ledger.trained(0) == 70 and core.ledger.pending(0, 0) == 10 and not imbalances(core.ledger)
-    assert core.slots[0].ready and core.slots[0].step == 7
+    assert core.slots[0].holder.ready and core.slots[0].step == 7
 
 
 @pytest.mark.promise("Counts of an ended tenure change nothing in the next one, neither as a report nor as a push")

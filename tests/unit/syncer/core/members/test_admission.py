@@ -52,11 +52,11 @@ def test_who_comes_back_is_asked_again_for_the_rounds_that_are_open() -> None:
 def test_a_process_that_claims_a_huge_incarnation_does_not_move_the_counter() -> None:
     desk = Desk(config())
     desk.join(1, 0, previous_incarnation=1 << 62)
-    assert desk.core.slots[0].incarnation == 1
+    assert desk.core.slots[0].holder.incarnation == 1
     desk.join(2, 1, tenure=1 << 62)
-    assert desk.core.slots[1].incarnation == 2
+    assert desk.core.slots[1].holder.incarnation == 2
     desk.join(3, 1, previous_incarnation=1000)
-    assert desk.core.slots[1].incarnation == 1001, "a lost state may have given that one"
+    assert desk.core.slots[1].holder.incarnation == 1001, "a lost state may have given that one"
 
 
 def test_pods_and_places_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_the_end_of_a_former_process_takes_nothing_from_its_successor_or_from_an
     desk.join(2, 0, process="new")
     desk.join(3, 1, process="spare")
     desk.do(ev.ProcessEnded("r", 0, "p1", "killed"))
-    assert (desk.core.slots[0].process, desk.core.slots[0].state) == ("new", "active")
+    assert (desk.core.slots[0].holder.process, desk.core.slots[0].state) == ("new", "active")
     assert not of(desk.do(ev.ProcessEnded("r", 1, "other", "killed")), ev.Refuse)
     (told,) = of(desk.do(ev.ProcessEnded("r", 1, "spare", "killed")), ev.Refuse)
     assert (told.connection, told.fatal) == (3, False)
@@ -151,9 +151,9 @@ def test_the_nominal_slot_of_a_place_is_not_taken_from_who_holds_it() -> None:
     desk = Desk(config(slots=2))
     desk.begin(1)  # r-0 has slot 0
     desk.join(5, 7, process="elsewhere")  # r-7 has no place: it gets slot 1, r-1's
-    assert desk.core.slots[1].process == "elsewhere"
+    assert desk.core.slots[1].holder.process == "elsewhere"
     (spare,) = of(desk.join(6, 1), ev.Admit)
-    assert spare.seat is None and desk.core.slots[1].process == "elsewhere"
+    assert spare.seat is None and desk.core.slots[1].holder.process == "elsewhere"
 
 
 def test_a_region_holds_no_more_slots_than_the_job_gives_it_and_one_that_the_job_lacks_none() -> None:
@@ -174,7 +174,7 @@ def test_a_process_id_from_another_place_is_not_the_process_that_has_the_slot() 
     desk.begin(2)
     (admitted,) = of(desk.join(9, 0, process="p2", previous_incarnation=2), ev.Admit)
     assert admitted.seat is not None and (admitted.seat.slot, admitted.seat.continuing) == (0, False)
-    assert desk.core.slots[1].connection == 2
+    assert desk.core.slots[1].holder.connection == 2
 
 
 def test_of_three_evaluators_the_first_is_told_to_leave() -> None:

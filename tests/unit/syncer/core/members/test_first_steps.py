@@ -22,7 +22,7 @@ def told(desk: Desk) -> list[ev.RecordEvent]:
 
 
 def problems(desk: Desk) -> list[str]:
-    return [slot.problem for slot in desk.core.slots]
+    return [slot.told.problem for slot in desk.core.slots]
 
 
 @pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")

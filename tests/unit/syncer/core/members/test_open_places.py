@@ -119,7 +119,7 @@ def test_a_lost_process_comes_back_to_its_slot_with_its_work() -> None:
     desk = begun()
     desk.join(3, VISITOR, "visitor")
     desk.report(3, 10)
-    incarnation = desk.core.slots[2].incarnation
+    incarnation = desk.core.slots[2].holder.incarnation
     desk.do(ev.ConnectionLost(3))
     for _ in range(4):
         desk.now += 3.0
@@ -188,7 +188,7 @@ def test_over_a_restart_who_is_there_keeps_slot_and_place() -> None:
     state = json.loads(json.dumps(desk.core.state(desk.now, desk.now)))
     again = Desk(config(2, **OPEN), state, 2)
     assert current(again) == [1, 2]
-    join = again.join(7, VISITOR, "visitor", previous_incarnation=desk.core.slots[2].incarnation)
+    join = again.join(7, VISITOR, "visitor", previous_incarnation=desk.core.slots[2].holder.incarnation)
     assert seat(join) == (2, 10)
     assert seat(again.join(8, 0)) is not None
     assert len(current(again)) == 3

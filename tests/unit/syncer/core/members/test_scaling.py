@@ -87,7 +87,7 @@ class Job:
 
     def slots(self) -> dict[str, int]:
         """Processes by slot, of those that hold one."""
-        return {slot.process: slot.index for slot in self.core.slots if slot.process}
+        return {slot.holder.process: slot.index for slot in self.core.slots if slot.holder.process}
 
     def retired(self) -> list[int]:
         return [slot.index for slot in self.core.slots if slot.retired]
@@ -203,7 +203,7 @@ def test_a_spare_that_took_over_is_not_taken_for_one_who_leaves() -> None:
     job.core.handle(ev.ProcessEnded("a", 1, "a1", "killed"), job.now)
     job.core.handle(ev.Tick(), job.now)
     assert job.slots() == {"a0": 0, "a2": 1}
-    job.incarnations["a2"] = job.core.slots[1].incarnation
+    job.incarnations["a2"] = job.core.slots[1].holder.incarnation
     job.start({"a": 2})
     assert not job.retired()
     seat = job.join("a", 2)

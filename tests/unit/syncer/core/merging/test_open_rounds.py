@@ -90,7 +90,7 @@ def test_a_push_that_was_refused_is_asked_for_again() -> None:
 def test_a_learner_that_comes_back_is_asked_at_once() -> None:
     job = Job()
     (pull,) = of(job.train(0, 4), ev.Pull)
-    incarnation = job.core.slots[0].incarnation
+    incarnation = job.core.slots[0].holder.incarnation
     job.do(ev.ConnectionLost(1))
     job.join(7, 0, "p1", previous_incarnation=incarnation, tenure=incarnation)
     (again,) = of(job.report(7, 4), ev.Pull)

@@ -160,7 +160,7 @@ def test_who_is_late_three_times_running_is_starved_until_it_is_in_time() -> Non
     told = []
     for number in range(1, 8):
         merge_alone(desk, number, late_one_too=number == 4)
-        told.append(desk.core.slots[1].starved)
+        told.append(desk.core.slots[1].pushes.starved)
     assert told == [False, False, True, False, False, False, True]
 
 
@@ -172,7 +172,7 @@ def test_that_a_slot_is_starved_is_an_event_once_a_minute(pause: float, events: 
     for number in range(1, 8):
         merge_alone(desk, number, late_one_too=number == 4)
         desk.later(pause if number == 4 else 0.0)
-    assert desk.core.slots[1].starved
+    assert desk.core.slots[1].pushes.starved
     assert sum(note.kind == "starved" for note in of(desk.log, ev.RecordEvent)) == events
 
 

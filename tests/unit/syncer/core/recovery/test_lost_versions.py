@@ -68,7 +68,7 @@ class Life:
     def merge(self, fragment: int, version: int, slot: int, last: int, told: StepReport) -> None:
         """The slot's push of its steps up to ``last`` is merged alone."""
         first = 1
-        incarnation = self.core.slots[slot].incarnation
+        incarnation = self.core.slots[slot].holder.incarnation
         rounds = self.core._state.rounds
         assert rounds is not None
         opened = rounds.open.get(fragment) or rounds.open_round(fragment, self.now, ())
