@@ -37,10 +37,10 @@ from typing import Any
 import common
 import parallel
 import programs
-from diloco.simulate.bandwidth import Case, star_need
 from diloco_protocol.bandwidth import model as bandwidth
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import load_job
+from lab.bandwidth import Case, star_need
 from relay import Carried, Link, Relays
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny-gpt.yaml"

@@ -24,7 +24,7 @@ from itertools import count
 import numpy as np
 
 from diloco.simulate.failures import RepairTimes
-from diloco.simulate.goodput.fleet import WARM_UP_REPAIRS, Fleet
+from diloco.simulate.fleet import WARM_UP_REPAIRS, Fleet
 from diloco_protocol.wire.records import Announcement, Held, Join, Payload, PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.rounds import RoundRules

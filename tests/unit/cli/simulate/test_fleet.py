@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.simulate.failures import RepairTimes
-from diloco.simulate.goodput.fleet import Fleet, Result, Run, Stops, simulate_fleets
+from diloco.simulate.fleet import Fleet, Result, Run, Stops, simulate_fleets
 from example_counts import share_of
 
 REPAIRS = RepairTimes.with_mean(600.0, 0.7, 2.0)

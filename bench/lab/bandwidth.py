@@ -1,4 +1,4 @@
-"""``diloco simulate bandwidth``: what links need, and how much of its time a learner computes on a given link.
+"""``bench/link_needs.py``: what links need, and how much of its time a learner computes on a given link.
 
 The formulas and the queue are ``diloco_protocol.bandwidth.model``, the bytes of a star's exchange ``links``. Here they
 are put beside what the paper reports for an all-reduce of fragments, and swept over bandwidths. Rates are bits per
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco.simulate.tables import format_table
 from diloco_protocol.bandwidth import links, model
 from diloco_protocol.bandwidth.links import Need
 from diloco_protocol.bandwidth.model import Turn
@@ -162,3 +163,63 @@ def _star_shares(case: Case, overlaps: Sequence[int], bits: float) -> Iterator[t
             share = model.utilisation(turn, model.run_steps(turn, case.utilisation), *seconds)
             formula = model.formula_utilisation(turn, sum(seconds))
             yield f"star, {up} up, {down} down, overlap {overlap}", 100 * share, 100 * formula
+
+
+# ------------------------------------------------------------------ for people
+
+
+def bandwidth_text(document: Row) -> str:
+    """The published needs, our star's, and the curves."""
+    rows = document["rows"]
+    published = [
+        [row["name"], f"{row['published']:g}", f"{row['value']:.3g}", f"{row['ratio']:.3g}"]
+        for row in rows
+        if "published" in row
+    ]
+    ours = [
+        [
+            row["name"],
+            *(("none is enough", "-") if row["value"] is None else (f"{row['value']:.3g}", f"{row['ratio']:.3g}")),
+        ]
+        for row in rows
+        if row["kind"] == "need" and "published" not in row
+    ]
+    curves = [row for row in rows if row["kind"] == "curve"]
+    series = list(dict.fromkeys(row["series"] for row in curves))
+    rates = list(dict.fromkeys(row["rate"] for row in curves))
+    found = {(row["series"], row["rate"]): row for row in curves}
+    times = "data-parallel ÷ it"
+
+    def shares(field: str) -> str:
+        lines = [[name, *(f"{found[name, rate][field]:.3g}" for rate in rates)] for name in series]
+        return format_table(["", *(f"{rate:g}" for rate in rates)], lines)
+
+    return "\n\n".join(
+        [
+            format_table(["Gbit/s needed, 5e9 parameters, steps of 1 s", "published", "ours", times], published),
+            format_table([document["title"], "Gbit/s", times], ours),
+            "Share of its time (%) that a learner computes, by the queue; columns: Gbit/s of its link, each way. (A "
+            "learner of this project does not wait on a slow link: its merges become rarer, in the same proportion.)",
+            shares("value"),
+            "The same by the formula, which counts one exchange at a time:",
+            shares("formula"),
+        ]
+    )
+
+
+def utilisation_plots(rows: Sequence[Row]) -> list[Row]:
+    """The share of its time that a learner computes, against the bandwidth of its link: by the queue, and by the
+    formula."""
+    curves = [row for row in rows if row["kind"] == "curve"]
+    axes = {
+        "x": {"name": "bandwidth, each way", "unit": "Gbit/s", "log": True},
+        "y": {"name": "computing", "unit": "%"},
+    }
+    plots = []
+    for by, field in (("queue", "value"), ("formula", "formula")):
+        series = []
+        for name in dict.fromkeys(row["series"] for row in curves):
+            of = [row for row in curves if row["series"] == name]
+            series.append({"name": name, "x": [row["rate"] for row in of], "y": [row[field] for row in of]})
+        plots.append({"title": f"Share of its time that a learner computes, by the {by}", **axes, "series": series})
+    return plots

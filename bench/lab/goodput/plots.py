@@ -1,11 +1,10 @@
-"""The simulators' rows as plots of a report (``diloco.reports``), in its JSON."""
+"""The rows of ``bench/goodput.py`` as plots of a report (``diloco.reports``), in its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-Row = dict[str, Any]
+from diloco.simulate.advice import Row, label
 
 
 def goodput_plots(rows: Sequence[Row]) -> list[Row]:
@@ -15,7 +14,7 @@ def goodput_plots(rows: Sequence[Row]) -> list[Row]:
     series = []
     for method, learners in dict.fromkeys((row["method"], row["learners"]) for row in cells):
         of = [row for row in cells if (row["method"], row["learners"]) == (method, learners)]
-        name = f"M = {learners}" if method == "decoupled" else method
+        name = label(method, learners)
         ours = {"name": name, "x": [row["chips"] for row in of], "y": [row["value"] for row in of]}
         series.append({**ours, "low": [row["low"] for row in of], "high": [row["high"] for row in of]})
         known = [row for row in of if "published" in row]
@@ -26,21 +25,3 @@ def goodput_plots(rows: Sequence[Row]) -> list[Row]:
         return []
     axes = {"x": {"name": "chips", "log": True}, "y": {"name": "goodput", "unit": "%"}}
     return [{"title": "Goodput under chip failures", **axes, "series": series}]
-
-
-def utilisation_plots(rows: Sequence[Row]) -> list[Row]:
-    """The share of its time that a learner computes, against the bandwidth of its link: by the queue, and by the
-    formula."""
-    curves = [row for row in rows if row["kind"] == "curve"]
-    axes = {
-        "x": {"name": "bandwidth, each way", "unit": "Gbit/s", "log": True},
-        "y": {"name": "computing", "unit": "%"},
-    }
-    plots = []
-    for by, field in (("queue", "value"), ("formula", "formula")):
-        series = []
-        for name in dict.fromkeys(row["series"] for row in curves):
-            of = [row for row in curves if row["series"] == name]
-            series.append({"name": name, "x": [row["rate"] for row in of], "y": [row[field] for row in of]})
-        plots.append({"title": f"Share of its time that a learner computes, by the {by}", **axes, "series": series})
-    return plots

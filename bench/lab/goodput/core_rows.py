@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from diloco.simulate.cells import CellCache
-from diloco.simulate.goodput import published
-from diloco.simulate.goodput.core_fleet import CoreFleet, CoreResult, Sync
-from diloco.simulate.goodput.fleet import Fleet, Result, Run, simulate_fleets
-from diloco.simulate.goodput.pace import uneven_steps
-from diloco.simulate.goodput.rows import FleetConditions, Row, Told, make_row, mean_and_half_width
+from diloco.simulate.advice import FleetConditions, Row, make_row, mean_and_half_width
+from diloco.simulate.fleet import Fleet, Result, Run, simulate_fleets
+from lab.cells import CellCache
+from lab.goodput import published
+from lab.goodput.core_fleet import CoreFleet, CoreResult, Sync
+from lab.goodput.pace import uneven_steps
+from lab.goodput.rows import Told
 
 _MOST_PENDING = 3.0  # turns of H steps: one that is being made, one that is being merged, one that came late
 

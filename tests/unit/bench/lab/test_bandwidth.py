@@ -1,4 +1,4 @@
-"""`diloco simulate bandwidth`: the published needs, and curves that agree with the needs."""
+"""`bench/link_needs.py`: the published needs, and curves that agree with the needs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from diloco.main import app
-from diloco.simulate import bandwidth
-from diloco.simulate.bandwidth import Case, curve_rows, published_rows, star_need
+import link_needs
 from diloco_protocol.bandwidth import links, model
 from diloco_protocol.bandwidth.model import Turn
+from lab import bandwidth
+from lab.bandwidth import Case, curve_rows, published_rows, star_need
 
 PAPER = Case(5_000_000_000, 8, Turn(24, 24, 2, 1.0))
 
@@ -55,16 +54,12 @@ def test_curves_rise_with_bandwidth_and_reach_what_links_are_sized_for() -> None
     assert ours[0.01]["ratio"] == pytest.approx(gradients / (links.FRAMING * carried.up), rel=0.03)
 
 
-def diloco(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["simulate", "bandwidth", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+def test_the_script_says_link_and_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> str:
+        assert link_needs.main(["--quick", *arguments]) == 0
+        return capsys.readouterr().out
 
-
-def test_the_command_says_link_and_hub(tmp_path: Path) -> None:
-    code, output = diloco("--quick", "--json", "--params", "350M", "--learners", "4", "--overlap", "1,2")
-    assert code == 0
-    rows = json.loads(output)["rows"]
+    rows = json.loads(said("--json", "--params", "350M", "--learners", "4", "--overlap", "1,2"))["rows"]
     assert {"name", "value", "unit", "baseline", "ratio"} <= set.intersection(*(set(row) for row in rows))
     parts = {
         row["part"]: row["value"]
@@ -73,7 +68,7 @@ def test_the_command_says_link_and_hub(tmp_path: Path) -> None:
     }
     assert parts["hub, in"] == pytest.approx(4 * parts["link, up"])
     assert parts["hub, out"] == pytest.approx(4 * parts["link, down"])
-    code, text = diloco("--quick", "--report", str(tmp_path))
+    text = said("--report", str(tmp_path))
     shares = [line for line in text.splitlines() if line.startswith("star, int4 up, bfloat16 down, overlap 2")]
     assert len(shares) == 2 and shares[0] != shares[1]  # by the queue, and by the formula
     plots = json.loads((tmp_path / "report.json").read_text())["plots"]
@@ -82,7 +77,7 @@ def test_the_command_says_link_and_hub(tmp_path: Path) -> None:
     assert by_queue.keys() == by_formula.keys() and by_queue != by_formula
     assert by_queue["data-parallel, bfloat16"] == by_formula["data-parallel, bfloat16"], "there is no queue"
     assert all(plot["title"] in (tmp_path / "report.md").read_text() for plot in plots)
-    assert code == 0 and "198" in text and "0.84" in text and "hub, out" in text
+    assert "198" in text and "0.84" in text and "hub, out" in text
 
 
 @pytest.mark.parametrize(
@@ -96,6 +91,7 @@ def test_the_command_says_link_and_hub(tmp_path: Path) -> None:
         ("--utilisation", "1"),
     ],
 )
-def test_a_wrong_argument_is_named(option: str, wrong: str) -> None:
-    code, output = diloco(option, wrong)
-    assert code == 2 and option in output
+def test_a_wrong_argument_is_named(option: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        link_needs.main([option, wrong])
+    assert ended.value.code == 2 and option in capsys.readouterr().err

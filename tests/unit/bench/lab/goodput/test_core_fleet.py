@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from diloco.simulate.cells import CellCache
-from diloco.simulate.goodput import defaults, published
-from diloco.simulate.goodput.core_fleet import CoreFleet, Sync
-from diloco.simulate.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
-from diloco.simulate.goodput.fleet import Fleet, Run
-from diloco.simulate.goodput.rows import FleetConditions, goodput_rows, uneven_rows
-from diloco.simulate.tables import goodput_text
+from diloco.simulate import parameters
+from diloco.simulate.fleet import Fleet, Run
+from lab.cells import CellCache
+from lab.goodput.core_fleet import CoreFleet, Sync
+from lab.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
+from lab.goodput.rows import PAPER, goodput_rows, uneven_rows
+from lab.goodput.tables import goodput_text
 
 
 def silent(share: float) -> None:
@@ -25,7 +25,7 @@ def silent(share: float) -> None:
 
 def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp_path: Path) -> None:
     world = CoreFleet(
-        Fleet(1_200_000, 4, published.YEAR, defaults.STOPS), defaults.REPAIRS, Sync(), 3, time.perf_counter
+        Fleet(1_200_000, 4, parameters.YEAR, parameters.STOPS), parameters.REPAIRS, Sync(), 3, time.perf_counter
     )
     result = world.run(1000.0)
     assert world.core.ledger is not None
@@ -39,7 +39,7 @@ def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp
 @pytest.mark.untimed
 def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
     run = CoreRun(repetitions=4, failures=300, steps=2000, learner_steps=8000)
-    rows = core_rows((1_200_000,), (1, 2, 4), FleetConditions(), run, CellCache(tmp_path, []), silent)
+    rows = core_rows((1_200_000,), (1, 2, 4), PAPER, run, CellCache(tmp_path, []), silent)
     assert [row["agrees"] for row in rows] == [True] * 3, rows
 
 
@@ -47,7 +47,7 @@ def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
 @pytest.mark.untimed
 def test_unequal_learners_do_not_wait_but_merge_more_rarely(tmp_path: Path) -> None:
     run = CoreRun(repetitions=2, steps=160)
-    wide, racing, grace = uneven_core_rows(FleetConditions(), run, CellCache(tmp_path, []), silent)
+    wide, racing, grace = uneven_core_rows(PAPER, run, CellCache(tmp_path, []), silent)
     assert wide["value"] == pytest.approx(100, abs=4) and grace["value"] == pytest.approx(100, abs=4)
     assert wide["pace"] < 0.9 * grace["pace"] and wide["responders"] == 8 and grace["responders"] > 7
     # Whoever is first is merged alone, and the others' work grows too old.
@@ -58,10 +58,10 @@ def test_what_the_core_did_is_shown_to_people_too(tmp_path: Path) -> None:
     run, cells = CoreRun(repetitions=3, failures=10, steps=16, learner_steps=32), CellCache(tmp_path, [])
     fleet = Run(repetitions=3, failures=20, seed=0)
     rows = [
-        *goodput_rows((1_200_000,), (2,), FleetConditions(), fleet, silent),
+        *goodput_rows((1_200_000,), (2,), PAPER, fleet, silent),
         *uneven_rows(fleet),
-        *core_rows((1_200_000,), (2,), FleetConditions(), run, cells, silent),
-        *uneven_core_rows(FleetConditions(), run, cells, silent),
+        *core_rows((1_200_000,), (2,), PAPER, run, cells, silent),
+        *uneven_core_rows(PAPER, run, cells, silent),
     ]
     document = {
         "rows": rows,

@@ -2,13 +2,12 @@
 
 The figures are the paper's as several readers report them. It names the kinds of distribution and no number of them:
 parameters that are marked "fit" were chosen here so that the simulator meets the table, and say no more than that.
+Those of every fleet are in ``diloco.simulate.parameters``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-YEAR = 365.25 * 86400.0  # seconds
+from diloco.simulate.parameters import Parameter
 
 # Table 1: goodput (%) by chips, at one failure per chip and year.
 CHIPS: tuple[int, ...] = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
@@ -31,26 +30,7 @@ SCAVENGED_DECOUPLED = (0.90, 0.83, 0.75, 0.62)
 SCAVENGED_PARALLEL = (1.07, 1.09, 1.02, 0.80)  # readers disagree on the last
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A value of the simulator (seconds, chips or a number), and where it is from."""
-
-    value: float
-    source: str
-
-
-MTBI = Parameter(YEAR, "published: one year per chip")
 SLICE = Parameter(256, "fit: chips that go when one of them fails; a slice of 16 x 16")
-DOWNSCALE = Parameter(15.0, "fit: only the sum with upscale, 26 to 32 s, is pinned by the table")
-UPSCALE = Parameter(15.0, "fit: only the sum with downscale, 26 to 32 s, is pinned by the table")
-STEP = Parameter(3.0, "fit: a failure is noticed when a step ends")
-RESTART = Parameter(85.0, "fit: rigid data-parallel, from a failure to the next step")
-RIGID_STEP = Parameter(8.0, "fit: rigid data-parallel, as --step")
-REPAIR_MEAN = Parameter(600.0, "fit: the table allows some minutes to a quarter of an hour")
-REPAIR_SHAPE = Parameter(
-    0.7, "the exponentiated Weibull is published, this value is not: most repairs are short, few long"
-)
-REPAIR_POWER = Parameter(2.0, "not published: hardly any repair takes no time")
 
 # Learners of unequal speed: one half slower. Eight learners, 18 % and a variance of 10 % are published; how many are
 # slow, and that the variance is that of single steps, is not.
@@ -61,7 +41,7 @@ UNEVEN_VARIATION = Parameter(0.10, "published as a variance of 10 %; taken as th
 UNEVEN_OVERLAP = Parameter(0, "fit: steps that an exchange overlaps there; at 2 the simulator gives 91 for K = 8")
 GRACE_FACTOR = Parameter(0.9, "algorithm.md section 4: the share of an exchange's slack that the window takes")
 
-SCAVENGED_STEP = Parameter(10.5, "fit, with --scavenged-every: two parameters to four published values")
+SCAVENGED_STEP = Parameter(10.5, "fit, with SCAVENGED_EVERY: two parameters to four published values")
 SCAVENGED_EVERY = Parameter(
     7.1, "fit: seconds between comings and goings, where the extra compute is as large as the base"
 )

@@ -1,0 +1,128 @@
+"""The goodput of fleets that fail: the paper's table (arXiv 2604.21428) beside the simulator's.
+
+Learners of unequal speed, and compute that comes and goes, are beside the paper's figures, too. Parameters that are
+marked "fit" are not published: they were chosen so that the table is met. ``--core`` adds the real syncer core and
+adoption rule under the same failures, in virtual time. For a fleet of one's own: ``diloco simulate goodput``.
+
+    python bench/goodput.py
+    python bench/goodput.py --core --learners 4,8
+    python bench/goodput.py --core --chips 1.2M --slice 256 --learners 1,2,4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import common
+import diloco.simulate
+import diloco_syncer.core
+import diloco_worker.core.adoption
+import lab.goodput
+from diloco.console import CommandError, print_text
+from diloco.reports.document import ResultDocument
+from diloco.reports.files import write_report
+from diloco.simulate.advice import FleetConditions, Row
+from diloco.simulate.commands import check_fleet, learner_counts, whole_number
+from diloco.simulate.fleet import Run
+from lab.cells import CellCache
+from lab.goodput import published
+from lab.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
+from lab.goodput.core_rows import quick as shortened
+from lab.goodput.plots import goodput_plots
+from lab.goodput.rows import LEARNERS, PAPER, goodput_rows, root_mean_square_error, scavenging_rows, uneven_rows
+from lab.goodput.tables import goodput_text
+from lab.progress import Progress
+
+CELLS = Path("runs/simulate")
+QUICK_FAILURES = 400.0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Raises SystemExit."""
+    parser = common.arguments(__doc__ or "")
+    words = "one number of chips, such as 5000 or 1.2M (default: the paper's five)"
+    parser.add_argument("--chips", type=common.option_type(whole_number), metavar="N", help=words)
+    words = "numbers of learners to split them into (default: 2,4,8,16; --core has its own)"
+    parser.add_argument("--learners", type=common.option_type(learner_counts), metavar="M,M,...", help=words)
+    words = f"chips that are lost together when one of them fails (default: {published.SLICE.value:g})"
+    parser.add_argument(
+        "--slice", type=common.whole_number(1), default=round(published.SLICE.value), metavar="CHIPS", help=words
+    )
+    words = "also with the real syncer core, in virtual time: minutes; exit code 1 if they differ by more than chance"
+    parser.add_argument("--core", action="store_true", help=words)
+    words = f"where --core keeps finished simulations, to continue from them (default: {CELLS})"
+    parser.add_argument("--cache", type=Path, default=CELLS, metavar="DIR", help=words)
+    words = "repetitions of each fleet, of --core too (default: 8)"
+    parser.add_argument("--repetitions", type=common.whole_number(3, 1000), default=8, metavar="N", help=words)
+    words = "failures of the whole fleet in one repetition; with --core at most 400 (default: 2000)"
+    parser.add_argument("--failures", type=common.number(least=10), default=2000.0, metavar="N", help=words)
+    parser.add_argument("--seed", type=common.whole_number(0), default=0, metavar="N", help="seed of everything")
+    common.add_report(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1: the core and the simulator differ; 2: the arguments are wrong."""
+    given = parse(arguments)
+    try:
+        return run_goodput(given)
+    except CommandError as error:
+        print_text(f"error: {error}", file=sys.stderr)
+        return error.code
+
+
+def run_goodput(given: argparse.Namespace) -> int:
+    """As ``main``. Raises CommandError."""
+    sizes: tuple[int, ...] = published.CHIPS if given.chips is None else (given.chips,)
+    conditions = replace(PAPER, slice_chips=given.slice)
+    learners: tuple[int, ...] = given.learners or LEARNERS
+    for size in sizes:
+        check_fleet(size, learners, given.slice, conditions.mtbi)
+    run = Run(given.repetitions, min(given.failures, QUICK_FAILURES) if given.quick else given.failures, given.seed)
+    cells = find_cells(given.cache) if given.core else None
+    rows = goodput_rows(sizes, learners, conditions, run, Progress("goodput").advance)
+    error = root_mean_square_error(rows)
+    if given.chips is None:
+        rows += [*uneven_rows(run), *scavenging_rows(conditions)]
+    if cells is not None:
+        rows += rows_of_core(given, conditions, run, cells)
+    parameters = conditions.used()
+    if given.slice == published.SLICE.value:
+        parameters["slice"]["source"] = published.SLICE.source
+    document = {"title": "Goodput, simulated", "rows": rows, "rmse": error, "parameters": parameters}
+    document |= {"repetitions": run.repetitions, "failures": run.failures, "seed": run.seed}
+    document["plots"] = goodput_plots(rows)
+    if given.report is not None:
+        write_report(ResultDocument.model_validate(document), given.report)
+    print_text(json.dumps(document) if given.json else goodput_text(document))
+    return 1 if any(not row.get("agrees", True) for row in rows) else 0
+
+
+def find_cells(folder: Path) -> CellCache:
+    """What the core did before, by the code that decides it. Raises CommandError."""
+    packages = (diloco.simulate, diloco_syncer.core, lab.goodput)
+    code = [Path(str(package.__file__)).parent for package in packages]
+    return CellCache(folder, [*code, Path(str(diloco_worker.core.adoption.__file__))])
+
+
+def rows_of_core(given: argparse.Namespace, conditions: FleetConditions, fast: Run, cells: CellCache) -> list[Row]:
+    """The real core beside the simulator, and with learners of unequal speed."""
+    full = CoreRun(fast.repetitions, min(fast.failures, CoreRun().failures), seed=fast.seed)
+    run = shortened(full) if given.quick else full
+    few = (1_200_000,) if given.quick else (600_000, 1_200_000, 2_400_000)
+    sizes = few if given.chips is None else (given.chips,)
+    tried = given.learners or ((4,) if given.quick else (1, 2, 4, 8, 16))
+    rows = core_rows(sizes, tried, conditions, run, cells, Progress("core").advance)
+    if given.chips is not None:
+        return rows
+    return rows + uneven_core_rows(conditions, run, cells, Progress("core, unequal").advance)
+
+
+if __name__ == "__main__":
+    common.run_to_exit(partial(main, sys.argv[1:]))
