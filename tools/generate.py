@@ -22,9 +22,11 @@ import command_pages
 import contracts
 import job_reference
 import lock
+import main_results
 import metric_tables
 import operator_tables
 import proto_stubs
+import quality_words
 import results_picture
 import stacks
 import trial_tables
@@ -69,7 +71,12 @@ FILES: dict[str, Maker] = {
     "docs/contracts.md": parts(contracts.tables),
     "docs/monitoring.md": parts(metric_tables.tables),
     "docs/operator.md": parts(operator_tables.tables),
-    "docs/results.md": parts(trial_tables.tables),
+    "docs/results.md": parts(main_results.for_results),
+    "docs/results/quality.md": parts(trial_tables.quality_tables),
+    "docs/results/ablations.md": parts(trial_tables.ablation_tables),
+    "docs/faq.md": parts(lambda: {"quality by length": quality_words.by_length()}),
+    "docs/choosing.md": parts(lambda: {"quality by settings": quality_words.by_settings()}),
+    "README.md": parts(main_results.for_readme),
     "docs/pictures/goodput.svg": results_picture.picture,
     "charts/diloco/README.md": parts(chart.values_table),
     "charts/diloco/files/crd.yaml": whole(schema.text),
