@@ -98,7 +98,7 @@ def test_a_time_limit_that_is_not_in_the_code_is_named() -> None:
     assert time_limits.shown("protocol.wire.limits:JOIN_SECONDS") == "10 s"
     assert time_limits.shown("spec.sync.heartbeat.timeoutSeconds") == "10 s"
     for wrong in ("protocol.wire.limits:NO_SECONDS", "protocol.nothing:SECONDS", "spec.sync.heartbeat.patience"):
-        with pytest.raises(ValueError, match="tools/time_limits.py names"):
+        with pytest.raises(ValueError, match=r"tools/time_limits\.py names"):
             time_limits.shown(wrong)
 
 
