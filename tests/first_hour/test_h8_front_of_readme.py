@@ -20,7 +20,7 @@ def test_h8_the_first_screen() -> None:
     assert sentences.startswith("**") and len(sentences.split()) <= 70, "what it is"
     (picture,) = re.findall(r"!\[[^]]+\]\(([^)]+\.svg)\)", FIRST)
     assert "@keyframes" in (ROOT / picture).read_text(encoding="utf-8"), "a recording that plays"
-    results = set(re.findall(r"\]\(docs/results\.md#([\w-]+)\)", FIRST))
+    results = set(re.findall(r"\]\(docs/results/\w+\.md#([\w-]+)\)", FIRST))
     assert len(results) >= 3, "figures, each with where it was measured"
     (status,) = [line for line in lines if line.startswith("**Status: ")]
     for words in ("alpha", "GPU", "cloud", "largest model"):
