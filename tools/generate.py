@@ -20,15 +20,19 @@ import chart
 import cluster_examples
 import command_pages
 import contracts
+import helper_table
 import job_reference
 import lock
+import main_results
 import metric_tables
 import nightly
 import operator_tables
 import promises
 import proto_stubs
+import quality_words
 import results_picture
 import stacks
+import time_limits
 import trial_tables
 import version
 
@@ -73,7 +77,14 @@ FILES: dict[str, Maker] = {
     "docs/operator.md": parts(operator_tables.tables),
     "docs/reliability.md": parts(lambda: {**promises.tables(), "nightly": nightly.last_table()}),
     ".ci/run": promises.gate_head,
-    "docs/results.md": parts(trial_tables.tables),
+    "docs/time-limits.md": parts(time_limits.tables),
+    "docs/results.md": parts(main_results.for_results),
+    "docs/results/quality.md": parts(trial_tables.quality_tables),
+    "docs/results/ablations.md": parts(trial_tables.ablation_tables),
+    "docs/faq.md": parts(lambda: {"quality by length": quality_words.by_length()}),
+    "docs/choosing.md": parts(lambda: {"quality by settings": quality_words.by_settings()}),
+    "README.md": parts(main_results.for_readme),
+    "CONTRIBUTING.md": parts(helper_table.tables),
     "docs/pictures/goodput.svg": results_picture.picture,
     "charts/diloco/README.md": parts(chart.values_table),
     "charts/diloco/files/crd.yaml": whole(schema.text),

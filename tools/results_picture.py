@@ -1,4 +1,4 @@
-"""Draw docs/pictures/goodput.svg: goodput against chips, from the table of docs/results.md, ours beside the paper's.
+"""Draw docs/pictures/goodput.svg: goodput against chips, from the table of docs/results/goodput.md.
 
 The table is the source: nothing is simulated here. The points stand in the picture's ``<desc>``: a picture with the
 same points is current, whatever another version of matplotlib would draw.
@@ -14,7 +14,7 @@ from pathlib import Path
 from diloco.reports.document import Axis, Plot, Series
 from diloco.reports.plots import draw_svg
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "results.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "goodput.md"
 SHOWN = ("rigid data-parallel", "elastic data-parallel", "M = 8")
 _HEAD = re.compile(r"^\| chips (?P<sizes>\|[^\n]+)\|$", re.MULTILINE)
 _CELL = re.compile(r"(?P<published>[\d.]+) / (?P<ours>[\d.]+) ± (?P<half>[\d.]+)")

@@ -1,10 +1,11 @@
-"""The tables of quality and of ablations in docs/results.md, from the results in bench/results/trials.jsonl.
+"""The tables of docs/results/quality.md and ablations.md, from the results in bench/results/trials.jsonl.
 
 Nothing is trained here (tools/generate.py): ``make quality`` and ``make ablations`` do that, and add to the results.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections import Counter
@@ -50,28 +51,46 @@ def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def quality_table(cache: Cache, sync: dict[str, object]) -> str:
+@functools.cache
+def results() -> Cache:
+    return Cache(RESULTS)
+
+
+@functools.cache
+def quality_rows(*, dilocos: bool) -> list[TrialRow]:
+    """Every arm beside data-parallel training, with the defaults or with DiLoCo's own settings, by kind of model."""
+    sync = DILOCOS_SETTINGS if dilocos else {}
     chosen = quality.parse(["--show", "--sizes", *quality.LENGTHS, "--sync", json.dumps(sync)])
-    rows = sorted(quality.quality_rows(chosen, cache), key=lambda row: quality.KINDS.index(row.group.partition("-")[0]))
-    return table(
-        ("model", "merges", "learners"),
-        [((row.group.replace("-", ", "), str(row.merges), row.arm.removeprefix("M = ")), row) for row in rows],
+    return sorted(
+        quality.quality_rows(chosen, results()), key=lambda row: quality.KINDS.index(row.group.partition("-")[0])
     )
 
 
-def ablation_table(cache: Cache) -> str:
+def quality_table(*, dilocos: bool) -> str:
+    return table(
+        ("model", "merges", "learners"),
+        [
+            ((row.group.replace("-", ", "), str(row.merges), row.arm.removeprefix("M = ")), row)
+            for row in quality_rows(dilocos=dilocos)
+        ],
+    )
+
+
+def ablation_table() -> str:
     """Of those groups of which more than one arm was run: the default is an arm of each."""
     arms = ablations.chosen_arms(ablations.parse(["--lengths", *map(str, quality.LENGTHS["small"])]))
-    rows = ablations.ablation_rows(arms, ablations.SEEDS, cache)
+    rows = ablations.ablation_rows(arms, ablations.SEEDS, results())
     run = Counter(row.group for row in rows)
     shown = [((row.group, row.name), row) for row in rows if run[row.group] > 1]
     return table(("what is varied", "arm, at its best outer rate"), shown, with_default=True)
 
 
-def tables() -> dict[str, str]:
-    cache = Cache(RESULTS)
+def quality_tables() -> dict[str, str]:
     return {
-        "quality with the defaults": quality_table(cache, {}),
-        "quality with DiLoCo's settings": quality_table(cache, DILOCOS_SETTINGS),
-        "ablations": ablation_table(cache),
+        "quality with the defaults": quality_table(dilocos=False),
+        "quality with DiLoCo's settings": quality_table(dilocos=True),
     }
+
+
+def ablation_tables() -> dict[str, str]:
+    return {"ablations": ablation_table()}

@@ -71,7 +71,7 @@ def _document(title: str, rows: Sequence[TrialRow], plots: list[Plot], note: str
         facts={"torch": version("torch"), "code of the trials": codes},
         rows=[asdict(row) for row in rows],
         plots=plots,
-        notes=[INTERVAL, "Learners train in one process in virtual time; docs/results.md has the commands."],
+        notes=[INTERVAL, "Learners train in one process in virtual time; docs/results/quality.md has the commands."],
     )
 
 

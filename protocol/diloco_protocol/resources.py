@@ -114,7 +114,7 @@ def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
 
 
 def _learner_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
-    """What the library keeps (docs/results.md); on the CPU also parameters, gradients and two moments."""
+    """What the library keeps (docs/results/parts.md); on the CPU also parameters, gradients and two moments."""
     library = 8 + 4 * spec.sync.compression.error_feedback
     loop = 16 if spec.training.device == "cpu" else 0
     return (library + loop) * sum(sizes)

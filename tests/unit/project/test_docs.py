@@ -289,6 +289,15 @@ def test_the_examples_of_documents_are_read_by_the_products_reader(heading: str,
     assert document.model_dump(mode="json") == json.loads(example), "it has every field"
 
 
+def test_the_algorithm_is_about_as_long_as_its_heading_says() -> None:
+    """A reader plans an hour by it."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"^## The algorithm in ([\d,]+) lines$", text, re.M)
+    files = re.findall(r"^\| \d \| `([^`]+)` \|", section(text, f"The algorithm in {said} lines"), re.M)
+    lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
+    assert len(files) == 6 and abs(lines - int(said.replace(",", ""))) <= 100
+
+
 def test_every_decision_is_in_the_index() -> None:
     folder = DOCS / "decisions"
     index = (folder / "README.md").read_text(encoding="utf-8")

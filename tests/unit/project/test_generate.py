@@ -14,7 +14,10 @@ from wrong_jobs import LEAVES
 sys.path.insert(0, str(ROOT / "tools"))
 
 import generate
+import helper_table
 import proto_stubs
+import stacks
+import time_limits
 
 
 @pytest.fixture
@@ -89,3 +92,35 @@ def test_the_field_reference_has_every_field() -> None:
     text = (ROOT / "docs" / "job.md").read_text(encoding="utf-8")
     for leaf in LEAVES:
         assert f"| `{leaf.path[-1]}` |" in text
+
+
+def test_a_time_limit_that_is_not_in_the_code_is_named() -> None:
+    assert time_limits.shown("protocol.wire.limits:JOIN_SECONDS") == "10 s"
+    assert time_limits.shown("spec.sync.heartbeat.timeoutSeconds") == "10 s"
+    for wrong in ("protocol.wire.limits:NO_SECONDS", "protocol.nothing:SECONDS", "spec.sync.heartbeat.patience"):
+        with pytest.raises(ValueError, match=r"tools/time_limits\.py names"):
+            time_limits.shown(wrong)
+
+
+def test_the_stacks_are_those_of_the_contracts_of_layers() -> None:
+    pyproject = """
+[[tool.importlinter.contracts]]
+id = "one"
+type = "layers"
+containers = ["pack.core"]
+layers = ["top", "left | right", "books"]
+[[tool.importlinter.contracts]]
+id = "functional-core"
+type = "forbidden"
+source_modules = ["pack.core.books"]
+"""
+    assert stacks.stacks(pyproject).splitlines()[-1] == "| `pack.core` | `top` → `left`, `right` → **`books`** |"
+
+
+def test_a_helper_without_a_purpose_is_named(tmp_path: Path) -> None:
+    helper = tmp_path / "helper.py"
+    helper.write_text('"""A ``helper`` of\ntests. Not a test."""\n')
+    assert helper_table.purpose(helper) == "A `helper` of tests"
+    helper.write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"helper\.py does not say"):
+        helper_table.purpose(helper)

@@ -1,4 +1,4 @@
-"""Commands in pages can be given; figures in docs/results.md have a command and a commit that there are."""
+"""Commands in pages can be given; figures in docs/results/ have a command and a commit that there are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco import main
 from repository import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RESULTS = ROOT / "docs" / "results.md"
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
 BEGINS = re.compile(r"(python |bench/|make |diloco )")  # a command of this repository
 OPTION = re.compile(r"--[a-z][a-z-]*|-[A-Za-z]$")
 OTHERS = ("protocol.md", "comparison.md")  # examples that look like commits; commits of other projects
@@ -102,11 +102,11 @@ def problem_of_subcommand(words: list[str]) -> str | None:
 
 
 def test_commands_in_pages_can_be_given() -> None:
-    """Scripts, targets and their variables, subcommands, options. In results.md options alone vary the last command."""
+    """Scripts, targets, variables, subcommands, options. In docs/results/ options alone vary the last command."""
     problems, before = [], ""
     for page in PAGES:
         for command in commands_in(page.read_text(encoding="utf-8")):
-            varied = page == RESULTS and command.startswith("--") and before.startswith("diloco")
+            varied = page in RESULTS and command.startswith("--") and before.startswith("diloco")
             problem = problem_of(f"{before.partition(' --')[0]} {command}" if varied else command)
             problems += [f"{page.name}: `{command}`: {problem}"] if problem else []
             before = command if BEGINS.match(command) else before
@@ -136,12 +136,40 @@ def test_what_cannot_be_given_is_found(command: str, problem: str | None) -> Non
 
 
 def test_every_section_of_results_has_a_command_and_a_commit() -> None:
-    sections = re.split(r"^## ", RESULTS.read_text(encoding="utf-8"), flags=re.M)[1:]
-    assert len(sections) > 5
+    texts = [page.read_text(encoding="utf-8") for page in RESULTS]
+    sections = [section for text in texts for section in re.split(r"^## ", text, flags=re.M)[1:]]
+    assert len(sections) > 12
     for section in sections:
         heading = section.partition("\n")[0]
         assert any(BEGINS.match(command) for command in commands_in(section)), f"{heading}: by which command?"
         assert COMMIT.search(section), f"{heading}: on which commit?"
+
+
+def decimals(number: str) -> int:
+    return len(number.partition(".")[2])
+
+
+def test_figures_in_links_to_results_stand_in_the_section_that_they_lead_to() -> None:
+    """Or round to them: 0.8 s is 0.82 s there."""
+    checked = 0
+    for page in PAGES:
+        links = re.findall(r"\[([^]]*)\]\(([^)#\s]*\bresults/\w+\.md)#([^)]+)\)", page.read_text(encoding="utf-8"))
+        for words, target, anchor in links:
+            text = contents(str((page.parent / target).resolve().relative_to(ROOT)))
+            there = re.findall(r"\d+(?:\.\d+)?", section_at(text, anchor).replace(",", ""))
+            for figure in re.findall(r"\d+(?:\.\d+)?", words.replace(",", "")):
+                checked += 1
+                known = (round(float(one), decimals(figure)) for one in there if decimals(one) >= decimals(figure))
+                assert float(figure) in known, f"{page.name}: {figure} of {words!r} is not at {target}#{anchor}"
+    assert checked > 15
+
+
+def section_at(text: str, anchor: str) -> str:
+    """What stands under the heading with this anchor."""
+    for part in re.split(r"^#{2,3} (?=\S)", text, flags=re.M):
+        if re.sub(r"[^\w\- ]", "", part.partition("\n")[0].lower()).strip().replace(" ", "-") == anchor:
+            return part
+    raise AssertionError(f"there is no section {anchor}")
 
 
 def test_commits_that_pages_name_are_in_the_history() -> None:
