@@ -16,6 +16,7 @@ from diloco_protocol.common.files import TEMPORARY
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, origin_of, restore, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
+from patience import wait_until
 
 VERSIONS = ((2, 5), (2, 4))
 
@@ -42,10 +43,8 @@ def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
 
 
 def keep(checkpoint: SlotCheckpoint, encode: Callable[[], Bytes]) -> None:
-    end = time.monotonic() + 60  # it writes for a hundredth of its time, and a write may take long
-    while not checkpoint.due:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    # It writes for a hundredth of its time: after a write that took long it is due much later.
+    wait_until(lambda: checkpoint.due, "the next write to be due", silent=600.0)
     checkpoint.start_write(encode, 0.0)
     checkpoint.close()
 
