@@ -13,9 +13,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import pytest
 import s3_service
 from free_ports import free_port
 from parties import Parties
+from patience import WaitFailed, wait_until
 from repository import ROOT
 from s3_service import OURS, S3Service
 
@@ -82,13 +82,12 @@ class BucketService:
             self._spawn([FOLDER / "bin" / "localbucket", "--port", str(self.port), self.folder / "objects"])
         self._await(lambda: s3_service.answers(self.port))
 
-    def _await(self, ready: object) -> None:
-        end = time.monotonic() + 60
-        while not ready():  # type: ignore[operator]
-            if self._process.poll() is not None or time.monotonic() > end:
-                self.stop()
-                raise AssertionError((self.folder / f"{self.kind}-log").read_text())
-            time.sleep(0.02)
+    def _await(self, ready: Callable[[], object]) -> None:
+        try:
+            wait_until(ready, "the bucket to be served", self._process, self.folder / f"{self.kind}-log")
+        except WaitFailed:
+            self.stop()
+            raise
 
     def make_bucket(self, name: str) -> None:
         if self.kind == "gs":

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import WaitFailed, wait_until
+
 PYTHON = Path(sys.prefix) / "s3-service" / "bin" / "python"
 SERVER = Path(__file__).parent / "s3" / "server.py"
 SECRET = "the-secret-that-nobody-may-read"
@@ -43,12 +45,11 @@ class S3Service:
             stdin=subprocess.DEVNULL,
             env=env | {"DILOCO_S3_IAM": "1" if rights else "0"},
         )
-        end = time.monotonic() + 60
-        while not port.exists():
-            if self._process.poll() is not None or time.monotonic() > end:
-                self.stop()
-                raise AssertionError((folder / "s3-log").read_text())
-            time.sleep(0.02)
+        try:
+            wait_until(port.exists, "the S3 to serve", self._process, folder / "s3-log")
+        except WaitFailed:
+            self.stop()
+            raise
         self.port = int(port.read_text())
         self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.port}"
 

@@ -55,7 +55,7 @@ MEMBERS = (
     Limit(
         "the syncer",
         "the pushes of a round without a quorum",
-        ("syncer.core.merging.rounds:OVERDUE_SECONDS", "syncer.core.merging.rounds:OVERDUE_TURNS"),
+        ("syncer.core.books.rounds:OVERDUE_SECONDS", "syncer.core.books.rounds:OVERDUE_TURNS"),
         "the round is overdue: the condition RoundOverdue, and nothing else",
         "{0}, and at least {1} turns of H steps",
     ),

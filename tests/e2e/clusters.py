@@ -21,11 +21,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import yaml
 
+from patience import WaitFailed, wait_until
 from repository import ROOT as ROOT
 
 
@@ -71,25 +72,31 @@ def _repeating() -> Iterator[None]:
         _repeated.depth -= 1
 
 
-def until(what: str, condition: Callable[[], Any], timeout: float, every: float = 0.5) -> Any:
-    """Wait for the first true value of ``condition``; errors count as false and are told at the end.
+def until(
+    what: str, condition: Callable[[], Any], timeout: float, *moves: Callable[[], Any], every: float = 0.5
+) -> Any:
+    """Wait for the first true value of ``condition``; errors count as false, and the last one is told.
 
-    It looks once more when the time is over, as one look may have taken all of it.
+    ``timeout``: for so many seconds nothing has moved in the clusters (``Cluster.pods_and_events``), nor in ``moves``.
+    How long an image, a node or a pod takes is the machine's business.
     """
-    end, error = time.monotonic() + timeout, None
-    while True:
-        is_last = time.monotonic() >= end
+    problem: Exception | None = None
+
+    def holds() -> Any:
+        nonlocal problem
         try:
             with _repeating():
                 value = condition()
-            error = None
-            if value:
-                return value
-        except (*FAILURES, KeyError, IndexError, ValueError) as problem:
-            error = problem
-        if is_last:
-            raise AssertionError(f"after {timeout:.0f} s: not {what}" + (f" ({error})" if error else ""))
-        time.sleep(max(0.0, min(every, end - time.monotonic())))
+            problem = None
+            return value
+        except (*FAILURES, KeyError, IndexError, ValueError) as error:
+            problem = error
+            return None
+
+    try:
+        return wait_until(holds, what, *Cluster.all_open, *moves, silent=timeout, every=every)
+    except WaitFailed as error:
+        raise WaitFailed(f"{error}" + (f" ({problem})" if problem else "")) from None
 
 
 def is_answer(error: Exception) -> bool:
@@ -107,16 +114,23 @@ def read_patiently(read: Callable[[], T], is_final: Callable[[Exception], bool] 
     """
     if getattr(_repeated, "depth", 0):
         return read()
-    end = time.monotonic() + PATIENCE
-    while True:
-        is_last = time.monotonic() >= end
+    problem: Exception | None = None
+
+    def answer() -> tuple[T] | None:
+        nonlocal problem
         try:
             with _repeating():
-                return read()
+                return (read(),)
         except (OSError, http.client.HTTPException) as error:
-            if is_last or is_final(error):
+            if is_final(error):
                 raise
-        time.sleep(0.5)
+            problem = error
+            return None
+
+    try:
+        return wait_until(answer, "an answer", *Cluster.all_open, silent=PATIENCE, every=0.5)[0]
+    except WaitFailed as error:
+        raise problem or error from None
 
 
 # What kubectl says where the API server could not be asked, or could not do what it was asked. Said in another case
@@ -173,10 +187,14 @@ class Cluster:
     """One cluster, reached with kubectl, helm, and the API server's own HTTP."""
 
     can: frozenset[str] = frozenset()  # which faults can be made: node, isolate, links, api, fake-nodes
+    all_open: ClassVar[list[Callable[[], Any]]] = []  # what waits watch: ``pods_and_events`` of each
 
     def __init__(self, name: str, kubeconfig: Path, context: str | None = None) -> None:
         self.name, self.kubeconfig = name, kubeconfig
         self.loading: dict[str, Future[None]] = {}  # images on their way, by role
+        self._figure: Any = None  # of ``pods_and_events``, and when it may be read again
+        self._read_next = 0.0
+        self.all_open.append(self.pods_and_events)
         document = yaml.safe_load(kubeconfig.read_text())
         self.context = context or document["current-context"]
         entry = next(c["context"] for c in document["contexts"] if c["name"] == self.context)
@@ -271,6 +289,38 @@ class Cluster:
 
         document = self.api(path + (f"?labelSelector={quote(selector)}" if selector else ""))
         return list(document["items"]) if document else []
+
+    def pods_and_events(self) -> Any:
+        """What changes while the cluster is about something: its nodes, the states of its pods, and its normal events.
+
+        Of warnings the same come again and again, and a job that trains writes its status all the time: these are not
+        in it. It is read every 5 seconds at most, and rarely from a server that does not answer: then it stays as it
+        was.
+        """
+        if time.monotonic() < self._read_next:
+            return self._figure
+        self._read_next = time.monotonic() + 60.0
+        with contextlib.suppress(*FAILURES, ValueError), _repeating():
+            nodes = [
+                (node["metadata"]["uid"], [(c["type"], c["status"]) for c in node["status"].get("conditions", [])])
+                for node in self._items_now("/api/v1/nodes")
+            ]
+            pods = [
+                (
+                    pod["metadata"]["uid"],
+                    pod["status"].get("phase"),
+                    "deletionTimestamp" in pod["metadata"],
+                    [(c["ready"], sorted(c["state"])) for c in pod["status"].get("containerStatuses", [])],
+                )
+                for pod in self._items_now("/api/v1/pods")
+            ]
+            events = self._items_now("/api/v1/events")
+            self._figure = nodes, pods, sorted(e["metadata"]["uid"] for e in events if e["type"] == "Normal")
+            self._read_next = time.monotonic() + 5.0
+        return self._figure
+
+    def _items_now(self, path: str) -> list[dict[str, Any]]:
+        return list(json.loads(self._get(path, timeout=2.0))["items"])
 
     # ------------------------------------------------------------- life and faults
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from patience import WaitFailed
+
 from .clusters import Cluster, CommandFailed, read_patiently, until
 
 GROUP = "/apis/diloco.io/v1alpha1"
@@ -112,8 +114,8 @@ class Job:
 
         try:
             return until(f"{self.name}: {kind}={status} {reason}", holds, timeout)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.story()}") from None
+        except WaitFailed as error:
+            raise WaitFailed(f"{error}\n{self.story()}") from None
 
     def wait_phase(self, *phases: str, timeout: float = 120) -> str:
         try:
@@ -122,8 +124,8 @@ class Job:
                     f"{self.name} in phase {phases}", lambda: (p := self.status().get("phase")) in phases and p, timeout
                 )
             )
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.story()}") from None
+        except WaitFailed as error:
+            raise WaitFailed(f"{error}\n{self.story()}") from None
 
     def events(self) -> list[dict[str, Any]]:
         path = f"/api/v1/namespaces/{self.namespace}/events?fieldSelector=involvedObject.name%3D{self.name}"
@@ -197,14 +199,18 @@ class Job:
         return self.page("/status")
 
     def wait_training(self, what: str, holds: Callable[[dict[str, Any]], Any], timeout: float = 120) -> Any:
+        reached: tuple[Any, ...] = ()
+
         def check() -> Any:
+            nonlocal reached
             document = self.training()
+            reached = document["epoch"], document["step"], document["merges"]
             return document if holds(document) else None
 
         try:
-            return until(f"{self.name}: {what}", check, timeout)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.story()}") from None
+            return until(f"{self.name}: {what}", check, timeout, lambda: reached)
+        except WaitFailed as error:
+            raise WaitFailed(f"{error}\n{self.story()}") from None
 
     def in_merges(self, learners: int, timeout: float = 180) -> dict[str, Any]:
         """Wait until so many learners are active, each with a merged push, and go on merging."""

@@ -26,22 +26,20 @@ ARGUMENTS = "DILOCO_TEST_ARGUMENTS"  # of a child: the program, a file or a modu
 class ForkedProcess:
     """A child of the fork server, as ``subprocess.Popen`` would have it."""
 
-    def __init__(self, server: _Client, name: str) -> None:
+    def __init__(self, server: _Client, name: str, log: Path) -> None:
         self.pid = 0
         self.returncode: int | None = None
         self._server = server
-        self.name = name
+        self.name, self.log = name, log
         self.started = threading.Event()
-        self.ended = threading.Event()
 
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        if not self.ended.wait(timeout):
-            raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
-        assert self.returncode is not None
-        return self.returncode
+    def wait(self) -> int:
+        import patience  # not on the path of the fork server, which runs this file
+
+        return patience.wait_for_end(self, self.log)
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
@@ -68,11 +66,16 @@ class _Client:
         threading.Thread(target=self._read, daemon=True).start()
 
     def spawn(self, arguments: list[str], env: dict[str, str], log: Path) -> ForkedProcess:
-        child = ForkedProcess(self, f"{len(self._children)} {arguments}")
+        child = ForkedProcess(self, f"{len(self._children)} {arguments}", log)
         self._children[child.name] = child
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env, ARGUMENTS: json.dumps(arguments)}
         self.request(op="spawn", id=child.name, env=env, log=str(log))
-        assert child.started.wait(300), "the fork server started no child"  # it loads torch first
+        import patience  # likewise
+
+        patience.wait_until(
+            child.started.is_set, "the fork server to start a child", self._process
+        )  # it loads torch first
+        patience.on_started(child, log)
         return child
 
     def request(self, **request: Any) -> None:
@@ -90,7 +93,6 @@ class _Client:
                 child.started.set()
             elif event["event"] == "exited" and child is not None:
                 child.returncode = event["code"] if "code" in event else -event["signal"]
-                child.ended.set()
             elif event["event"] == "error":
                 print(f"fork server: {event}", file=sys.stderr)
 

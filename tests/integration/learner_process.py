@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import read_key
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_worker import Learner
+from patience import wait_until
 
 SYNC = {
     "fragments": 3,
@@ -73,12 +73,12 @@ class Syncer:
         words = ["--job", self.job_file, "--store", self.folder / "store", "--address-file", self.address_file]
         words += ["--control-key-file", self.folder / "control.key"]
         self.process = fork(["-m", "diloco_syncer", *map(str, words)], {}, self.folder / "syncer.log")
-        until(self.address_file.exists, "the syncer's address file", 60)
+        wait_until(self.address_file.exists, "the syncer's address file", self.process, self.process.log)
 
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait()
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -96,7 +96,7 @@ class Syncer:
     def last_report(self) -> dict[str, Any]:
         """What the syncer wrote when the job was over."""
         assert self.process is not None
-        assert self.process.wait(60) == 0
+        assert self.process.wait() == 0
         document: dict[str, Any] = json.loads((self.folder / "store" / "report.json").read_bytes())
         return document
 
@@ -124,13 +124,6 @@ class Syncer:
             "DILOCO_ORDINAL": str(ordinal),
             "DILOCO_WORKDIR": str(self.folder),
         }
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end or condition(), f"waited {seconds} s for {what}"
-        time.sleep(0.01)
 
 
 class Rows:

@@ -29,6 +29,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.wire.control_auth import make_key
 from free_ports import free_port
+from patience import WaitFailed, on_started, own_work, wait_for_end, wait_until
 
 STEP_SECONDS = 0.01
 TOKENS = 4  # per step
@@ -91,16 +92,6 @@ def make_job(
     )
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while True:
-        late = time.monotonic() >= end  # before the last look: this process may have stood still
-        if found := condition():
-            return found
-        assert not late, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
-
-
 def get(url: str) -> tuple[int, bytes]:
     try:
         with urllib.request.urlopen(url, timeout=60) as reply:
@@ -125,6 +116,7 @@ class Process:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
             )
+        on_started(self.process, self.log)
 
     @property
     def running(self) -> bool:
@@ -137,25 +129,22 @@ class Process:
         """The log, which must be JSON throughout."""
         return [json.loads(line) for line in self.text().splitlines()]
 
-    def ends(self, seconds: float = 60.0) -> int:
+    def ends(self) -> int:
         assert self.process is not None
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} s:\n{self.text()[-3000:]}") from None
+        return wait_for_end(self.process, self.log)
 
-    def terminate(self, seconds: float = 30.0) -> tuple[int, float]:
+    def terminate(self) -> tuple[int, float]:
         """SIGTERM; the exit code, and how long it took."""
         assert self.process is not None
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        return self.ends(seconds), time.monotonic() - began
+        return self.ends(), time.monotonic() - began
 
     def kill(self) -> None:
         if self.running:
             assert self.process is not None
             self.process.kill()
-            self.process.wait(10)
+            self.ends()
 
 
 class Hub(Process):
@@ -185,13 +174,12 @@ class Hub(Process):
 
     def serves(self) -> Hub:
         def answers() -> bool:
-            assert self.running, self.text()[-3000:]
             try:
                 return get(f"http://{self.address('http')}/readyz")[0] == 200
             except (OSError, urllib.error.URLError):
                 return False
 
-        wait_for(answers, "the syncer to serve", 60)
+        wait_until(answers, "the syncer to serve", self.process, self.log)
         return self
 
     def restart(self, job: DiLoCoJob | None = None) -> Hub:
@@ -211,11 +199,17 @@ class Hub(Process):
     def report(self) -> dict[str, Any]:
         return ask_report(self.address("control"), self.key)
 
-    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 90) -> Any:
+    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str) -> Any:
+        last: dict[str, Any] = {}
+
+        def holds() -> Any:
+            last.update(self.status())
+            return condition(last)
+
         try:
-            return wait_for(lambda: condition(self.status()), what, seconds)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {json.dumps(self.status(), indent=1)[:6000]}") from None
+            return wait_until(holds, what, own_work, self.log)
+        except WaitFailed as error:
+            raise WaitFailed(f"{error}\n{json.dumps(last, indent=1)[:6000]}") from None
 
     async def call(self, method: str, **body: Any) -> dict[str, Any]:
         from diloco_protocol.wire.control_client import ControlClient
@@ -277,16 +271,15 @@ class Pod(Process):
         code, body = self.page("/status")
         return conforming(LearnerPage, json.loads(body)) if code == 200 else {}
 
-    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str, seconds: float = 90) -> Any:
+    def waits_until(self, condition: Callable[[dict[str, Any]], Any], what: str) -> Any:
         def holds() -> Any:
-            assert self.running, self.text()[-3000:]
             status = self.status()
             return status and condition(status)
 
         try:
-            return wait_for(holds, what, seconds)
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {self.status()}\n{self.text()[-3000:]}") from None
+            return wait_until(holds, what, self.process, own_work, self.log)
+        except WaitFailed as error:
+            raise WaitFailed(f"{error}\n{self.status()}") from None
 
 
 def main() -> int:

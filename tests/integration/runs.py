@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from patience import on_started, wait_for_end, wait_until
+
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
@@ -35,6 +37,7 @@ spec:
 # A process that stands still for a while stays in its slot: of one that ends the runner tells the syncer at once.
 # Plain averaging: with steps of 10 ms a busy machine merges seldom, and momentum over so few and long
 # outer gradients overshoots.
+RUN_SECONDS = 900.0  # a whole one, on a busy machine
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -53,30 +56,21 @@ class Run:
                 env=ENV,
                 start_new_session=True,
             )
+        on_started(self.process, self.log)
 
     @property
     def output(self) -> str:
         return self.log.read_text()
 
-    def ends(self, timeout: float = 240.0) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout} s:\n{self.everything()}") from None
+    def ends(self) -> int:
+        """Its exit code."""
+        return wait_for_end(self.process, self.workdir, self.log, longest=RUN_SECONDS)
 
-    def waits_for(self, words: str, timeout: float = 120.0) -> None:
-        self.until(lambda: words in self.output, timeout)
+    def waits_for(self, words: str) -> None:
+        self.until(lambda: words in self.output, repr(words))
 
-    def until(self, condition: Callable[[], bool], timeout: float = 120.0) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            ended = self.process.poll() is not None
-            late = time.monotonic() >= deadline
-            if condition():
-                return
-            assert not ended, f"ended with {self.process.returncode}:\n{self.everything()}"
-            assert not late, f"it did not come about:\n{self.everything()}"
-            time.sleep(0.02)
+    def until(self, condition: Callable[[], Any], what: str = "") -> None:
+        wait_until(condition, what, self.process, self.workdir, self.log)
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -93,9 +87,13 @@ class Run:
 
     def live_status(self) -> dict[str, Any]:
         """The syncer's status; `diloco status` gives it 2 s, and shows what was there before where it is late."""
-        deadline = time.monotonic() + 60
-        while not (found := self.status())["running"]:
-            assert time.monotonic() < deadline, f"no status:\n{self.everything()}"
+        found: dict[str, Any] = {}
+
+        def is_live() -> bool:
+            found.update(self.status())
+            return bool(found["running"])
+
+        self.until(is_live, "the syncer's status")
         return found
 
     def report(self) -> dict[str, Any]:

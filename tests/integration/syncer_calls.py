@@ -19,6 +19,7 @@ from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.vocabulary import ControlMethod
 from diloco_protocol.wire import channels, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
+from patience import wait_until
 
 SECONDS = 60.0
 
@@ -39,10 +40,13 @@ def ask_signed_status(control: str, key: bytes) -> dict[str, Any]:
 
 def ask_report(control: str, key: bytes) -> dict[str, Any]:
     """The report; of a job that has ended, once that is durable."""
-    end = time.monotonic() + SECONDS
-    while not (reply := _call_signed(control, key, ControlMethod.REPORT)).ok:
-        assert "call again" in reply.message and time.monotonic() < end, reply.message
-    return conforming(Report, json.loads(reply.body))
+
+    def ask() -> sync_pb2.CallReply | None:
+        reply = _call_signed(control, key, ControlMethod.REPORT)
+        assert reply.ok or "call again" in reply.message, reply.message
+        return reply if reply.ok else None
+
+    return conforming(Report, json.loads(wait_until(ask, "a report that is durable").body))
 
 
 def _call_signed(control: str, key: bytes, method: ControlMethod) -> sync_pb2.CallReply:

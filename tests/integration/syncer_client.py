@@ -10,9 +10,7 @@ import asyncio
 import json
 import secrets
 import signal
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
 from diloco_protocol.wire.control_auth import make_key, sign_call
 from diloco_syncer import service, startup
+from patience import until, wait_until
 
 LAYOUT = Layout.build([Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2)
 TOKENS = 100  # per step
@@ -90,8 +89,7 @@ class SyncerProcess:
 
     def await_serving(self) -> SyncerProcess:
         path = self.folder / "addresses"
-        wait_for(lambda: path.exists() or self.exited, 60, self.text)
-        assert path.exists(), self.text()
+        wait_until(path.exists, "the syncer to serve", self.process, self.log)
         self.addresses = json.loads(path.read_text())
         return self
 
@@ -105,16 +103,16 @@ class SyncerProcess:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait()
 
     def terminate(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait()
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self) -> int:
         assert self.process is not None
-        return self.process.wait(seconds)
+        return self.process.wait()
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -139,20 +137,6 @@ class SyncerProcess:
 async def send_call(channel: aio.Channel, call: sync_pb2.SignedCall) -> sync_pb2.CallReply:
     raw = await channel.unary_unary("/diloco.v1.Control/Call")(call.SerializeToString(), timeout=60)
     return sync_pb2.CallReply.FromString(raw)
-
-
-def wait_for(condition: Callable[[], Any], seconds: float, explain: Callable[[], str] = str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end or condition(), f"not within {seconds} s: {explain()}"
-        time.sleep(0.02)
-
-
-async def until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end or condition(), f"not within {seconds} s"
-        await asyncio.sleep(0.01)
 
 
 class Client:

@@ -7,12 +7,11 @@ whole link, with TCP/IP and TLS, acknowledgements and heartbeats.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 
 import pytest
 
-from ..clusters import run
+from ..clusters import run, until
 from ..jobs import Job, pod_template
 from .test_links import MODEL
 from .world import EU, PROGRAM, US, RunJob, World
@@ -60,13 +59,14 @@ def measure(world: World, job: Job) -> Carried:
     job.wait_training("every fragment merged", lambda d: d["versions"] and min(d["versions"]) >= 1)
     job.merging_on(merges=FRAGMENTS)
     before, merges = counted(world, job)
-    end = time.monotonic() + 300
-    while True:
+    after, now = before, merges
+
+    def enough() -> bool:
+        nonlocal after, now
         after, now = counted(world, job)
-        if now - merges >= TURNS * FRAGMENTS:
-            break
-        assert time.monotonic() < end, job.story()
-        time.sleep(0.5)
+        return now - merges >= TURNS * FRAGMENTS
+
+    until(f"{TURNS} turns of all fragments", enough, 300, lambda: now)
     path = str(world.folder / f"{job.name}.json")
     plan = json.loads(run(PROGRAM, "plan", path, "--step-seconds", "0.1", "--json"))
     grown = {

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ import pytest_asyncio
 from documents import conforming
 from grpc import aio
 from hostile_client import Learner, Learners
-from syncer_client import SyncerProcess, raw_job, until
+from syncer_client import SyncerProcess, raw_job
 
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_syncer.server.tls import connection_limits
 from parties import Parties
+from patience import WaitFailed, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 REGIONS = "regions=[{name: eu-1, learners: 1}, {name: us-2, learners: 1}, {name: asia-3, learners: 1}]"
@@ -39,11 +39,17 @@ async def status_of(syncer: SyncerProcess) -> dict[str, Any]:
     return conforming(StatusDocument, json.loads((await syncer.call("status")).body))
 
 
-async def until_status(syncer: SyncerProcess, holds: Callable[[dict[str, Any]], Any], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds(status := await status_of(syncer)):
-        assert time.monotonic() < end, f"not within {seconds} s: {status}"
-        await asyncio.sleep(0.02)
+async def until_status(syncer: SyncerProcess, holds: Callable[[dict[str, Any]], Any]) -> None:
+    last: dict[str, Any] = {}
+
+    async def check() -> Any:
+        last.update(await status_of(syncer))
+        return holds(last)
+
+    try:
+        await until(check)
+    except WaitFailed as error:
+        raise WaitFailed(f"{error}\n{last}") from None
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import ENV, JOB
+from runs import ENV, JOB, RUN_SECONDS
 
 from diloco_protocol.spec.load import parse_job
 from free_ports import free_port
+from patience import own_work, wait_for_end, wait_until
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from the angry bear\n"
 
@@ -45,11 +45,8 @@ class Program:
     def output(self) -> str:
         return self.log.read_text()
 
-    def ends(self, seconds: float = 240.0) -> int:
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} s:\n{self.output}") from None
+    def ends(self) -> int:
+        return wait_for_end(self.process, self.log, longest=RUN_SECONDS)
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -61,11 +58,8 @@ class Program:
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
                     child.kill()
-            self.process.wait(60)
-            end = time.monotonic() + 60
-            while not all(map(has_ended, children)):
-                assert time.monotonic() < end, children
-                time.sleep(0.05)
+            self.process.wait()
+            wait_until(lambda: all(map(has_ended, children)), f"the end of {children}")
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -122,13 +116,8 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     address_file = tmp_path / "hub" / "address.json"
     last: dict[str, Any] = {}
 
-    def until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.out")))
-            assert served.process.poll() is None, f"serve ended with {served.process.returncode}:\n{logs}"
-            assert time.monotonic() < end, f"{what} did not come about in {seconds} s: {last}\n{logs}"
-            time.sleep(0.05)
+    def until(condition: Callable[[], Any], what: str) -> None:
+        wait_until(condition, what, served.process, own_work, tmp_path)
 
     def slots() -> list[dict[str, Any]]:
         address = json.loads(address_file.read_text())["http"]
@@ -149,7 +138,7 @@ def test_machines_join_leave_and_are_lost(tmp_path: Path, start: Callable[..., P
     before = {slot["process"] for slot in slots()}
     (worker,) = [child for child in killed.children() if "diloco_worker" in " ".join(child.cmdline())]
     os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.wait(10)
+    killed.process.wait()
     until(lambda: has_ended(worker), "its worker's end")
     third = join("third")  # while the first is there, whose optimizer's state it takes over
 
@@ -197,10 +186,7 @@ def test_a_stranger_does_not_get_the_job(tmp_path: Path, start: Callable[..., Pr
         "served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0", "--credentials", pki / "syncer"
     )
     address_file = tmp_path / "hub" / "address.json"
-    end = time.monotonic() + 120
-    while not address_file.exists():
-        assert served.process.poll() is None and time.monotonic() < end, served.output
-        time.sleep(0.05)
+    wait_until(address_file.exists, "the address file", served.process, served.log)
     sync = json.loads(address_file.read_text())["sync"]
     plain = start("plain", "learner", "join", sync)
     assert plain.ends() == 1 and "cannot read the job" in plain.output
@@ -231,11 +217,7 @@ def test_a_third_learner_trains_beyond_the_two_of_the_job(tmp_path: Path, start:
     last: dict[str, Any] = {}
 
     def until(condition: Callable[[], Any], what: str) -> None:
-        end = time.monotonic() + 150  # the third imports for a minute beside two that train and a busy machine
-        while not condition():
-            logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.out")))
-            assert served.process.poll() is None and time.monotonic() < end, f"{what}: {last}\n{logs}"
-            time.sleep(0.05)
+        wait_until(condition, what, served.process, own_work, tmp_path)
 
     def slots() -> list[dict[str, Any]]:
         with urllib.request.urlopen(f"http://{known['http']}/status", timeout=60) as page:
@@ -274,10 +256,7 @@ def test_without_certificates_the_join_token_keeps_others_out(tmp_path: Path, st
     job.write_text(JOB.format(steps=20, learners=1))
     served = start("served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0")
     address_file, token = tmp_path / "hub" / "address.json", tmp_path / "hub" / "join-token"
-    end = time.monotonic() + 120
-    while not address_file.exists():
-        assert served.process.poll() is None and time.monotonic() < end, served.output
-        time.sleep(0.05)
+    wait_until(address_file.exists, "the address file", served.process, served.log)
     assert f"--join-token-file {token}" in served.output and token.stat().st_mode & 0o777 == 0o600
     sync = json.loads(address_file.read_text())["sync"]
     (tmp_path / "guessed").write_text("guessed\n")

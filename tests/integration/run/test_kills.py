@@ -205,7 +205,7 @@ def test_syncers_killed_lose_no_acknowledged_merge(
     words = ("--set", "sync.compression.down=float32", "--set", "sync.staleness.maxSteps=100000")
     run = start("--chaos", chaos, "--seed", "11", *words, text=JOB.format(stop="steps: 540"))
     listener = Listener(run)
-    assert run.ends(300) == 0, run.everything()  # so many steps take as long as the machine does
+    assert run.ends() == 0, run.everything()  # so many steps take as long as the machine does
     listener.stop()
     report = run.report()
     assert report["outcome"] == "complete"

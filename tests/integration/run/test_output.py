@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.untimed, pytest.mark.timeout(600)]
 def test_the_model_lies_at_output_uri_and_is_exported_from_there(start: Callable[..., Run], tmp_path: Path) -> None:
     place = tmp_path / "models" / "tiny"
     run = start("--set", f"output.uri={place}", steps=24)
-    assert run.ends(300) == 0, run.everything()
+    assert run.ends() == 0, run.everything()
     manifest = json.loads((place / "output.json").read_text())
     assert run.report()["output"]["state"] == "written" and str(place) in run.output
     assert set(manifest["files"]) == {"job.json", "layout.json", "report.json", "model.safetensors"}
@@ -34,10 +34,10 @@ def test_a_run_whose_model_cannot_be_written_says_so_and_tries_again(start: Call
     place.mkdir()
     (place / "model.safetensors").write_bytes(b"somebody's")
     run = start("--set", f"output.uri={place}", steps=24)
-    assert run.ends(300) == 1, run.everything()
+    assert run.ends() == 1, run.everything()
     assert "give output.uri a folder of its own" in run.output
     assert run.report()["outcome"] == "complete" and run.report()["output"]["state"] == "failed"
     (place / "model.safetensors").unlink()
     again = start("--set", f"output.uri={place}", steps=24)
-    assert again.ends(300) == 0, again.everything()
+    assert again.ends() == 0, again.everything()
     assert (place / "output.json").is_file() and again.report()["output"]["state"] == "written"

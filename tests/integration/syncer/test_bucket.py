@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from grpc import aio
-from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn, until
+from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn
 
 import tape_reader
 from diloco_protocol.wire import bulk, sync_pb2
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MAX_FILE, MergeRecord, record_name
+from patience import until
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
@@ -177,7 +178,7 @@ async def test_merges_wait_while_the_bucket_is_away_and_go_on(tmp_path: Path, re
         await client.train(1)
         pull = await client.pulled(0, 1)
         assert (await client.send(client.push(0, pull.round))).accepted
-        await until(lambda: syncer.status()["store_problem"], 30)
+        await until(lambda: syncer.status()["store_problem"])
         began = time.monotonic()
         status = syncer.status()
         assert f"127.0.0.1:{relay.port} cannot be reached" in status["message"], status["message"]
@@ -189,14 +190,14 @@ async def test_merges_wait_while_the_bucket_is_away_and_go_on(tmp_path: Path, re
         assert syncer.status()["versions"] == [1, 1]
         relay.mend()
         assert (await asyncio.wait_for(client.adopt(0, 2), 30)).merged_sequence == 2
-        await until(lambda: not syncer.status()["store_problem"], 30)
+        await until(lambda: not syncer.status()["store_problem"])
         print(f"went on {time.monotonic() - began:.1f} s after it said so")
         # The answer to a merge's record is lost: it is there, and counts once.
         await client.train(1)
         pull = await client.pulled(1, 1)
         relay.lose_next_answer(and_cut=True)
         assert (await client.send(client.push(1, pull.round))).accepted
-        await until(lambda: syncer.status()["store_problem"], 30)
+        await until(lambda: syncer.status()["store_problem"])
         relay.mend()
         await asyncio.wait_for(client.adopt(1, 2), 30)
         await turn(client, 2)
@@ -216,7 +217,7 @@ async def test_a_bucket_that_stays_away_is_exit_4(tmp_path: Path, relay: Relay, 
     relay.cut()
     syncer.launch()
     try:
-        assert await asyncio.to_thread(syncer.wait, 60) == 4
+        assert await asyncio.to_thread(syncer.wait) == 4
     finally:
         syncer.stop()
     last = json.loads(syncer.text().splitlines()[-1])["message"]

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from grpc import aio
-from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn, until
+from syncer_client import LAYOUT, Client, SyncerProcess, first_values, raw_job, turn
 
 import tape_reader
 from diloco_protocol.wire import bulk, sync_pb2
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, record_name
+from patience import until
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -195,7 +196,7 @@ async def test_a_record_that_a_predecessor_wrote_late_is_set_aside(tmp_path: Pat
         with contextlib.suppress(aio.AioRpcError, bulk.TransferError):  # it may begin again before it has answered
             assert (await client.send(client.push(0, pull.round))).accepted
         # It finds the record, begins again from the store under a higher epoch, on the same ports.
-        await until(lambda: client.ended, 20)
+        await until(lambda: client.ended)
         await client.close()
         assert syncer.process is not None and syncer.process.poll() is None
         client = Client(syncer)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import syncer_client
-from syncer_client import Client, SyncerProcess, raw_job, serve_in_process, until
+from syncer_client import Client, SyncerProcess, raw_job, serve_in_process
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
@@ -21,6 +21,7 @@ from diloco_protocol.wire import sync_pb2
 from diloco_syncer import startup
 from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.runtime.global_model import GlobalModel
+from patience import until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -102,7 +103,7 @@ async def suspend(syncer: SyncerProcess, learners: list[Learner]) -> None:
 async def leave(learners: list[Learner]) -> None:
     for learner in learners:
         await learner.say(drained=sync_pb2.Drained())
-    await until(lambda: learners[-1].of_kind("phase")[-1].name == sync_pb2.PHASE_SUSPENDED, 60)
+    await until(lambda: learners[-1].of_kind("phase")[-1].name == sync_pb2.PHASE_SUSPENDED)
     for learner in learners:
         await learner.close()
 

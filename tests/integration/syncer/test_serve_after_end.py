@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, raw_job, turn, until
+from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, raw_job, turn
 
 from diloco.export.export import assemble
 from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_model
@@ -23,6 +23,7 @@ from diloco_protocol.wire.control_client import ControlClient, ControlError
 from diloco_syncer.output.read_output import read_output
 from diloco_syncer.store.open import open_store
 from diloco_worker import load_merged
+from patience import until
 from s3_service import environment, given
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc import aio
-from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, first_values, raw_job, send_call, turn, until
+from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, first_values, raw_job, send_call, turn
 
 import tape_reader
 from diloco_protocol.vocabulary import TransferRefusal
@@ -22,6 +22,7 @@ from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.tape import segment_name
+from patience import until
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from forked import ForkedProcess, fork
-from syncer_client import SyncerProcess, wait_for
+from syncer_client import SyncerProcess
 
 from diloco.local.screen import RunView, picture
 from diloco_protocol.bandwidth import links
 from diloco_protocol.documents import StatusDocument, read_document
 from diloco_protocol.spec.load import parse_job
 from diloco_worker import Learner
+from patience import own_work, wait_until
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -145,6 +146,9 @@ def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
             found: list[dict[str, Any]] = service.status()["slots"]
             return sorted(found, key=lambda row: str(row["region"]), reverse=True)  # near, far
 
+        def told() -> str:
+            return json.dumps([row["link"] for row in rows()], indent=1)
+
         def judged() -> bool:
             there = [row["link"] for row in rows() if row["link"] is not None]
             return len(there) == 2 and all(
@@ -152,8 +156,8 @@ def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
                 for one in there
             )
 
-        wait_for(judged, 30, lambda: json.dumps(rows(), indent=1))
-        wait_for(lambda: rows()[1]["link"]["too_slow"], 30, lambda: json.dumps(rows(), indent=1))
+        wait_until(judged, "both links to be judged", own_work, told)
+        wait_until(lambda: rows()[1]["link"]["too_slow"], "the far link to be too slow", own_work, told)
         near, far = (row["link"] for row in rows())
         assert not near["too_slow"] and near["message"] == ""
         assert near["down_bytes_per_second"] > 4 * rate
@@ -173,7 +177,9 @@ def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
         def deviations() -> list[str]:
             """What is otherwise in a window of 12 merges of the slow learner."""
             before, begun = service.status(), rows()
-            wait_for(lambda: rows()[1]["merged_pushes"] >= begun[1]["merged_pushes"] + 12, 30, service.text)
+            wait_until(
+                lambda: rows()[1]["merged_pushes"] >= begun[1]["merged_pushes"] + 12, "twelve merges of the far one"
+            )
             after, ended = service.status(), rows()
             steps, merges = after["step"] - before["step"], after["merges"] - before["merges"]
             found = [] if 0.25 * steps < merges < 0.75 * steps else [f"{merges} merges in {steps} steps"]
@@ -193,7 +199,7 @@ def test_a_slow_link_is_measured_and_told(service: SyncerProcess) -> None:
     finally:
         for one in learners:
             one.kill()
-            one.wait(10)
+            one.wait()
         slow.close()
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from learner_process import Rows, Syncer, make_job, one_step, small_model, until
+from learner_process import Rows, Syncer, make_job, one_step, small_model
 
 import tape_reader
 from diloco_protocol.arrays import codec
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, parse_record_name, record_name, theta_digest
 from diloco_worker import Learner
+from patience import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,7 +59,7 @@ def copy_of(service: Syncer) -> Path:
         except OSError:  # a thread that has ended meanwhile
             return False
 
-    until(stands_still, "the stop")
+    wait_until(stands_still, "the stop")
     try:
         shutil.copytree(service.folder / "store", copy)
     finally:
@@ -169,7 +170,7 @@ def test_records_states_and_perhaps_epochs_are_gone(service: Syncer, epochs_too:
             elif newest and now["merges"] >= before + 6 and slot_is(service, "active"):
                 os.kill(os.getpid(), signal.SIGTERM)
     assert newest is not None
-    until(lambda: slot_is(service, "drained"), "the slot to be free")
+    wait_until(lambda: slot_is(service, "drained"), "the slot to be free")
     report = service.report()
     assert report["tokens"]["trained"] == learner.step * 32
     assert report["tokens"]["dropped"] == 0
@@ -224,7 +225,7 @@ def test_an_emptied_store_is_rebuilt_from_the_learner(service: Syncer) -> None:
             elif versions and now["merges"] >= before + 3 and slot_is(service, "active"):
                 os.kill(os.getpid(), signal.SIGTERM)
     assert versions
-    until(lambda: slot_is(service, "drained"), "the slot to be free")
+    wait_until(lambda: slot_is(service, "drained"), "the slot to be free")
     report = service.report()
     assert report["tokens"]["trained"] == learner.step * 32
     assert report["tokens"]["dropped"] == 0
@@ -252,30 +253,31 @@ def test_an_emptied_store_is_rebuilt_from_two_learners(service: Syncer) -> None:
     learners = [service.learner(ordinal, 40_000) for ordinal in (0, 1)]
     try:
         # Early: one of them may hold no merged version yet.
-        until(
+        wait_until(
             lambda: status(service).get("merges", 0) >= 6 and all(row["process"] for row in service.status()["slots"]),
             "some merges",
-            60,
         )
         was = service.status()
         service.kill()
         (service.folder / "store").rename(service.folder / "emptied")
         service.start()
-        until(lambda: status(service).get("merges", 0) >= was["merges"] + 6, "merges after the rebuild", 60)
-        until(lambda: service.status()["quorum"]["active"] == 2, "both learners")
-        until(lambda: at_least(service.status()["versions"], was["versions"]), "all versions that there were")
+        wait_until(lambda: status(service).get("merges", 0) >= was["merges"] + 6, "merges after the rebuild")
+        wait_until(lambda: service.status()["quorum"]["active"] == 2, "both learners")
+        wait_until(lambda: at_least(service.status()["versions"], was["versions"]), "all versions that there were")
         now = service.status()
     finally:
         for learner in learners:
             learner.terminate()
         for learner in learners:
-            learner.wait(30)
+            learner.wait()
     rows = {row["slot"]: row for row in now["slots"]}
     for row in was["slots"]:
         after = rows[row["slot"]]
         assert (after["process"], after["state"]) == (row["process"], "active")
     assert now["tokens"]["dropped"] == 0
-    until(lambda: all(row["state"] == "drained" for row in status(service).get("slots", [{"state": ""}])), "the drain")
+    wait_until(
+        lambda: all(row["state"] == "drained" for row in status(service).get("slots", [{"state": ""}])), "the drain"
+    )
     report = service.report()
     tokens = report["tokens"]
     assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]

@@ -74,7 +74,7 @@ def test_a_job_from_start_to_end_over_tls(tmp_path: Path, made: list[Hub | Pod])
     mount(tmp_path / "guessing", ours.secret("learner", TOKEN), "..2026_01_02")
     strangers["wrong token"].waits_until(lambda s: s["joined"] and s["refused"] is None, "the repaired Secret")
     learners = [pod(f"learner-{ordinal}", ours.secret("learner", TOKEN), ordinal) for ordinal in range(2)]
-    hub.waits_until(lambda s: s["phase"] == "complete", "the job's end", 120)
+    hub.waits_until(lambda s: s["phase"] == "complete", "the job's end")
     for learner in learners:
         learner.waits_until(lambda s: s["phase"] == "complete" and s["connected"], "the end, at the pod")
     for who in ("wrong authority", "trusts another", "no token", "plaintext"):

@@ -4,7 +4,6 @@ Floods are the test's own threads; what is asserted is that those who may come i
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
@@ -18,7 +17,7 @@ import grpc
 import pytest
 from grpc import aio
 from hostile_client import Learners, WithToken
-from syncer_client import SyncerProcess, raw_job, send_call, turn, until, wait_for
+from syncer_client import SyncerProcess, raw_job, send_call, turn
 
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.vocabulary import TrustFailure
@@ -28,6 +27,7 @@ from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from diloco_syncer.server.tls import connection_limits
 from floods import Flood
 from parties import DAY, TOKEN, Parties
+from patience import until, wait_until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 REGIONS = "regions=[{name: eu-1, learners: 1}, {name: us-2, learners: 1}]"
@@ -192,7 +192,7 @@ async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Par
     europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
     async with Learners(syncer) as learners:
         with Flood(syncer.addresses["sync"], parties, stranger) as flood:
-            await until(lambda: syncer.status()["tls"]["handshakes"] > 200, 30)
+            await until(lambda: syncer.status()["tls"]["handshakes"] > 200)
             # Somebody comes in meanwhile, by a look first as a learner does, makes version 0, and trains.
             made = Credentials.from_directory(europe)
             await verify_syncer(made, syncer.addresses["sync"], made.names())
@@ -212,7 +212,7 @@ async def test_the_job_goes_on_under_a_flood(syncer: SyncerProcess, parties: Par
         assert {"stranger", "not-tls"} <= set(counts) and counts["stranger"] > 10, counts
         # A flood fills no disk: a line per reason and ten seconds.
         assert syncer.text().count('"message": "refused ') < 40
-        await until(lambda: syncer.status()["tls"]["handshakes"] == 0, 20)
+        await until(lambda: syncer.status()["tls"]["handshakes"] == 0)
 
 
 @pytest.mark.slow
@@ -240,10 +240,7 @@ async def test_the_other_ports_survive_too(syncer: SyncerProcess, parties: Parti
             return call
 
         # Its places are taken by those who say nothing, for as long as HTTP/2 may take to begin.
-        end = time.monotonic() + 20
-        while (call := await answered()) is None:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.1)
+        call = await until(answered, "an answer", every=0.1)
         for bad in (call, sign_call(b"k" * 32, "status", b"{}"), sync_pb2.SignedCall(method="status")):
             with pytest.raises(aio.AioRpcError) as caught:
                 await send_call(channel, bad)
@@ -257,7 +254,7 @@ async def test_the_other_ports_survive_too(syncer: SyncerProcess, parties: Parti
         except ConnectionError:  # it has not heard yet of those that left
             return False
 
-    wait_for(answers, 60)
+    wait_until(answers)
     async with Learners(syncer) as learners:
         assert (await learners(parties.learner("eu", "eu-1")).join()).HasField("welcome")
 

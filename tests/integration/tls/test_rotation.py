@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import Hub, Pod, make_job, wait_for
+from pods import Hub, Pod, make_job
 
 from parties import DAY, TOKEN, Parties
+from patience import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -104,7 +105,7 @@ def test_certificates_are_replaced_while_a_job_runs(tmp_path: Path, made: list[H
 
     # Whichever fails first tells it, a download or a push.
     doubts = ("bulk transfers fail", "pushes do not come through")
-    wait_for(lambda: any(doubt in europe.text() for doubt in doubts), "the learner to doubt its channels", 60)
+    wait_until(lambda: any(doubt in europe.text() for doubt in doubts), "the learner to doubt its channels")
     for pod in (europe, america):
         assert pod.running
     # Alone, so that no round with a quorum of one is over before its push is there.

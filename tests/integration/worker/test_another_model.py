@@ -14,6 +14,7 @@ from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, until
 from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import Learner
 from diloco_worker.settings import RefusedError
+from patience import until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -60,7 +61,7 @@ async def test_another_model_is_named_before_anything_is_announced(
     try:
         assert (await first.join()).welcome.initialise
         other = asyncio.create_task(asyncio.to_thread(train, syncer))
-        await until(lambda: syncer.status()["sessions"] == 2, 60)
+        await until(lambda: syncer.status()["sessions"] == 2)
         await first.initialise()
         with pytest.raises(RefusedError) as refused:
             await asyncio.wait_for(other, 30)

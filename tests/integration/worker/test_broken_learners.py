@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from learner_process import Rows, Syncer, one_step, small_model, until
+from learner_process import Rows, Syncer, one_step, small_model
 
 from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import Learner
 from diloco_worker.settings import DivergedError
 from free_ports import free_port
+from patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("torch_settings")
 
@@ -101,10 +102,10 @@ def test_a_data_set_that_hangs_ends_its_learner_with_stack_traces(syncer: Callab
         return learner.poll() is not None
 
     try:
-        until(ended, "its end", 90)
+        wait_until(ended, "its end")
     finally:
         learner.kill()
-    assert learner.wait(10) == WorkerExit.STALLED
+    assert learner.wait() == WorkerExit.STALLED
     assert ("/healthz", 503) in seen and ("/livez", 503) not in seen
     slot = service.status()["slots"][0]
     assert slot["stalled_seconds"] > 1.0, "the wait that had not ended is counted"
@@ -125,7 +126,7 @@ def test_a_slow_first_step_is_no_stall(syncer: Callable[..., Syncer]) -> None:
     service = syncer({}, {"steps": 40}, stall_seconds=3.0)
     learner = service.learner(0, FIRST_STEP="6")
     try:
-        assert learner.wait(60) == 0
+        assert learner.wait() == 0
     finally:
         learner.kill()
     assert service.last_report()["steps"] >= 40

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_process import Rows, Syncer, one_step, small_model, until
+from learner_process import Rows, Syncer, one_step, small_model
 
 from diloco_protocol.wire import limits
 from diloco_protocol.wire.records import Pull
@@ -23,6 +23,7 @@ from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import PushAnswered
 from diloco_worker.net.transfers import Push, Transfers
 from free_ports import free_port
+from patience import wait_until
 from tape_reader import read
 
 StartSyncer = Callable[..., Syncer]
@@ -58,7 +59,7 @@ class Relay:
             found[:] = [number for number, (near, _) in enumerate(self._ends) if near.fileno() >= 0]
             return len(found) >= 2
 
-        until(opened, "a session's connections")
+        wait_until(opened, "a session's connections")
         self._silent.add(found[1])
 
     def cut(self) -> None:
@@ -137,7 +138,7 @@ class Trainer:
             self.learner.after_step(tokens=batch.numel(), loss=one_step(self._model, self._optimizer, batch))
             return condition()
 
-        until(one_more, what, 60)
+        wait_until(one_more, what, every=0.0)
 
 
 def versions(service: Syncer) -> list[int]:
@@ -224,7 +225,7 @@ def await_pause(port: int) -> None:
         step, waited = float(found["step"]), float(found["stalled_seconds_total"])
         return waited - began.setdefault(step, waited) > 0.5
 
-    until(paused, "a learner to pause", 60)
+    wait_until(paused, "a learner to pause")
 
 
 @pytest.mark.promise(
@@ -245,14 +246,14 @@ def test_a_job_with_a_gate_goes_on_after_the_hubs_link_was_cut_until_learners_pa
         for i, port in enumerate(ports)
     ]
     try:
-        until(lambda: versions(service)[:1] > [12], "merges", 60)
+        wait_until(lambda: versions(service)[:1] > [12], "merges")
         relay.cut()
-        until(lambda: service.status()["sessions"] == 0, "the cut")
+        wait_until(lambda: service.status()["sessions"] == 0, "the cut")
         for port in ports:
             await_pause(port)
         at = versions(service)[0]
         relay.heal()
-        until(lambda: versions(service)[0] > at + 10, "merges after the cut", 60)
+        wait_until(lambda: versions(service)[0] > at + 10, "merges after the cut")
     finally:
         for process in processes:
             process.kill()

@@ -10,9 +10,8 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from asyncio.base_subprocess import BaseSubprocessTransport
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 
 from diloco.processes.launch import ForkServerClient, StartError
 from diloco.processes.supervisor import Exit
+from patience import until, wait_for_end, wait_until
 
 # A fork server whose workers run a small program instead of the trainer: what is tested is the forking.
 PROGRAM = """
@@ -63,13 +63,12 @@ class Client:
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
-    def event(self, timeout: float = 20.0) -> dict[str, Any]:
+    def event(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        deadline = time.monotonic() + timeout
+        pipe = self.process.stdout
         while b"\n" not in self._buffer:
-            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            assert readable, "no event came"
-            data = os.read(self.process.stdout.fileno(), 65536)
+            wait_until(lambda: select.select([pipe], [], [], 0.05)[0], "an event", self.process)
+            data = os.read(pipe.fileno(), 65536)
             assert data, "the fork server has ended"
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
@@ -80,13 +79,6 @@ class Client:
         event = self.event()
         assert event["event"] == "started" and event["id"] == name, event
         return int(event["pid"])
-
-
-def until(condition: Callable[[], bool], timeout: float = 45.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -130,7 +122,7 @@ def test_exit_codes_and_signals_are_reported(client: Client, tmp_path: Path) -> 
 
 def test_a_worker_has_its_own_signal_handling(client: Client, tmp_path: Path) -> None:
     client.spawn("term", tmp_path / "log", WHAT="term")
-    until(lambda: "armed" in (tmp_path / "log").read_text())
+    wait_until(lambda: "armed" in (tmp_path / "log").read_text())
     client.send(op="signal", id="term", signal=int(signal.SIGTERM))
     assert client.event() == {"event": "exited", "id": "term", "code": 0}
 
@@ -183,15 +175,15 @@ def test_an_endless_request_ends_it(client: Client) -> None:
     except BrokenPipeError:
         pass  # it stopped reading: that is the point
     assert client.event()["event"] == "error"
-    assert client.process.wait(10) == 0
+    assert wait_for_end(client.process) == 0
 
 
 def test_when_the_runner_is_gone_so_are_the_workers(client: Client, tmp_path: Path) -> None:
     pids = [client.spawn(f"w{i}", tmp_path / f"{i}", WHAT="sleep") for i in range(3)]
     assert client.process.stdin is not None
     client.process.stdin.close()  # what the kernel does when the runner is killed
-    assert client.process.wait(10) == 0
-    until(lambda: all(gone(pid) for pid in pids))
+    assert wait_for_end(client.process) == 0
+    wait_until(lambda: all(gone(pid) for pid in pids))
 
 
 def test_when_the_runner_is_killed_while_libraries_load_nothing_stays(tmp_path: Path) -> None:
@@ -214,26 +206,26 @@ def test_when_the_runner_is_killed_while_libraries_load_nothing_stays(tmp_path: 
         pid = int(runner.stdout.readline())
         try:
             if not early:
-                until(loading.exists)
+                wait_until(loading.exists)
         finally:
             runner.kill()
             runner.wait()
             runner.stdout.close()
-        until(lambda pid=pid: gone(pid))
+        wait_until(lambda pid=pid: gone(pid))
 
 
 def test_when_the_fork_server_is_killed_so_are_the_workers(client: Client, tmp_path: Path) -> None:
     pid = client.spawn("w", tmp_path / "log", WHAT="sleep")
-    until(lambda: (tmp_path / "log").exists() and "hello" in (tmp_path / "log").read_text())
+    wait_until(lambda: (tmp_path / "log").exists() and "hello" in (tmp_path / "log").read_text())
     client.process.kill()
-    until(lambda: gone(pid))
+    wait_until(lambda: gone(pid))
 
 
 def test_the_real_one_is_single_threaded_and_has_loaded_the_libraries_before_a_worker_starts(tmp_path: Path) -> None:
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     client = Client([sys.executable, "-m", "diloco_worker.forkserver"], threads)
     try:
-        ready = client.event(timeout=60)
+        ready = client.event()
         assert ready["event"] == "ready" and ready["threads"] == 1
         assert "libtorch" in Path(f"/proc/{ready['pid']}/maps").read_text()
         client.spawn("w", tmp_path / "log", DILOCO_JOB_FILE=str(tmp_path / "absent.json"), DILOCO_ROLE="learner")
@@ -295,8 +287,7 @@ async def test_a_worker_of_a_fork_server_that_died_is_started_again_by_a_new_one
         with monkeypatch.context() as patch:
             patch.setattr(BaseSubprocessTransport, "_process_exited", lambda *words: held.append(words))
             first.kill()
-            while not (held and first.stdout.at_eof()):
-                await asyncio.sleep(0.01)
+            await until(lambda: held and first.stdout.at_eof())
             for _ in range(10):  # the reader's turns
                 await asyncio.sleep(0)
             early = worker.ended.done()

@@ -36,7 +36,7 @@ class Cluster:
         for place in [place for place in self.pods if place not in wanted]:
             pod = self.pods.pop(place)
             self.gone.append(pod)
-            code, _ = pod.terminate(60)
+            code, _ = pod.terminate()
             assert code == 0 and "drained: slot" in pod.text(), pod.text()[-2000:]
 
     def slots(self) -> dict[tuple[str, int], dict[str, Any]]:
@@ -160,7 +160,7 @@ def test_settings_that_change_reach_learners_that_run(cluster: Callable[..., Clu
     assert any(event["kind"] == "outer-restart" for event in status["events"])
     # The stop too is moved; only now, as all that was awaited is awaited in a job that trains.
     house.hub.restart(make_job(stop={"steps": status["step"] + 200}, **changes))
-    end = house.hub.waits_until(lambda s: s["phase"] == "complete" and s, "the stop that was moved", 120)
+    end = house.hub.waits_until(lambda s: s["phase"] == "complete" and s, "the stop that was moved")
     assert end["tokens"]["dropped"] == 0, house.hub.report()["ledger"]
     assert end["merges"] > before["merges"]
     exact(house.hub.report())

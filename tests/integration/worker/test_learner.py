@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_process import Rows, Syncer, make_job, one_step, small_model, until
+from learner_process import Rows, Syncer, make_job, one_step, small_model
 from safetensors.torch import load_file
 
 from diloco.export.export import ExportFailed, export_run, read_layout
 from diloco.processes.workdir import Workdir
 from diloco_worker import Learner, Observer, load_merged
 from diloco_worker.settings import WorkerError
+from patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("torch_settings")
 
@@ -83,15 +84,17 @@ def test_learners_race_and_every_token_is_in_its_column(syncer: Callable[..., Sy
     watched = small_model(7)
     try:
         with Observer.from_environment(watched, environ=service.environ("evaluator")) as observer:
-            end = time.monotonic() + 60
-            while not (observer.ended and observer.current):
-                assert time.monotonic() < end, service.status()
+
+            def is_current() -> bool:
                 observer.wait_for_change(1.0)
                 if not observer.current and not observer.refreshing:
                     observer.refresh()
+                return observer.ended and observer.current
+
+            wait_until(is_current, "the observer to have the last versions")
             versions = observer.current_versions()
             assert observer.complete
-        assert [learner.wait(20) for learner in learners] == [0, 0]
+        assert [learner.wait() for learner in learners] == [0, 0]
         said = [json.loads(service.metrics_file(ordinal).read_text()) for ordinal in range(2)]
     finally:
         for learner in learners:
@@ -173,7 +176,7 @@ def test_sigterm_drops_no_token(syncer: Callable[..., Syncer]) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
     assert learner.draining
     assert learner.step == 61
-    until(lambda: service.status()["slots"][0]["state"] == "drained", "the slot to be free")
+    wait_until(lambda: service.status()["slots"][0]["state"] == "drained", "the slot to be free")
     tokens = service.report()["tokens"]
     assert tokens["trained"] == 61 * 32
     assert tokens["dropped"] == 0
@@ -204,7 +207,7 @@ def test_the_syncer_is_killed_and_the_learner_goes_on(syncer: Callable[..., Sync
                 if status["merges"] >= merges + 6 and status["slots"][0]["state"] == "active":
                     os.kill(os.getpid(), signal.SIGTERM)
     assert learner.step >= alone_to
-    until(lambda: service.status()["slots"][0]["state"] == "drained", "the slot to be free")
+    wait_until(lambda: service.status()["slots"][0]["state"] == "drained", "the slot to be free")
     tokens = service.report()["tokens"]
     assert tokens["trained"] == learner.step * 32
     assert tokens["dropped"] == 0
@@ -225,7 +228,7 @@ def test_two_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
         try:
             service.start()
             learners = [service.learner(ordinal) for ordinal in range(2)]
-            assert [learner.wait(300) for learner in learners] == [0, 0]
+            assert [learner.wait() for learner in learners] == [0, 0]
             report = service.last_report()
         finally:
             service.stop()
@@ -248,17 +251,17 @@ def test_a_replacement_goes_on_with_a_peers_optimizer_state(syncer: Callable[...
     service = syncer({"staleness": staleness, "heartbeat": heartbeat}, {"steps": 1_000_000}, 2)
     learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
     try:
-        until(lambda: service.status()["merges"] > 10, "merges", 60)
-        until(lambda: min(s["merged_pushes"] for s in service.status()["slots"]) > 0, "both in merges", 60)
+        wait_until(lambda: service.status()["merges"] > 10, "merges")
+        wait_until(lambda: min(s["merged_pushes"] for s in service.status()["slots"]) > 0, "both in merges")
         learners[1].kill()
-        learners[1].wait(10)
+        learners[1].wait()
         reached = service.status()["slots"][1]["step"]
         learners[1] = service.learner(1, 40_000)
-        until(lambda: service.status()["slots"][1]["state"] == "active", "the replacement", 60)
-        until(lambda: service.status()["slots"][1]["step"] > reached + 20, "its steps", 60)
+        wait_until(lambda: service.status()["slots"][1]["state"] == "active", "the replacement")
+        wait_until(lambda: service.status()["slots"][1]["step"] > reached + 20, "its steps")
         for learner in learners:
             learner.terminate()
-        assert [learner.wait(30) for learner in learners] == [0, 0]
+        assert [learner.wait() for learner in learners] == [0, 0]
         said = [json.loads(service.metrics_file(ordinal).read_text()) for ordinal in range(2)]
     finally:
         for learner in learners:
@@ -279,12 +282,12 @@ def test_where_nobody_left_an_optimizer_state_the_newcomer_begins_fresh(syncer: 
     service = syncer(sync, {"steps": 1_000_000}, 1, {"checkpoint": {"everySeconds": 3600}})
     learner = service.learner(0, 40_000)
     try:
-        until(lambda: service.status()["merges"] > 5, "merges", 60)
+        wait_until(lambda: service.status()["merges"] > 5, "merges")
         learner.kill()
-        learner.wait(10)
+        learner.wait()
         reached = service.status()["merges"]
         learner = service.learner(0, 40_000)
-        until(lambda: service.status()["merges"] > reached + 5, "the newcomer's merges", 60)
+        wait_until(lambda: service.status()["merges"] > reached + 5, "the newcomer's merges")
     finally:
         learner.kill()
     log = (service.folder / "syncer.log").read_text(encoding="utf-8")
@@ -298,20 +301,20 @@ def test_all_learners_killed_go_on_with_the_slots_own_optimizer_state(syncer: Ca
     states = [service.folder / "state" / f"local-{ordinal}.safetensors" for ordinal in range(2)]
     learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
     try:
-        until(lambda: service.status()["merges"] > 5, "merges", 60)
-        until(lambda: all(path.exists() for path in states), "both slots' own checkpoints", 60)
+        wait_until(lambda: service.status()["merges"] > 5, "merges")
+        wait_until(lambda: all(path.exists() for path in states), "both slots' own checkpoints")
         for learner in learners:
             learner.kill()
         for learner in learners:
-            learner.wait(10)
+            learner.wait()
         reached = service.status()["merges"]
         learners = [service.learner(ordinal, 40_000) for ordinal in range(2)]
-        until(lambda: min(s["incarnation"] for s in service.status()["slots"]) > 2, "both replacements", 60)
-        until(lambda: service.status()["merges"] > reached + 5, "their merges", 60)
+        wait_until(lambda: min(s["incarnation"] for s in service.status()["slots"]) > 2, "both replacements")
+        wait_until(lambda: service.status()["merges"] > reached + 5, "their merges")
         for learner in learners:
             learner.terminate()
         for learner in learners:
-            assert learner.wait(30) == 0
+            assert learner.wait() == 0
     finally:
         for learner in learners:
             learner.kill()

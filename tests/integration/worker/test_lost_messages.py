@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_process import Rows, Syncer, make_job, one_step, small_model, until
+from learner_process import Rows, Syncer, make_job, one_step, small_model
 
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import Learner, Observer
@@ -25,6 +25,7 @@ from diloco_worker.net.session import Session
 from diloco_worker.net.transfers import Transfers
 from diloco_worker.settings import WorkerSettings
 from diloco_worker.sync.frozen_parameters import frozen_digest
+from patience import wait_until
 
 # The timeout is longer than any stall of the machine: no test here is about a learner that is lost.
 SYNC: dict[str, Any] = {"heartbeat": {"intervalSeconds": 0.1, "timeoutSeconds": 60}}
@@ -50,7 +51,7 @@ def await_heartbeats(service: Syncer) -> None:
         ages.append(service.status()["slots"][0]["heard_seconds_ago"])
         return sum(new < old for old, new in itertools.pairwise(ages)) >= 5
 
-    until(heard, "heartbeats")
+    wait_until(heard, "heartbeats")
 
 
 @contextmanager
@@ -72,7 +73,7 @@ def initialiser(
         return "initialised" in events(service)
 
     try:
-        until(initialised, "version 0")
+        wait_until(initialised, "version 0")
         yield
     finally:
         client.stop()
@@ -135,7 +136,7 @@ def test_a_lost_initial_evaluation_is_said_again(service: Syncer, monkeypatch: p
     monkeypatch.setattr(Session, "_send", lossy)
     with Observer.from_environment(small_model(), environ=service.environ("evaluator")) as observer:
         observer.report(2.5, tokens=0, sum_versions=0)
-        until(lambda: service.status()["eval_loss"] == [[0, 2.5]], "the evaluation")
+        wait_until(lambda: service.status()["eval_loss"] == [[0, 2.5]], "the evaluation")
     assert len(swallowed) == 1
 
 
@@ -175,7 +176,7 @@ def test_frozen_parameters_whose_download_broke_with_the_session_are_requested_a
     if role == "evaluator":
         with Observer.from_environment(model, environ=service.environ(role)) as observer:
             observer.refresh()
-            until(lambda: observer.poll() and observer.complete, "a whole model")
+            wait_until(lambda: observer.poll() and observer.complete, "a whole model")
     else:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
         with Learner.from_environment(model, optimizer, environ=service.environ()) as learner:
@@ -206,7 +207,7 @@ def test_frozen_parameters_travel_only_to_whom_they_are_new(service: Syncer, rol
         if role == "evaluator":
             with Observer.from_environment(model, environ=service.environ(role)) as observer:
                 observer.refresh()
-                until(lambda observer=observer: observer.poll() and observer.complete, "a whole model")
+                wait_until(lambda observer=observer: observer.poll() and observer.complete, "a whole model")
                 down[same] = observer._figures()["bytes_down"]
         else:
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pods import Hub, Pod, get, make_job, wait_for
+from pods import Hub, Pod, get, make_job
 
 from diloco_protocol.spec.load import job_to_json
 from diloco_worker.sync.drain import PATIENCE_SECONDS
+from patience import wait_for_end, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -58,7 +59,7 @@ def announce(hub: Hub, phase: str) -> None:
 
 def end_without_a_drain(pod: Pod) -> None:
     """SIGTERM ends a process that holds no slot: it has nothing to hand over, and waits for no syncer."""
-    code, _ = pod.terminate(60)
+    code, _ = pod.terminate()
     assert code == 0, pod.text()[-3000:]
     for words in ("were not taken over", "could not be told"):
         assert words not in pod.text()
@@ -147,7 +148,7 @@ def test_suspend_the_syncer_goes_and_a_resume_makes_room_for_new_processes(house
     # Resumed: who idles has no loop any more and makes room; its pod starts it again.
     hub.start().serves()
     for pod in pods:
-        assert pod.ends(30) == 0
+        assert pod.ends() == 0
         assert "the job continues" in pod.text()
         pod.start()
     hub.waits_until(lambda s: s["phase"] == "training" and s["quorum"]["active"] == 2, "the resumed job")
@@ -164,7 +165,7 @@ def test_a_drain_without_a_syncer_is_bounded(house: House, limit: float | None) 
     pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
     hub.kill()
     pod.waits_until(lambda s: not s["connected"], "the loss of the syncer")
-    code, seconds = pod.terminate(120)
+    code, seconds = pod.terminate()
     assert code == 0 and "no acknowledgement in time" in pod.text() and "could not be told" in pod.text()
     if limit is None:
         assert seconds > PATIENCE_SECONDS
@@ -178,7 +179,7 @@ def test_a_drain_with_a_syncer_loses_nothing_and_is_confirmed(house: House) -> N
     pods = [house.pod(hub, ordinal) for ordinal in range(2)]
     for pod in pods:
         pod.waits_until(lambda s: (s["step"] or 0) > 5, "some steps")
-    code, _ = pods[0].terminate(60)
+    code, _ = pods[0].terminate()
     assert code == 0 and "drained: slot" in pods[0].text()
     hub.waits_until(lambda s: sorted(row["state"] for row in s["slots"]) == ["active", "drained"], "the drain")
     assert hub.status()["tokens"]["dropped"] == 0
@@ -221,7 +222,7 @@ def test_the_built_in_programs_as_pods(house: House, tmp_path: Path) -> None:
     assert hub.process is not None
     hub.process.send_signal(signal.SIGSTOP)  # so that the learner cannot join before it is looked at
     learner = house.pod(hub, DILOCO_WORKDIR=str(tmp_path / "learner"))
-    early = wait_for(learner.status, "the status port", 60)
+    early = wait_until(learner.status, "the status port")
     assert (early["joined"], early["phase"], early["role"]) == (False, "waiting", "learner")
     assert learner.page("/readyz")[0] == 503 and learner.page("/healthz")[0] == 200
     hub.process.send_signal(signal.SIGCONT)
@@ -241,14 +242,14 @@ def test_the_built_in_programs_as_pods(house: House, tmp_path: Path) -> None:
     # The stop comes near only now, as all that was awaited is awaited in a job that trains.
     stop = hub.status()["tokens"]["trained"] + 40_000
     hub.restart(make_job(learners=1, stop={"tokens": stop}, corpus=corpus))
-    end = hub.waits_until(lambda s: s["phase"] == "complete" and s, "the end", 120)
+    end = hub.waits_until(lambda s: s["phase"] == "complete" and s, "the end")
     assert end["loss"] == end["eval_loss"][-1][1] < end["eval_loss"][0][1]
     for pod in (learner, again):
         pod.waits_until(lambda s: s["phase"] == "complete" and s["idle"] and s["connected"], "the end, idle")
     assert again.status()["loss"] == pytest.approx(end["loss"])
     # Told to end while it loads, and when it idles.
     loading = house.pod(hub, DILOCO_ROLE="evaluator")
-    wait_for(loading.status, "its status port", 60)
+    wait_until(loading.status, "its status port")
     for pod in (loading, learner, again):
         end_without_a_drain(pod)
         assert all(line["job"] == "pods" for line in pod.lines())
@@ -289,9 +290,9 @@ def test_learners_are_back_after_their_syncer(house: House) -> None:
 
     epoch = 2
     hub.kill()
-    wait_for(lambda: not any(pod.status().get("connected") for pod in pods), "the loss")
+    wait_until(lambda: not any(pod.status().get("connected") for pod in pods), "the loss")
     hub.start().serves()
-    wait_for(back, "all to be back with the syncer")
+    wait_until(back, "all to be back with the syncer")
     # Elsewhere: the address file is a link into a folder that is swapped, as a mounted ConfigMap's.
     epoch, swallowing = 3, blackhole()
     for pod in pods:
@@ -305,7 +306,7 @@ def test_learners_are_back_after_their_syncer(house: House) -> None:
         pod.address_file.symlink_to(volume / "address.json")
     hub.kill()
     hub.start().serves()
-    wait_for(
+    wait_until(
         lambda: all(
             "timeout" in str(pod.status().get("message")).lower() or "no session" in str(pod.status().get("message"))
             for pod in pods
@@ -316,7 +317,7 @@ def test_learners_are_back_after_their_syncer(house: House) -> None:
         volume = pod.log.with_suffix(".volume")
         (volume / "..new").symlink_to("b")
         os.replace(volume / "..new", volume / "..data")
-    wait_for(back, "all to be back at the new address")
+    wait_until(back, "all to be back at the new address")
     for sock in swallowing[1]:
         sock.close()
     assert all(pod.running for pod in pods)
@@ -363,8 +364,8 @@ def test_the_first_process_of_a_container_ends_when_it_is_told_to() -> None:
         assert process.stdout is not None
         if process.stdout.readline() != b"up\n":
             pytest.skip("this machine lets nobody make PID namespaces")
-        (inside,) = wait_for(lambda: psutil.Process(process.pid).children(), "the process inside")
+        (inside,) = wait_until(lambda: psutil.Process(process.pid).children(), "the process inside")
         inside.terminate()
-        assert process.wait(10) == 0
+        assert wait_for_end(process) == 0
     finally:
         process.kill()

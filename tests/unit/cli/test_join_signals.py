@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from diloco.machines import join as joining
 from diloco.machines.join import JoinOptions
 from diloco.processes.workdir import Workdir
 from diloco_protocol.spec.load import parse_job
+from patience import wait_until
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -58,7 +58,7 @@ def joined(folder: Path, program: str, told: Callable[[], None]) -> int:
     process = joining._LearnerProcess(parse_job(JOB), Workdir(folder), options, "local", 1)
 
     def tell() -> None:
-        wait_for(folder / "ready")
+        wait_until((folder / "ready").exists)
         told()
 
     thread = threading.Thread(target=tell)
@@ -67,13 +67,6 @@ def joined(folder: Path, program: str, told: Callable[[], None]) -> int:
         return process.run()
     finally:
         thread.join()
-
-
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end, path
-        time.sleep(0.01)
 
 
 @pytest.mark.promise("Two signals at once to `diloco learner join` are one: the work is offered")
@@ -85,7 +78,7 @@ def test_two_signals_that_come_together_are_one_wish(
 
     def told() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
-        wait_for(tmp_path / "asked")
+        wait_until((tmp_path / "asked").exists)
         os.kill(os.getpid(), second)
         (tmp_path / "offered").touch()
 
@@ -97,7 +90,7 @@ def test_a_second_signal_later_ends_it_at_once(tmp_path: Path, monkeypatch: pyte
 
     def told() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(tmp_path / "asked")
+        wait_until((tmp_path / "asked").exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert joined(tmp_path, OFFERS, told) == INTERRUPTED

@@ -229,7 +229,7 @@ def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> N
     lost = {
         name: since
         for name, since in found.regions.lost.items()
-        if view.now - since >= policy.region_lost_seconds or name in view.regions_lost
+        if view.now >= since + policy.region_lost_seconds or name in view.regions_lost  # the moment of ``_wake_in``
     }
     said = ", ".join(f"{name} since {rfc3339(since)}" for name, since in sorted(lost.items()))
     message = f"No learner of these regions is heard: {said}. Their learners rejoin by themselves."

@@ -6,9 +6,9 @@ import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from diloco.authoring.job_template import SIZES, name_for
 from diloco.console import CommandError
 from diloco.main import app
 from diloco_protocol.spec.load import load_job, parse_job
+from patience import own_work, wait_for_end, wait_until
 from repository import ROOT, VERSION
 
 EXAMPLES = {path.name: path.read_bytes() for path in (ROOT / "examples").iterdir() if path.is_file()}
@@ -147,13 +148,13 @@ def test_on_a_terminal_without_options_it_asks(here: Path) -> None:
         os.close(slave)
         os.write(master, b"\n10m\n\n3\n\n")
         shown = b""
-        deadline = time.monotonic() + 60
-        while b"Next:" not in shown and time.monotonic() < deadline:
+        while b"Next:" not in shown:
+            wait_until(lambda: select.select([master], [], [], 0.05)[0], f"more than {shown!r}", own_work)
             try:
                 shown += os.read(master, 4096)
             except OSError:  # the other end is closed
                 break
-        assert process.wait(60) == 0, shown
+        assert wait_for_end(process) == 0, shown
     os.close(master)
     job = load_job("asked.yaml")
     assert b"Model size" in shown and job.spec.slots == 3

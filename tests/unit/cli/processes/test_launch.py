@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import pytest
 
 from diloco.processes.launch import Child
 from diloco.processes.supervisor import Exit
+from patience import wait_until
 
 
 async def test_a_signal_to_a_process_that_has_just_ended_leaves_its_exit_code(
@@ -25,15 +25,12 @@ async def test_a_signal_to_a_process_that_has_just_ended_leaves_its_exit_code(
 
     def late(pid: int, options: int) -> tuple[int, int]:
         if threading.current_thread() is not threading.main_thread():  # the loop's watcher
-            may_reap.wait(60)
+            may_reap.wait()
         return waitpid(pid, options)
 
     monkeypatch.setattr(os, "waitpid", late)
     child = await Child.start("one", [sys.executable, "-c", "raise SystemExit(7)"], os.environ, tmp_path / "log")
-    end = time.monotonic() + 60
-    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
     child.signal(signal.SIGTERM)
     may_reap.set()
     assert await child.wait() == Exit(code=7)

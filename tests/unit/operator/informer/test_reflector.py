@@ -23,6 +23,7 @@ from diloco_operator.kube.kinds import CONFIG_MAP, JOB, NODE, POD, STATEFUL_SET
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
 from diloco_operator.settings import Settings
+from patience import wait_until
 
 Query = dict[str, str]
 Reply = tuple[int, Any] | list[Object | float | bytes]
@@ -134,13 +135,6 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
         world.api.close()
 
 
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_list_in_pages_replaces_the_cache_and_the_watch_goes_on_from_its_version(begin: Any) -> None:
     first = a_list(10, config_map("stays", 5), config_map("reborn", 6, "second"), more="next")
     world = begin(
@@ -149,7 +143,7 @@ def test_a_list_in_pages_replaces_the_cache_and_the_watch_goes_on_from_its_versi
         [event("MODIFIED", config_map("stays", 11)), event("DELETED", config_map("new", 12)), 60.0],
         before=(config_map("stays", 1), config_map("gone", 2), config_map("reborn", 3)),
     )
-    until(lambda: "job-new" in {name for _, name in world.changed.copy()} and world.names() == {"stays", "reborn"})
+    wait_until(lambda: "job-new" in {name for _, name in world.changed.copy()} and world.names() == {"stays", "reborn"})
     listed, onward, watched = world.asked
     assert (listed["limit"], onward["continue"]) == ("100", "next") and "continue" not in listed
     assert (watched["resourceVersion"], watched["allowWatchBookmarks"]) == ("10", "true")
@@ -165,13 +159,13 @@ def test_what_is_put_in_while_a_list_is_read_stays(begin: Any) -> None:
     world = begin(*replies, before=(config_map("gone", 2),), started=False)
     world.hooks[3] = lambda: world.cache.put(CONFIG_MAP, config_map("ours", 11))
     world.stream.start()
-    until(lambda: world.stream.synced)
+    wait_until(lambda: world.stream.synced)
     assert world.names() == {"ours"}
 
 
 def test_a_watch_that_ends_is_taken_up_from_the_last_bookmark(begin: Any) -> None:
     world = begin(a_list(10), [bookmark(20)], [event("ADDED", config_map("a", 21))], [60.0])
-    until(lambda: len(world.asked) == 4)
+    wait_until(lambda: len(world.asked) == 4)
     assert [query.get("resourceVersion") for query in world.asked] == [None, "10", "20", "21"]
     assert world.names() == {"a"}
 
@@ -179,7 +173,7 @@ def test_a_watch_that_ends_is_taken_up_from_the_last_bookmark(begin: Any) -> Non
 def test_a_list_that_is_no_json_is_a_warning_once_in_a_row(begin: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", logger=reflector.__name__)
     world = begin([b"<html>"], [b"<html>"], a_list(10), [0.1], (410, {"message": "too old"}), [b"[]"], a_list(20))
-    until(lambda: len(world.asked) == 8)
+    wait_until(lambda: len(world.asked) == 8)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and world.stream.synced
     assert all("list configmaps in the whole cluster" in one and "no JSON object" in one for one in said)
@@ -188,7 +182,7 @@ def test_a_list_that_is_no_json_is_a_warning_once_in_a_row(begin: Any, caplog: p
 def test_a_version_that_is_forgotten_means_a_list(begin: Any) -> None:
     gone = event("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"})
     world = begin(a_list(10, config_map("a", 5)), [gone], a_list(30), [0.1], (410, {"message": "too old"}), a_list(40))
-    until(lambda: len(world.asked) >= 7)
+    wait_until(lambda: len(world.asked) >= 7)
     assert world.names() == set() and world.stream.synced
     watches = [query["resourceVersion"] for query in world.asked if query.get("watch")]
     assert watches == ["10", "30", "30", "40"]
@@ -210,7 +204,7 @@ def test_an_object_that_cannot_be_read_costs_that_object(begin: Any, caplog: pyt
             60.0,
         ],
     )
-    until(lambda: world.names() == {"a", "b"})
+    wait_until(lambda: world.names() == {"a", "b"})
     assert len(world.asked) == 2, "the stream went on"
     assert len([record for record in caplog.records if "cannot be read" in record.message]) == 6
 
@@ -218,7 +212,7 @@ def test_an_object_that_cannot_be_read_costs_that_object(begin: Any, caplog: pyt
 def test_what_is_forbidden_is_said_once_and_healed(begin: Any, caplog: pytest.LogCaptureFixture) -> None:
     no = (403, {"reason": "Forbidden", "message": "no"})
     world = begin(no, no, a_list(10), no, no, [60.0])
-    until(lambda: len(world.states) == 5)
+    wait_until(lambda: len(world.states) == 5)
     assert world.states == [(False, "list"), (False, None), (True, None), (True, "watch"), (True, None)]
     said = [record.message for record in caplog.records if record.message.startswith("forbidden")]
     assert len(said) == 2 and world.stream.in_step
@@ -230,7 +224,7 @@ def test_a_connection_that_is_dead_is_noticed_and_the_watch_taken_up(
     monkeypatch.setattr(reflector, "SILENT_SECONDS", 0.2)
     # A bookmark may come too late, for so short a silence: then the next watch brings it.
     world = begin(a_list(10), [60.0], *[[bookmark(11), 60.0]] * 100)
-    until(lambda: any(query.get("resourceVersion") == "11" for query in world.asked), 30.0)
+    wait_until(lambda: any(query.get("resourceVersion") == "11" for query in world.asked))
     versions = [query.get("resourceVersion") for query in world.asked]
     before = versions.index("11")
     assert before >= 3 and versions[:before] == [None, *["10"] * (before - 1)]
@@ -253,7 +247,7 @@ def test_the_cache_is_as_new_as_what_is_in_it_and_not_as_what_has_arrived(begin:
     listed: list[float | None] = []
     world.hooks[2] = lambda: listed.append(world.stream.cached_at)
     world.stream.start()
-    until(lambda: world.names() == {"a"} and world.stream.cached_at != listed[0])
+    wait_until(lambda: world.names() == {"a"} and world.stream.cached_at != listed[0])
     assert before == listed and listed[0] is not None
 
 
@@ -264,7 +258,7 @@ def test_an_answer_that_brings_nothing_makes_the_cache_no_newer(begin: Any) -> N
     for number in (2, 3):
         world.hooks[number] = lambda: cached.append(world.stream.cached_at)
     world.stream.start()
-    until(lambda: len(world.asked) == 3 and world.stream._reply is not None)
+    wait_until(lambda: len(world.asked) == 3 and world.stream._reply is not None)
     assert cached == [world.stream.cached_at] * 2 and world.stream.cached_at is not None
     assert world.stream.heard_at > world.stream.cached_at, "and yet it is not dead"
 
@@ -345,5 +339,5 @@ def test_a_stream_that_is_throttled_waits_as_long_as_it_is_asked_to(begin: Any) 
     world.replies = [(429, {}), a_list(5, config_map("a", 5))]
     world.stream._stopped = waits = Waits()
     world.stream.start()
-    until(lambda: world.names() == {"a"})
+    wait_until(lambda: world.names() == {"a"})
     assert waits.seconds[0] == 3.0

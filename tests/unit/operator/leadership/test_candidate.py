@@ -7,7 +7,7 @@ import http.server
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from free_ports import closed_port
 from operator_simulation import virtual_time
 from operator_simulation.api_server import ApiServer, SimulatedApi, SimulatedLease
 from operator_simulation.kubernetes import now
+from patience import until
 
 
 class Server:
@@ -139,12 +140,6 @@ async def running(*processes: Process) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_one_leads_and_writes_and_the_other_writes_nothing(server: Server) -> None:

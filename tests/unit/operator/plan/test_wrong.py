@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diloco_operator import names
 from diloco_operator.model import ClusterEvent, PlanMemory, Ref
+from diloco_operator.plan.conditions import decide
+from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.planning import plan_job
 from diloco_protocol.vocabulary import LABEL_JOB
 from operator_world import SETTINGS, World, job_object, started
@@ -175,6 +178,20 @@ def test_a_lost_region_is_told_and_comes_back() -> None:
     world.until(World.whole)
     assert world.truth("RegionLost") == "False" and world.told("RegionBack") == 1
     assert "lostSince" not in world.region("far")
+
+
+def test_a_region_is_lost_at_the_moment_for_which_the_next_turn_is_planned() -> None:
+    """In floats a sum less one addend may be less than the other, as in a quarter of all moments."""
+    patience = 60.1
+    since = next(s / 7 for s in range(10_000) if (s / 7 + patience) - s / 7 < patience)
+    policy = SimpleNamespace(region_lost_seconds=patience)
+    spec = SimpleNamespace(failure_policy=policy)
+    found = SimpleNamespace(regions=SimpleNamespace(lost={"far": since}))
+    for now, status in ((since + patience, "True"), (since + patience - 0.1, "False")):
+        view = SimpleNamespace(job=SimpleNamespace(spec=spec), now=now, regions_lost=[])
+        out = ConditionSet([], 1, now)
+        decide._decide_region_lost(view, found, out)  # type: ignore[arg-type]
+        assert out.found["RegionLost"]["status"] == status
 
 
 def test_a_region_that_the_syncer_counts_as_lost_is_lost_here() -> None:

@@ -23,6 +23,7 @@ from diloco_protocol.documents import LearnerPage
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.control_auth import CallRefused, NonceCache, sign_reply, verify_call
 from free_ports import free_port
+from patience import until
 from status_documents import job_report, learner_page, status_document
 
 KEY = b"k" * 64
@@ -95,10 +96,8 @@ class Told:
         self.keys.append(key)
         asyncio.get_running_loop().call_soon(self.then)
 
-    async def until(self, count: int, seconds: float = 30.0) -> None:
-        async with asyncio.timeout(seconds):
-            while len(self.keys) < count:
-                await asyncio.sleep(0.005)
+    async def until(self, count: int) -> None:
+        await until(lambda: len(self.keys) >= count, f"{count} answers")
 
 
 def ask(poller: SyncerPoller, seconds: float = 30.0, pod: str = "pod-1", ip: str = "127.0.0.1", **more: Any) -> None:
@@ -180,10 +179,12 @@ async def test_since_when_nobody_answers_and_that_somebody_does_again(
     other, _, _ = poller.latest_answers(JOB, "pod-2")
     assert other == ProgramAnswer(None, other.error if other else "", first.at, first.failing_since)
     await syncer.start()
-    async with asyncio.timeout(60):
-        while (now := poller.latest_answers(JOB, "pod-1")[0]) is None or now.document is None:
-            await asyncio.sleep(0.02)
-    assert now.failing_since is None
+
+    def answered() -> ProgramAnswer | None:
+        now = poller.latest_answers(JOB, "pod-1")[0]
+        return now if now is not None and now.document is not None else None
+
+    assert (await until(answered)).failing_since is None
     said = [record.message for record in caplog.records]
     assert len([line for line in said if "does not answer" in line]) == 1
     assert len([line for line in said if "answers again" in line]) == 1
@@ -238,9 +239,7 @@ async def test_a_syncers_answer_is_dated_by_when_it_was_asked_for(syncer: Syncer
     poller = SyncerPoller(Metrics(), 4, 60.0, told)
     before = time.time()
     ask(poller)
-    async with asyncio.timeout(30):
-        while not syncer.active:
-            await asyncio.sleep(0.005)
+    await until(lambda: syncer.active)
     on_its_way = time.time()
     syncer.free.set()
     await told.until(1)
@@ -266,8 +265,7 @@ async def test_a_learners_answer_is_dated_by_when_it_was_asked_for(monkeypatch: 
     poller = SyncerPoller(Metrics(), 4, 60.0, told)
     before = time.time()
     poller.schedule(JOB, 30.0, None, None, {"l-0": ("pod-1", "127.0.0.1")}, False)
-    async with asyncio.timeout(30):
-        await asked.wait()
+    await until(asked.is_set)
     on_its_way = time.time()
     free.set()
     await told.until(1)
@@ -283,9 +281,7 @@ async def test_no_more_than_so_many_calls_at_once(syncer: Syncer) -> None:
     poller = SyncerPoller(Metrics(), 3, 60.0, told)
     for i in range(12):
         poller.schedule((f"ns-{i}", "j"), 30.0, (f"p{i}", "127.0.0.1"), KEY, {}, True)
-    async with asyncio.timeout(30):
-        while syncer.active < 3:
-            await asyncio.sleep(0.005)
+    await until(lambda: syncer.active == 3)
     await asyncio.sleep(0.05)  # for a fourth, were it let
     syncer.free.set()
     await told.until(12)
@@ -485,7 +481,7 @@ async def test_a_learners_pod_cannot_hold_up_the_operator_whatever_it_answers(
     told = Told()
     poller = SyncerPoller(Metrics(), 4, seconds, told)
     poller.schedule(JOB, 30.0, None, None, {"l-0": ("pod-1", "127.0.0.1")}, False)
-    await told.until(1, 60.0)
+    await told.until(1)
     _, learners, _ = poller.latest_answers(JOB, None)
     assert learners["l-0"].document is None and said in learners["l-0"].error
     await poller.close()
@@ -503,7 +499,7 @@ async def test_a_syncers_answer_is_bounded_and_parsed_without_harm(syncer: Synce
         syncer.body = body
         poller = SyncerPoller(Metrics(), 4, 60.0, told)
         ask(poller)
-        await told.until(len(told.keys) + 1, 60.0)
+        await told.until(len(told.keys) + 1)
         asked, _, _ = poller.latest_answers(JOB, "pod-1")
         assert asked is not None and asked.document is None and said in asked.error.lower(), asked
         await poller.close()
@@ -522,9 +518,7 @@ async def test_a_namespace_whose_programs_stall_stalls_no_other(syncer: Syncer) 
         poller.schedule(
             ("hostile", f"job-{number}"), 30.0, ("pod", "127.0.0.1"), control_key=KEY, learners={}, report_wanted=False
         )
-    async with asyncio.timeout(30):
-        while syncer.active < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: syncer.active == 2)
     syncer.free = asyncio.Event()  # of the next call; those that are under way stay unanswered
     syncer.free.set()
     ask(poller)

@@ -15,6 +15,7 @@ from diloco_operator.reconcile import workqueue as queues
 from diloco_operator.reconcile.workqueue import WorkQueue
 from operator_simulation import virtual_time
 from operator_simulation.kubernetes import now
+from patience import until
 
 A, B = ("n", "a"), ("n", "b")
 P = ParamSpec("P")
@@ -52,10 +53,8 @@ class Turns:
     def count(self, key: Key) -> int:
         return sum(1 for k, _ in self.began if k == key)
 
-    async def until(self, key: Key, count: int, seconds: float = 5.0) -> None:
-        async with asyncio.timeout(seconds):
-            while self.count(key) < count:
-                await asyncio.sleep(0.005)
+    async def until(self, key: Key, count: int) -> None:
+        await until(lambda: self.count(key) >= count, f"{count} turns of {key}", every=0.005)
 
 
 @asynccontextmanager
@@ -242,9 +241,8 @@ async def test_a_long_queue_that_moves_does_not_stand_still() -> None:
     queue = WorkQueue(slow, 1, pause=0.0, clock=lambda: clock[0])
     for job in jobs:
         queue.add(job)
-    async with working(queue), asyncio.timeout(10):
-        while len(seen) < len(jobs):
-            await asyncio.sleep(0.005)
+    async with working(queue):
+        await until(lambda: len(seen) == len(jobs), "a turn of each")
     assert max(lag for lag, _ in seen) > 500.0
     assert max(still for _, still in seen) <= 30.0
 

@@ -30,6 +30,7 @@ from diloco_protocol.common.http_server import (
     text_page,
 )
 from free_ports import free_port
+from patience import until
 from status_documents import slot_row, status_document
 
 
@@ -277,9 +278,7 @@ def test_a_stream_is_sent_as_it_is_made_and_closed_when_its_reader_goes(monkeypa
         _, deaf = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
         deaf.transport.pause_reading()  # type: ignore[attr-defined]
         deaf.write(b"GET /big HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(20):
-            while len(closed) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(closed) == 2)
         deaf.close()
         await server.stop()
 

@@ -19,6 +19,7 @@ from diloco_protocol.vocabulary import MAX_FRAGMENTS, TransferRefusal
 from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from example_counts import share_of
+from patience import until
 
 
 class Receiver:
@@ -402,12 +403,9 @@ def test_a_download_that_nobody_reads_is_given_up(limit: str, monkeypatch: pytes
         assert receiver.downloads == 4
         _, data = await bulk.download(channels[1:], sync_pb2.DownloadRequest(job="j"), timeout=20)
         assert np.array_equal(data, receiver.stored)
-        while receiver.downloads > 4:  # the last byte has come before the server has seen it off
-            await asyncio.sleep(0.01)
-        assert receiver.downloads == 4
+        await until(lambda: receiver.downloads == 4)  # the last byte has come before the server has seen it off
         patience.over.set()
-        while receiver.downloads:
-            await asyncio.sleep(0.01)
+        await until(lambda: not receiver.downloads)
         for call in stalled:
             with contextlib.suppress(aio.AioRpcError):
                 while await call.read() is not aio.EOF:

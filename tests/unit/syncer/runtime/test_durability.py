@@ -18,6 +18,7 @@ from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.tape import Tape
+from patience import until
 
 
 @pytest.fixture
@@ -57,12 +58,6 @@ async def test_what_fails_all_the_time_ends(waiting: Durability) -> None:
     assert tries > 1
 
 
-async def until_waiting(made: Durability) -> None:
-    async with asyncio.timeout(20):
-        while not made.problem:
-            await asyncio.sleep(0.005)
-
-
 WRITERS: list[Callable[[Durability], Awaitable[None]]] = [
     lambda made: made.persist(1),
     Durability.checkpoint,
@@ -83,7 +78,7 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
     )
     (tmp_path / "state").write_bytes(b"")  # where the folder of states belongs
     waiting = asyncio.ensure_future(write(made))
-    await until_waiting(made)
+    await until(lambda: made.problem)
     (tmp_path / "state").unlink()
     generation = 2
     await made.persist(2)
@@ -100,7 +95,7 @@ async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_ne
     made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
     (tmp_path / "optimizer").write_bytes(b"")
     waiting = asyncio.ensure_future(made.write_optimizer(np.full(1, 1, np.uint8)))
-    await until_waiting(made)
+    await until(lambda: made.problem)
     (tmp_path / "optimizer").unlink()
     await made.write_optimizer(np.full(2, 2, np.uint8))
     await waiting

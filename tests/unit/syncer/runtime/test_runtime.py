@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.spool import Spool
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
+from patience import until
 from shell_figures import SHELL
 
 pytestmark = pytest.mark.timeout(120)
@@ -206,12 +207,6 @@ class Bench:
             report=self.report(connection, 1),
         )
         return {"slot": slot.index, "incarnation": slot.holder.incarnation, "push": push}
-
-
-async def until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from diloco_syncer.runtime.traffic import EVALUATOR, Traffic
 from diloco_syncer.server.pages.metrics import StatusCollector
 from diloco_syncer.server.tls.listener import TlsListener
 from parties import Parties
+from patience import until
 from status_documents import slot_row, status_document
 
 pytestmark = pytest.mark.timeout(60)
@@ -96,12 +97,6 @@ def parts(traffic: Traffic) -> dict[str, tuple[int | None, int | None]]:
     return {row.name: (row.wire_bytes_up, row.wire_bytes_down) for row in traffic.rows()}
 
 
-async def until_closed(listener: TlsListener) -> None:
-    async with asyncio.timeout(10):
-        while listener.connections:
-            await asyncio.sleep(0.01)
-
-
 async def test_the_listener_counts_what_sockets_carry_and_to_whom_it_belongs(tmp_path: Path) -> None:
     parties = Parties(tmp_path / "pki", "tiny")
     both = parties.other("both", [f"diloco://job/ns/tiny/learner/{region}" for region in ("eu", "us")])
@@ -113,7 +108,7 @@ async def test_the_listener_counts_what_sockets_carry_and_to_whom_it_belongs(tmp
             talk(both, named.port, 50_000),  # two, and it does not say
             talk(parties.learner("l-hub", "eu"), hub.port, 90_000, join=EVALUATOR),
         )
-        await until_closed(listener)
+        await until(lambda: not listener.connections)
         found = parts(traffic)
         for name, relay in (("eu", eu), ("us", us), ("", named), (EVALUATOR, hub)):
             # What came before a call told whose it is stays with the certificate's place.
@@ -124,12 +119,10 @@ async def test_the_listener_counts_what_sockets_carry_and_to_whom_it_belongs(tmp
         assert sum(down for _, down in found.values()) == sum(relay.down for relay in everything)
         unsaid = us.up - found["us"][0], us.down - found["us"][1]
         # Those that are open count too, and nobody else's handshake does.
-        async with asyncio.timeout(20):
-            made = Credentials.from_directory(parties.learner("l-us", "us"))
-            async with made.aio_channel(f"127.0.0.1:{us.port}", channels.channel_options()) as channel:
-                await channel.unary_unary("/T/Echo")(b"x" * 5000, timeout=10)
-                while parts(traffic)["us"] != (us.up - unsaid[0], us.down - unsaid[1]):
-                    await asyncio.sleep(0.01)
+        made = Credentials.from_directory(parties.learner("l-us", "us"))
+        async with made.aio_channel(f"127.0.0.1:{us.port}", channels.channel_options()) as channel:
+            await channel.unary_unary("/T/Echo")(b"x" * 5000, timeout=60)
+            await until(lambda: parts(traffic)["us"] == (us.up - unsaid[0], us.down - unsaid[1]))
         stranger = Parties(tmp_path / "other", "tiny").learner()
         with pytest.raises(aio.AioRpcError):
             await talk(stranger, eu.port, 10)
@@ -142,7 +135,7 @@ async def test_the_listener_counts_what_sockets_carry_and_to_whom_it_belongs(tmp
         before = parts(after)
         assert before["eu"] == found["eu"] and before["us"][0] == us.up - unsaid[0]
         await talk(parties.learner("l-eu", "eu"), port, 1000)
-        await until_closed(second)
+        await until(lambda: not second.connections)
         now = parts(after)
         up, down = now["eu"][0] - before["eu"][0], now["eu"][1] - before["eu"][1]  # type: ignore[operator]
         assert 1000 < up < 20_000 and 1000 < down < 20_000 and now["us"] == before["us"]

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,9 @@ from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.server.tls import listener as listeners
 from diloco_syncer.server.tls.listener import TlsListener
 from parties import DAY, Parties
+from patience import until
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
-
-
-async def until(condition: Callable[[], Any], what: str = "", seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what or condition}"
-        await asyncio.sleep(0.01)
 
 
 class Place:

@@ -11,6 +11,7 @@ import pytest
 from diloco_protocol.wire.records import Lease
 from diloco_worker.data import prefetch
 from diloco_worker.data.prefetch import BatchPrefetcher
+from patience import wait_until
 
 BLOCK = 4
 
@@ -59,18 +60,11 @@ class Bench:
                 found.append(batch.data)
             return bool(found)
 
-        until(popped)
+        wait_until(popped)
         return found[0]
 
     def blocks_of(self, batch: list[int]) -> set[int]:
         return {index // BLOCK for index in batch}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -95,7 +89,7 @@ def test_a_new_tenure_drops_the_batches_that_are_ready(bench: Callable[..., Benc
     one = bench()
     one.grant(0, 1)
     assert one.blocks_of(one.pop()) == {0}
-    until(lambda: len(one.feed._ready) == 3)
+    wait_until(lambda: len(one.feed._ready) == 3)
     one.feed.reconcile_leases([one.lease(9)], continuing=False)
     assert one.blocks_of(one.pop()) == {9}
 
@@ -116,24 +110,24 @@ def test_a_batch_that_was_being_read_for_the_former_tenure_is_not_trained(bench:
 def test_a_session_that_continues_keeps_the_batches(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.grant(0, 1)
-    until(lambda: len(one.feed._ready) == 3)
+    wait_until(lambda: len(one.feed._ready) == 3)
     one.feed.reconcile_leases([one.lease(0), one.lease(1)], continuing=True)
     assert sorted(one.pop() + one.pop()) == [0, 1, 2, 3]
 
 
 def test_requests_that_a_broken_session_lost_are_made_again(bench: Callable[..., Bench]) -> None:
     one = bench()
-    until(lambda: one.requests == [1])
+    wait_until(lambda: one.requests == [1])
     one.feed.repeat_requests()
-    until(lambda: one.requests == [1, 1])
+    wait_until(lambda: one.requests == [1, 1])
 
 
 def test_requests_that_no_welcome_answers_are_made_again(bench: Callable[..., Bench]) -> None:
     """A Welcome has every lease of the slot: what was asked for before it and is not among them was never heard."""
     one = bench()
-    until(lambda: one.requests == [1])
+    wait_until(lambda: one.requests == [1])
     one.feed.reconcile_leases([], continuing=True)
-    until(lambda: one.requests == [1, 1])
+    wait_until(lambda: one.requests == [1, 1])
 
 
 @pytest.mark.promise(
@@ -145,9 +139,9 @@ def test_leases_that_are_held_and_asked_for_are_bounded(
     """A report names all of them, and is bounded. Before the first one came nobody knows how large a block is."""
     monkeypatch.setattr(prefetch, "_MOST_LEASES", 20)
     one = bench(reserve=100 * BLOCK)
-    until(lambda: one.requests == [1])
+    wait_until(lambda: one.requests == [1])
     for granted in range(20):
-        until(lambda before=granted: sum(one.requests) > before)
+        wait_until(lambda before=granted: sum(one.requests) > before)
         assert sum(one.requests) - granted <= prefetch._MOST_REQUESTS
         one.grant(granted)
     one.feed.repeat_requests()
@@ -155,7 +149,7 @@ def test_leases_that_are_held_and_asked_for_are_bounded(
     assert sum(one.requests) == 20, "held and asked for"
     for _ in range(BLOCK // 2):
         one.pop()  # one lease is finished
-    until(lambda: sum(one.requests) == 21)
+    wait_until(lambda: sum(one.requests) == 21)
 
 
 def test_what_the_data_set_raises_reaches_the_training(bench: Callable[..., Bench]) -> None:
@@ -170,4 +164,4 @@ def test_what_the_data_set_raises_reaches_the_training(bench: Callable[..., Benc
         return False
 
     one.grant(0, 1)
-    until(raised)
+    wait_until(raised)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from diloco_worker.net.tensor_file import NotTensors, map_new_file, read_header, read_tensors, write_tensors
+from own_process import anonymous_bytes, run_in_own_process
 
 TENSORS = {
     "w|exp_avg": torch.randn(7, 5, generator=torch.Generator().manual_seed(1)),
@@ -19,11 +20,6 @@ TENSORS = {
     "mask": torch.tensor([True, False]),
     "none": torch.empty(0, 4),
 }
-
-
-def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
@@ -42,10 +38,14 @@ def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
     "memory: one tensor at a time, through mapped files"
 )
 def test_writing_and_reading_take_one_tensors_memory_at_most(tmp_path: Path) -> None:
+    run_in_own_process(write_and_read, tmp_path)
+
+
+def write_and_read(folder: str) -> None:
     tensors = {str(n): torch.full((1 << 20,), float(n)) for n in range(32)}  # 128 MiB
-    write_tensors({"warm": tensors["0"]}, {}, tmp_path)
+    write_tensors({"warm": tensors["0"]}, {}, Path(folder))
     before = anonymous_bytes()
-    data = write_tensors(tensors, {}, tmp_path)
+    data = write_tensors(tensors, {}, Path(folder))
     views = read_tensors(data)
     assert all(bool(torch.isfinite(view).all()) for view in views.values())
     assert anonymous_bytes() - before < 24 << 20

@@ -25,6 +25,7 @@ from diloco_worker.sync.optimizer_state import (
     restore,
     snapshot,
 )
+from own_process import anonymous_bytes, run_in_own_process
 
 
 def build(seed: int = 0) -> torch.nn.Module:
@@ -166,6 +167,10 @@ def test_how_long_the_code_book_of_a_quantised_state_may_be(length: int, fits: b
     "memory: one tensor at a time, through mapped files"
 )
 def test_giving_and_taking_a_state_takes_no_second_copy_in_memory(tmp_path: Path) -> None:
+    run_in_own_process(give_and_take, tmp_path)
+
+
+def give_and_take(folder: str) -> None:
     size = 64 << 20  # of two moments
     model, newcomer = (
         torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(8)]) for _ in "ab"
@@ -175,16 +180,12 @@ def test_giving_and_taking_a_state_takes_no_second_copy_in_memory(tmp_path: Path
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     before = anonymous_bytes()
-    encode = snapshot(InnerOptimizers(model, optimizer), folder=tmp_path)
+    encode = snapshot(InnerOptimizers(model, optimizer), folder=Path(folder))
     assert encode is not None
     data = encode()
     assert len(data) > size and anonymous_bytes() - before < size // 4
     restore(data, InnerOptimizers(newcomer, fresh))
     assert anonymous_bytes() - before < size + size // 4, "the newcomer's own moments"
-
-
-def anonymous_bytes() -> int:
-    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def test_there_is_nothing_to_give_before_the_first_step() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +13,19 @@ import torch
 
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common.files import TEMPORARY
+from diloco_worker.sync import slot_checkpoint
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin, max_state_bytes, origin_of, restore, snapshot
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 VERSIONS = ((2, 5), (2, 4))
+CLOCK = [1000.0]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time passes only as a test says."""
+    monkeypatch.setattr(slot_checkpoint, "time", SimpleNamespace(monotonic=lambda: CLOCK[0]))
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -42,12 +50,10 @@ def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
 
 
 def keep(checkpoint: SlotCheckpoint, encode: Callable[[], Bytes]) -> None:
-    end = time.monotonic() + 60  # it writes for a hundredth of its time, and a write may take long
-    while not checkpoint.due:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    CLOCK[0] += 1.0
+    assert checkpoint.due
     checkpoint.start_write(encode, 0.0)
-    checkpoint.close()
+    checkpoint.close(timeout=3600.0)
 
 
 def test_a_replacement_finds_what_its_predecessor_left(tmp_path: Path) -> None:
@@ -115,23 +121,25 @@ def test_one_write_at_a_time_and_a_hundredth_of_the_time(tmp_path: Path) -> None
     hold = threading.Event()
 
     def encode() -> Bytes:
-        assert hold.wait(5)
+        hold.wait()
         return np.ones(1, np.uint8)
 
-    time.sleep(0.001)
+    CLOCK[0] += 1.0
     assert checkpoint.due
     checkpoint.start_write(encode, 0.05)
-    time.sleep(0.01)
+    CLOCK[0] += 0.01
     assert not checkpoint.due, "it is being written"
     hold.set()
-    checkpoint.close()
-    time.sleep(0.1)
+    checkpoint.close(timeout=3600.0)
+    CLOCK[0] += 5.9
     assert not checkpoint.due, "it took 60 ms, so the next one is six seconds away"
+    CLOCK[0] += 0.2
+    assert checkpoint.due
 
 
 def test_nothing_is_kept_without_a_working_directory() -> None:
     checkpoint = SlotCheckpoint(None, "a", "d", 1e-6, 1000)
-    time.sleep(0.001)
+    CLOCK[0] += 1.0
     assert not checkpoint.due
     assert checkpoint.load() is None
 
