@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, until
+from syncer_client import LAYOUT, Client, SyncerProcess, raw_job
 
 from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import Learner
