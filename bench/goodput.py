@@ -57,13 +57,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--slice", type=common.whole_number(1), default=round(published.SLICE.value), metavar="CHIPS", help=words
     )
     words = "mean time of one chip between two failures, such as 30d (default: 1y)"
-    known = parameters.MTBI.value
-    parser.add_argument("--mtbi", type=common.option_type(positive), default=known, metavar="DURATION", help=words)
+    seconds = common.option_type(positive)
+    parser.add_argument("--mtbi", type=seconds, default=parameters.MTBI.value, metavar="DURATION", help=words)
     words = "mean time of a repair (default: 10m)"
     known = parameters.REPAIR_MEAN.value
-    parser.add_argument(
-        "--repair-mean", type=common.option_type(positive), default=known, metavar="DURATION", help=words
-    )
+    parser.add_argument("--repair-mean", type=seconds, default=known, metavar="DURATION", help=words)
     words = "also with the real syncer core, in virtual time: minutes; exit code 1 if they differ by more than chance"
     parser.add_argument("--core", action="store_true", help=words)
     words = f"where --core keeps finished simulations, to continue from them (default: {CELLS})"
