@@ -27,8 +27,10 @@ import lab.goodput
 from diloco.console import CommandError, print_text
 from diloco.reports.document import ResultDocument
 from diloco.reports.files import write_report
+from diloco.simulate import parameters
 from diloco.simulate.advice import FleetConditions, Row
-from diloco.simulate.commands import check_fleet, learner_counts, whole_number
+from diloco.simulate.commands import check_fleet, learner_counts, positive, whole_number
+from diloco.simulate.failures import RepairTimes
 from diloco.simulate.fleet import Run
 from lab.cells import CellCache
 from lab.goodput import published
@@ -54,6 +56,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--slice", type=common.whole_number(1), default=round(published.SLICE.value), metavar="CHIPS", help=words
     )
+    words = "mean time of one chip between two failures, such as 30d (default: 1y)"
+    seconds = common.option_type(positive)
+    parser.add_argument("--mtbi", type=seconds, default=parameters.MTBI.value, metavar="DURATION", help=words)
+    words = "mean time of a repair (default: 10m)"
+    known = parameters.REPAIR_MEAN.value
+    parser.add_argument("--repair-mean", type=seconds, default=known, metavar="DURATION", help=words)
     words = "also with the real syncer core, in virtual time: minutes; exit code 1 if they differ by more than chance"
     parser.add_argument("--core", action="store_true", help=words)
     words = f"where --core keeps finished simulations, to continue from them (default: {CELLS})"
@@ -80,7 +88,8 @@ def main(arguments: Sequence[str]) -> int:
 def run_goodput(given: argparse.Namespace) -> int:
     """As ``main``. Raises CommandError."""
     sizes: tuple[int, ...] = published.CHIPS if given.chips is None else (given.chips,)
-    conditions = replace(PAPER, slice_chips=given.slice)
+    repairs = RepairTimes.with_mean(given.repair_mean, parameters.REPAIR_SHAPE.value, parameters.REPAIR_POWER.value)
+    conditions = replace(PAPER, slice_chips=given.slice, mtbi=given.mtbi, repairs=repairs)
     learners: tuple[int, ...] = given.learners or LEARNERS
     for size in sizes:
         check_fleet(size, learners, given.slice, conditions.mtbi)
@@ -92,10 +101,10 @@ def run_goodput(given: argparse.Namespace) -> int:
         rows += [*uneven_rows(run), *scavenging_rows(conditions)]
     if cells is not None:
         rows += rows_of_core(given, conditions, run, cells)
-    parameters = conditions.used()
+    used = conditions.used()
     if given.slice == published.SLICE.value:
-        parameters["slice"]["source"] = published.SLICE.source
-    document = {"title": "Goodput, simulated", "rows": rows, "rmse": error, "parameters": parameters}
+        used["slice"]["source"] = published.SLICE.source
+    document = {"title": "Goodput, simulated", "rows": rows, "rmse": error, "parameters": used}
     document |= {"repetitions": run.repetitions, "failures": run.failures, "seed": run.seed}
     document["plots"] = goodput_plots(rows)
     if given.report is not None:

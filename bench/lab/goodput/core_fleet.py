@@ -2,41 +2,42 @@
 
 Theory of operation
 -------------------
-Core, ledger and adoption rule are the syncer's and the learners' own code. What is simulated is what is around them:
-learners make one step after another, whose tokens are in proportion to the slices that they have; a learner that stands
-still has lost its connection, and joins again when it goes on, with the state that its other slices kept; a merge takes
-``MERGE_SECONDS`` to be durable, and messages no time. Failures, stops and repairs follow the rules that ``fleet``
-states, written a second time, one learner and one step at a time: the two agreeing is what this is for. Goodput is
-counted otherwise too, from the core's ledger: the tokens that are merged, or on their way and not dropped, over those
-that the whole fleet could train. That nothing is on its way for ever shows in ``CoreResult.pending``.
+The world is ``lab.world``'s, with learners that have no parameters: core, ledger and adoption rule are the syncer's and
+the learners' own code. Messages take no time and a merge takes ``MERGE_SECONDS``. What is added here is what fails. A
+step's tokens are in proportion to the slices that its learner has; a learner that stands still has lost its connection,
+and joins again when it goes on, with the state that its other slices kept. Failures, stops and repairs follow the rules
+that ``diloco.simulate.fleet`` states, written a second time, one learner and one step at a time: the two agreeing is
+what this is for. Goodput is counted otherwise too, from the core's ledger: the tokens that are merged, or on their way
+and not dropped, over those that the whole fleet could train. That nothing is on its way for ever shows in
+``CoreResult.pending``.
 
-Events are (time, number, call) on one heap; nothing here reads a clock but to time the core's own work.
+Nothing here reads a clock but to time the core's own work.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from diloco.simulate.failures import RepairTimes
 from diloco.simulate.fleet import WARM_UP_REPAIRS, Fleet
-from diloco_protocol.wire.records import Announcement, Held, Join, Payload, PushHeader, Seat, StepReport
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.books.rounds import RoundRules
-from diloco_syncer.core.config import CoreConfig
-from diloco_syncer.core.core import Core
-from diloco_worker.core.adoption import Adoption, AdoptionConfig
+from lab.world.links import LinkRates
+from lab.world.parts import CountedVersions, Replica, StepOrder, StepResult
+from lab.world.world import Place, World
 
 MERGE_SECONDS = 0.1
 TOKENS = 1000  # of a slice and a mean step
-LAYOUT = "0" * 64  # a digest; nobody here has a model
 ELEMENTS = 1000  # of each fragment
+ENDLESS = 10**12  # steps
+REGION = "fleet"
 _LEAST_STEP = 0.1  # of its mean: a step that varies takes at least so long
+_BEATS = 3  # heartbeats in the time after which a slot is lost: a report each step is heard before
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +110,84 @@ class _Hardware:
 
 @dataclass(slots=True)
 class _Learner:
-    index: int
-    step_seconds: float
-    adoption: Adoption
+    """A learner's hardware, and the seconds (``usual``) of its mean step and of the one that it makes."""
+
     hardware: _Hardware
-    connection: int | None = None
-    seat: Seat | None = None
-    pulls: dict[int, ev.Pull] = field(default_factory=dict)
-    news: list[Announcement] = field(default_factory=list)
+    usual: float
+    step_seconds: float = 0.0
 
-    @property
-    def process(self) -> str:
-        return f"{self.index:032x}"
 
-    def held(self) -> tuple[Held, ...]:
-        bases = [state.base for state in self.adoption.fragments]
-        return tuple(Held(base.epoch, base.version) for base in bases if base) if all(bases) else ()
+class FailingLearners:
+    """What the learners of a world train (``lab.world.parts.Training``): so many tokens as their slices have time for.
+    ``variation``: standard deviation of single steps, as a share of the mean. ``stop``: called for a learner that
+    stands still from now on, with for how long."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        steps: Sequence[float],
+        repairs: RepairTimes,
+        random: np.random.Generator,
+        variation: float,
+        stop: Callable[[int, float], None],
+    ) -> None:
+        self._stops, self._random, self._variation, self._stop = fleet.stops, random, variation, stop
+        self._learners = [_Learner(_Hardware(fleet, repairs, random, fleet.slices), mean) for mean in steps]
+        self.now: Callable[[], float] = lambda: 0.0
+
+    def vary_step(self, place: Place) -> float:
+        """By how much the step that this learner begins is longer than its mean."""
+        learner = self._learners[place[1]]
+        noise = self._random.standard_normal() if self._variation else 0.0
+        factor = max(_LEAST_STEP, 1 + self._variation * noise)
+        learner.step_seconds = learner.usual * factor
+        return factor
+
+    def begin_training(self, index: int) -> None:
+        """The learner goes on, or trains for the first time."""
+        self._learners[index].hardware.begin_training(self.now())
+
+    def open_replica(self, slot: int) -> Replica | None:
+        return None
+
+    def close_replica(self, replica: Replica) -> None:
+        pass
+
+    def train(self, orders: Sequence[StepOrder]) -> Sequence[StepResult]:
+        return [StepResult(self._end_step(order.slot)) for order in orders]
+
+    def _end_step(self, index: int) -> int:
+        """The tokens of the step that this learner ends now."""
+        learner, now = self._learners[index], self.now()
+        # Before the step it may have waited for a version: slices fail then, too, and train nothing.
+        began = max(learner.hardware.now, now - learner.step_seconds)
+        _, failed_before, returned_before = learner.hardware.advance(began)
+        trained, failed, returned = learner.hardware.advance(now)
+        failed, returned = failed or failed_before, returned or returned_before
+        if failed or returned:
+            self._stop(index, max(self._stops.down if failed else 0.0, self._stops.up if returned else 0.0))
+        return round(TOKENS * trained / learner.step_seconds)
+
+
+class TimedWorld(World):
+    """A world that counts what its core takes in (``events``), and the seconds that the core takes for it by ``clock``
+    (``core_seconds``)."""
+
+    clock: Callable[[], float]
+    events = 0
+    core_seconds = 0.0
+
+    def decide(self, events: Sequence[ev.Event]) -> list[ev.Action]:
+        began = self.clock()
+        actions = super().decide(events)
+        self.core_seconds += self.clock() - began
+        self.events += len(events)
+        return actions
 
 
 class CoreFleet:
     """One syncer core and its learners. ``steps``: seconds of each learner's mean step (default: the fleet's);
-    ``variation``: standard deviation of single steps, as a share; ``clock``: for timing the core.
-
-    What reaches the core at the same moment reaches it together."""
+    ``variation``: standard deviation of single steps, as a share; ``clock``: for timing the core."""
 
     def __init__(
         self,
@@ -143,85 +199,63 @@ class CoreFleet:
         steps: np.ndarray | None = None,
         variation: float = 0.0,
     ) -> None:
-        self.fleet, self.repairs, self.sync, self.variation = fleet, repairs, sync, variation
-        self._clock = clock
-        self._random = np.random.default_rng(seed)
-        self._now = 0.0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-        self._numbers = count(1)
-        self._connections: dict[int, _Learner] = {}
-        self._mail: list[ev.Event] = []  # for the core, of this moment
-        self._tick_at = math.inf
-        self._training = 0  # learners that train
-        self._idle_since = 0.0
-        self._idle = 0.0  # seconds in which none did, of those that count
-        self._begin = 0.0
-        self._responders: list[int] = []
-        self.events, self.core_seconds = 0, 0.0
-        rules = RoundRules(sync.every, sync.overlap, sync.quorum, sync.grace_factor, sync.grace_cap)
-        self.core = Core(
-            CoreConfig(
-                places=tuple(("fleet", ordinal) for ordinal in range(fleet.learners)),
-                rules=rules,
-                encoding="float32",
-                # A learner that stands still comes back: its slot waits for it.
-                heartbeat_timeout=4 * max(fleet.stops.down, fleet.stops.up) + 10 * fleet.stops.step,
-                stop=("steps", 1 << 40),
-            ),
-            None,
-            1,
-            0.0,
+        self.fleet, self.repairs, self.sync = fleet, repairs, sync
+        means = [fleet.stops.step] * fleet.learners if steps is None else [float(step) for step in steps]
+        self._tokens_per_second = sum(TOKENS * fleet.slices / mean for mean in means)
+        self._training = fleet.learners  # learners that do not stand still
+        self._idle_since = self._idle = 0.0  # seconds in which all did, of those that count
+        random = np.random.default_rng(seed)
+        self._learners = FailingLearners(fleet, means, repairs, random, variation, self._plan_stop)
+        job = fleet_job(fleet, sync)
+        self.world = TimedWorld(
+            job,
+            self._learners,
+            CountedVersions(job, (ELEMENTS,) * sync.fragments),
+            pace=lambda place: means[place[1]],
+            vary=self._learners.vary_step,
+            link=LinkRates(latency=0.0),
+            merge_seconds=MERGE_SECONDS,
         )
-        for action in self.core.start(0.0):
-            self._carry_out(action)
-        means = np.full(fleet.learners, fleet.stops.step) if steps is None else steps
-        self._tokens_per_second = float((TOKENS * fleet.slices / means).sum())
-        adoption = AdoptionConfig(sync.fragments, sync.every, sync.overlap, max_steps=4 * sync.every)
-        for index, mean in enumerate(means):
-            hardware = _Hardware(fleet, repairs, self._random, fleet.slices)
-            self._begin_training(_Learner(index, float(mean), Adoption(adoption), hardware))
-        self._deliver()
-
-    # ------------------------------------------------------------------ time
+        self.world.clock = clock
+        self._learners.now = lambda: self.world.now
+        self.core = self.world.core
+        for index in range(fleet.learners):
+            self._learners.begin_training(index)
+        self.world.start_all()
 
     def run(self, seconds: float, on_progress: Callable[[float], None] = lambda share: None) -> CoreResult:
         """Let the fleet train; ``seconds`` count, after a time in which it comes to its steady state."""
         repairs = WARM_UP_REPAIRS * self.repairs.mean if math.isfinite(self.fleet.mtbi) else 0.0
-        self._begin = max(repairs, 4 * self.sync.every * self.fleet.stops.step)
-        self._advance(self._begin, lambda share: None)
-        before, self._responders, self._idle, self._idle_since = self._kept(), [], 0.0, self._begin
-        end = self._begin + seconds
+        begin = max(repairs, 4 * self.sync.every * self.fleet.stops.step)
+        self._advance(begin, lambda share: None)
+        seen, before = self.world.seen.copy(), self._kept()
+        self._idle, self._idle_since = 0.0, begin
+        end = begin + seconds
         self._advance(end, on_progress)
         if not self._training:
             self._idle += end - self._idle_since
+        merges = self.world.seen["merges"] - seen["merges"]
+        responders = self.world.seen["merged pushes"] - seen["merged pushes"]
         turns = seconds / (self.fleet.stops.step * self.sync.every)
         return CoreResult(
             goodput=(self._kept() - before) / (self._tokens_per_second * seconds),
             uptime=1 - self._idle / seconds,
             pending=self._pending() / (self._tokens_per_second * self.fleet.stops.step * self.sync.every),
-            merges=len(self._responders),
-            responders=float(np.mean(self._responders)) if self._responders else 0.0,
-            pace=len(self._responders) / (turns * self.sync.fragments),
-            events=self.events,
-            core_seconds=self.core_seconds,
+            merges=merges,
+            responders=responders / merges if merges else 0.0,
+            pace=merges / (turns * self.sync.fragments),
+            events=self.world.events,
+            core_seconds=self.world.core_seconds,
         )
 
     def _advance(self, until: float, on_progress: Callable[[float], None]) -> None:
-        began, told = self._now, 0
-        while self._heap and self._heap[0][0] <= until:
-            self._now = self._heap[0][0]
-            while self._heap and self._heap[0][0] == self._now:
-                heapq.heappop(self._heap)[2]()
-            self._deliver()
-            share = (self._now - began) / (until - began)
+        began, told = self.world.now, 0
+        while self.world.timeline.next_at <= until:
+            self.world.timeline.run_next()
+            share = (self.world.now - began) / (until - began)
             if int(100 * share) > told:
                 told = int(100 * share)
                 on_progress(share)
-        self._now = until
-
-    def _at(self, when: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (when, next(self._order), call))
 
     def _kept(self) -> int:
         """Tokens that are merged or pending."""
@@ -231,142 +265,52 @@ class CoreFleet:
     def _pending(self) -> int:
         return self.core.ledger.totals().pending if self.core.ledger else 0
 
+    # ------------------------------------------------------------------ learners that stand still
+
+    def _plan_stop(self, index: int, seconds: float) -> None:
+        """Have a learner stand still once what it says at this step's end is there."""
+        self.world.timeline.call_at(self.world.now, partial(self._stop, index, seconds), last=True)
+
+    def _stop(self, index: int, seconds: float) -> None:
+        place = (REGION, index)
+        self._count_training(-1)
+        self.world.stall_learner(place, seconds)
+        self.world.cut_learner(place, seconds)
+        self.world.timeline.call_in(seconds, partial(self._go_on, index))
+
+    def _go_on(self, index: int) -> None:
+        self._count_training(+1)
+        self._learners.begin_training(index)
+
     def _count_training(self, change: int) -> None:
         """Another learner trains, or one less."""
         if not self._training:
-            self._idle += self._now - self._idle_since
+            self._idle += self.world.now - self._idle_since
         self._training += change
-        self._idle_since = self._now
+        self._idle_since = self.world.now
 
-    # ------------------------------------------------------------------ learners
 
-    def _begin_training(self, learner: _Learner) -> None:
-        """A learner joins, at first or after it stood still."""
-        learner.hardware.begin_training(self._now)
-        learner.connection = number = next(self._numbers)
-        self._connections[number] = learner
-        seat = learner.seat
-        join = Join(
-            number,
-            learner.process,
-            "fleet",
-            learner.index,
-            False,
-            LAYOUT,
-            {},
-            0,
-            learner.held(),
-            previous_incarnation=seat.incarnation if seat else 0,
-            tenure=seat.tenure if seat else 0,
-            slot=seat.slot if seat else -1,
-        )
-        self._mail.append(join)
-        self._count_training(+1)
-        self._begin_step(learner)
-
-    def _begin_step(self, learner: _Learner) -> None:
-        noise = max(_LEAST_STEP, 1 + self.variation * self._random.standard_normal()) if self.variation else 1.0
-        seconds = learner.step_seconds * noise
-        self._at(self._now + seconds, lambda: self._end_step(learner, seconds))
-
-    def _end_step(self, learner: _Learner, seconds: float) -> None:
-        trained, failed, returned = learner.hardware.advance(self._now)
-        news, learner.news = learner.news, []
-        for announcement in news:
-            learner.adoption.on_broadcast(announcement)
-        if learner.adoption.complete and learner.connection is not None:
-            if trained > 0 and not learner.adoption.paused:
-                learner.adoption.on_step(round(TOKENS * trained / seconds), seconds)
-            pulls, learner.pulls = learner.pulls, {}
-            for pull in pulls.values():
-                self._push(learner, pull)
-            self._mail.append(ev.Reported(learner.connection, self._report(learner)))
-        if not (failed or returned):
-            self._begin_step(learner)
-            return
-        stops = self.fleet.stops
-        stop = max(stops.down if failed else 0.0, stops.up if returned else 0.0)
-        self._count_training(-1)
-        if learner.connection is not None:
-            del self._connections[learner.connection]
-            connection, learner.connection = learner.connection, None
-            learner.pulls.clear()
-            self._mail.append(ev.ConnectionLost(connection))
-        self._at(self._now + stop, lambda: self._begin_training(learner))
-
-    def _report(self, learner: _Learner) -> StepReport:
-        return replace(learner.adoption.report(), step_seconds=learner.step_seconds)
-
-    def _push(self, learner: _Learner, pull: ev.Pull) -> None:
-        planned = learner.adoption.snapshot(pull.fragment, pull.round, pull.version)
-        if planned is None or learner.seat is None:
-            return
-        header = PushHeader(
-            **asdict(planned[0]),
-            encoding="float32",
-            layout_digest=LAYOUT,
-            report=self._report(learner),
-            slot=learner.seat.slot,
-            incarnation=learner.seat.incarnation,
-        )
-        self._mail.append(ev.PushReceived(header, 1.0, True, next(self._numbers)))
-
-    # ------------------------------------------------------------------ what the core decides
-
-    def _deliver(self) -> None:
-        """Let the core take in what is of this moment, all together, and carry out what it decides."""
-        while self._mail:
-            events, self._mail = self._mail, []
-            began = self._clock()
-            actions = self.core.handle_together(events, self._now)
-            self.core_seconds += self._clock() - began
-            self.events += len(events)
-            for action in actions:
-                self._carry_out(action)
-        wake_at = max(self.core.wake_at, self._now)
-        if wake_at < self._tick_at:
-            self._tick_at = wake_at
-            self._at(wake_at, self._tick)
-
-    def _tick(self) -> None:
-        if self._now >= self._tick_at:
-            self._tick_at = math.inf
-            self._mail.append(ev.Tick())
-
-    def _carry_out(self, action: ev.Action) -> None:
-        match action:
-            case ev.Admit():
-                learner = self._connections[action.connection]
-                if action.seat is not None:
-                    self._take_seat(learner, action.seat, action.merged)
-                if action.initialise:
-                    self._mail.append(ev.InitialModelStored(LAYOUT, (ELEMENTS,) * self.sync.fragments))
-            case ev.Pull():
-                if (puller := self._connections.get(action.connection)) is not None:
-                    puller.pulls[action.fragment] = action
-            case ev.Merge():
-                self._responders.append(len(action.responders))
-                durable = ev.MergeDurable(
-                    action.fragment, action.version, MERGE_SECONDS, (1.0,) * len(action.responders)
-                )
-                self._at(self._now + MERGE_SECONDS, lambda: self._mail.append(durable))
-            case ev.Announce():
-                for connection, learner in self._connections.items():
-                    self._announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
-            case ev.Refuse():
-                raise RuntimeError(f"the core refused a simulated learner: {action.message}")
-            case _:
-                pass  # what is about bytes, files and data
-
-    def _take_seat(self, learner: _Learner, seat: Seat, merged: tuple[ev.MergedPush, ...]) -> None:
-        if not (seat.continuing and learner.seat is not None):
-            learner.adoption.begin_tenure(seat.slot_step, seat.tenure)
-            learner.news.clear()
-        learner.seat = seat
-        for fragment in range(len(self.core.versions)):
-            self._announce(learner, fragment, merged[fragment] if merged else ev.MergedPush())
-
-    def _announce(self, learner: _Learner, fragment: int, merged: ev.MergedPush) -> None:
-        version = self.core.versions[fragment]
-        payload = Payload("none", fragment, version)
-        learner.news.append(Announcement(fragment, self.core.epoch, version, payload, merged.sequence, merged.version))
+def fleet_job(fleet: Fleet, sync: Sync) -> DiLoCoJob:
+    """A job of the fleet's learners that does not end."""
+    timeout = 4 * max(fleet.stops.down, fleet.stops.up) + 10 * fleet.stops.step
+    return DiLoCoJob.model_validate(
+        {
+            "apiVersion": "diloco.io/v1alpha1",
+            "kind": "DiLoCoJob",
+            "metadata": {"name": "fleet"},
+            "spec": {
+                "training": {"stop": {"steps": ENDLESS}},
+                "learners": {"command": ["train"]},
+                "sync": {
+                    "fragments": sync.fragments,
+                    "every": sync.every,
+                    "overlap": sync.overlap,
+                    "quorum": sync.quorum,
+                    "grace": {"factor": sync.grace_factor, "capSeconds": sync.grace_cap},
+                    # A learner that stands still comes back: its slot waits for it.
+                    "heartbeat": {"intervalSeconds": timeout / _BEATS, "timeoutSeconds": timeout},
+                },
+                "regions": [{"name": REGION, "learners": fleet.learners}],
+            },
+        }
+    )

@@ -6,7 +6,7 @@ Theory of operation
 after that, and no later than when all have. A learner that is ``overlap`` steps past its own part waits for the merge.
 With K = M everybody comes to the slowest's pace; what varies from step to step costs more on top, since each merge
 waits for whoever is slowest just then. With K = 1 nobody waits. (A learner of this project never waits: with K = M
-its merges become rarer instead. ``diloco simulate goodput --core`` shows that.)
+its merges become rarer instead. ``bench/goodput.py --core`` shows that.)
 
 *Compute that comes and goes.* For half of a run's tokens there is extra compute, a share x of the base's. Learners
 of their own that come and go stop nobody: the run takes 1/2 + 1/2 / (1 + x) of its time. Data-parallel training that

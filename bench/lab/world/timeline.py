@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from itertools import count
 
@@ -25,6 +26,11 @@ class Timeline:
     def call_in(self, seconds: float, call: Callable[[], None]) -> None:
         """Have ``call`` made so many seconds from now."""
         self.call_at(self.now + seconds, call)
+
+    @property
+    def next_at(self) -> float:
+        """When the next call is due; infinite: there is none."""
+        return self._calls[0][0] if self._calls else math.inf
 
     def run_next(self) -> bool:
         """Make the next call, at its time; False: there is none."""

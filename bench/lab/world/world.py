@@ -26,7 +26,7 @@ the snapshot.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -53,7 +53,8 @@ LEAST_TICK = 0.001  # between two ticks of the core
 
 
 class World:
-    """One job. ``pace``: seconds of a step, by place; ``links``: by place, ``link`` where it names none.
+    """One job. ``pace``: seconds of a step, by place; ``vary``: by what factor the step that begins there takes longer;
+    ``links``: by place, ``link`` where it names none.
     ``merge_seconds``: of a merge, with what makes it durable. ``state_bytes``: an inner optimizer's.
 
     ``learners``: the processes that live. ``seen``: what happened how often. ``bytes_up``: of pushes; those of versions
@@ -67,6 +68,7 @@ class World:
         versions: Versions,
         *,
         pace: Callable[[Place], float] = lambda place: 1.0,
+        vary: Callable[[Place], float] = lambda place: 1.0,
         link: LinkRates | None = None,
         links: Callable[[Place], LinkRates | None] = lambda place: None,
         merge_seconds: float = 0.05,
@@ -79,7 +81,7 @@ class World:
         self.learners: dict[Place, LearnerProcess] = {}
         self.seen: Counter[str] = Counter()
         self.bytes_up = 0
-        self._pace, self._link, self._links = pace, link or LinkRates(), links
+        self._pace, self._vary, self._link, self._links = pace, vary, link or LinkRates(), links
         self._make_values = make_values
         self._connections: dict[int, LearnerProcess] = {}
         self._welcomed: set[int] = set()  # connections to which announcements are sent
@@ -168,8 +170,12 @@ class World:
 
     # ------------------------------------------------------------ syncer
 
+    def decide(self, events: Sequence[ev.Event]) -> list[ev.Action]:
+        """What the core decides on events of this moment."""
+        return self.core.handle_together(events, self.now)
+
     def _handle(self, event: ev.Event) -> None:
-        self._act(self.core.handle(event, self.now))
+        self._act(self.decide([event]))
         self._plan_tick()
 
     def _plan_tick(self) -> None:
@@ -251,7 +257,7 @@ class World:
 
     def _open_mail(self) -> None:
         events = [event for make in self._mail.pop(self.now) if (event := make()) is not None]
-        self._act(self.core.handle_together(events, self.now))
+        self._act(self.decide(events))
         self._plan_tick()
 
     # ------------------------------------------------------------ messages down
@@ -384,7 +390,8 @@ class World:
     def _begin_step(self, learner: LearnerProcess) -> None:
         if learner.ready:
             learner.stepping = True
-            self._plan_step_end(learner, max(self.now, learner.resumes_at) + learner.step_seconds)
+            seconds = learner.step_seconds * self._vary(learner.place)
+            self._plan_step_end(learner, max(self.now, learner.resumes_at) + seconds)
 
     def _plan_step_end(self, learner: LearnerProcess, end: float) -> None:
         due = self._steps_due.get(end)
