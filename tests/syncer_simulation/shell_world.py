@@ -337,6 +337,7 @@ class SyncerProcesses(World):
         life = self.life_of[connection] if connection is not None else self.newest
         if life is not None and life.serving:
             assert life.syncer is not None
+            self.note(event)
             try:
                 life.syncer.driver.handle(event)
             except ev.BadMessage as error:
@@ -370,6 +371,7 @@ class SyncerProcesses(World):
         assert life.syncer is not None
         before = self.core, self.acting, self.known, self.epoch
         self.core, self.acting, self.known, self.epoch = life.syncer.core, life, known, life.epoch
+        self.note(action)
         try:
             self.check()
             if isinstance(action, ev.Admit):
