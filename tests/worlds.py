@@ -36,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -198,11 +199,9 @@ def run_case(case: Case, twice: bool) -> Outcome:
 
 
 def describe(failure: Exception) -> str:
-    place = failure.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    where = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place is not None else ""
-    return f"{type(failure).__name__}: {failure or where}"
+    """The error and where it was raised."""
+    frame = traceback.extract_tb(failure.__traceback__)[-1]
+    return f"{type(failure).__name__} in {Path(frame.filename).name}:{frame.lineno}: {failure}"
 
 
 def hash_of(trace: list[str]) -> str:

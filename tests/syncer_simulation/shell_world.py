@@ -317,7 +317,8 @@ class SyncerProcesses(World):
                     now.pop(name, None)
                     now |= {} if data is None else {name: data}
                 elif fate < 0.7 and data:
-                    now[name] = data[: self.random.randrange(len(data))]
+                    content = data.rstrip(b"\0")  # what is cut off in its padding is whole
+                    now[name] = content[: self.random.randrange(len(content))]
         if self.random.random() < self.setup.wipes:
             self.seen["wipes"] += 1
             now, kept = {}, -1
