@@ -109,7 +109,7 @@ def list_parts() -> list[Part]:
             f"{alone} -m 'hypothesis and not slow' --hypothesis-profile=full tests/unit tests/integration",
             "properties with all of their examples",
         ),
-        Part("worlds", f"{PYTHON} tools/worlds.py --minutes 30", "half an hour of new seeds"),
+        Part("worlds", f"{PYTHON} tests/worlds.py --minutes 30", "half an hour of new seeds"),
         Part("site", "make site", "the site: links and anchors"),
         *(quick_form(name) for name in QUICK_FORMS),
         Part(

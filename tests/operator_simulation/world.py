@@ -269,6 +269,7 @@ class World:
         self.operators_made = 0
         self.violations: list[BaseException] = []
         self.log: list[str] = []
+        self.acts = 0  # of operators, that were judged
         self.deletions: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
         self.taken: set[str] = set()  # places whose silent learner an operator deleted
@@ -440,6 +441,7 @@ class World:
 
     def judge_write(self, operator: SimulatedOperator, verb: str, kind: str, name: str, body: Any) -> None:
         """An operator's write, just before it happens."""
+        self.acts += 1
         self._judge_leader(operator, f"{verb} of {kind} {name}")
         if kind == "Event":
             if verb == "create":
@@ -520,6 +522,7 @@ class World:
 
     def judge_call(self, operator: SimulatedOperator, method: str, body: dict[str, Any]) -> None:
         """A control call that reaches the syncer."""
+        self.acts += 1
         if method in (ControlMethod.STATUS, ControlMethod.REPORT):
             return
         self._judge_leader(operator, f"call of {method}")

@@ -76,6 +76,8 @@ class World:
         self.down_until = 0.0
         self.tokens_of: dict[tuple[str, int], int] = {}
         self.seen: Counter[str] = Counter()
+        self.events = 0  # how many calls there were
+        self.trace: list[str] | None = None  # what was said to the syncers and by them; None: it is not written down
         self.refused: Counter[str] = Counter()
         # What was alive: see liveness().
         self.well_steps: Counter[int] = Counter()  # of each slot, made while K learners could take part
@@ -113,11 +115,16 @@ class World:
     def run(self, limit: float = 3000.0) -> None:
         while not self.is_over() and self.now < limit:
             self.now, _, call = heapq.heappop(self.queue)
+            self.events += 1
             call()  # type: ignore[operator]
         # Whatever was on its way when the job ended is nobody's business any more.
 
     def is_over(self) -> bool:
         return self.core.phase in ENDED_PHASES
+
+    def note(self, said: object) -> None:
+        if self.trace is not None:
+            self.trace.append(f"{self.now:9.3f} epoch {self.epoch}: {said}")
 
     # ------------------------------------------------------------ syncer
 
@@ -273,6 +280,7 @@ class World:
 
     def handle(self, event: ev.Event) -> None:
         if self.up():
+            self.note(event)
             self.act(self.core.handle(event, self.now))
 
     def act(self, actions: list[ev.Action]) -> None:
@@ -280,6 +288,7 @@ class World:
         for action in actions:
             if life != self.life:
                 return  # crashed between two actions
+            self.note(action)
             self.do(action)
             if (
                 self.core.initialised

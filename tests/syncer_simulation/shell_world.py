@@ -317,7 +317,8 @@ class SyncerProcesses(World):
                     now.pop(name, None)
                     now |= {} if data is None else {name: data}
                 elif fate < 0.7 and data:
-                    now[name] = data[: self.random.randrange(len(data))]
+                    content = data.rstrip(b"\0")  # what is cut off in its padding is whole
+                    now[name] = content[: self.random.randrange(len(content))]
         if self.random.random() < self.setup.wipes:
             self.seen["wipes"] += 1
             now, kept = {}, -1
@@ -337,6 +338,7 @@ class SyncerProcesses(World):
         life = self.life_of[connection] if connection is not None else self.newest
         if life is not None and life.serving:
             assert life.syncer is not None
+            self.note(event)
             try:
                 life.syncer.driver.handle(event)
             except ev.BadMessage as error:
@@ -370,6 +372,7 @@ class SyncerProcesses(World):
         assert life.syncer is not None
         before = self.core, self.acting, self.known, self.epoch
         self.core, self.acting, self.known, self.epoch = life.syncer.core, life, known, life.epoch
+        self.note(action)
         try:
             self.check()
             if isinstance(action, ev.Admit):

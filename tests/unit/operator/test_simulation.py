@@ -1,13 +1,7 @@
-"""The operator in simulated clusters: what must always be true, whatever fails (tests/operator_simulation).
-
-``SIMULATION_SEEDS=10:200`` runs the random worlds 10 to 199 instead of the first one (and in CI the first few).
-"""
+"""The operator in simulated clusters: what must always be true, whatever fails (tests/operator_simulation)."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,18 +14,12 @@ from diloco_operator.plan import desired, planning
 from diloco_operator.plan.pods import replacement, silence
 from diloco_operator.plan.view import View
 from diloco_operator.reconcile import reconciler
-from operator_simulation.faults import FAULTS
 from operator_simulation.kubernetes import now
+from operator_simulation.random_faults import run_random_faults
 from operator_simulation.world import SimulatedOperator, World, simulate
 from operator_world import SPREAD, job_object
 
-CHOSEN = os.environ.get("SIMULATION_SEEDS")
 IN_CI = [pytest.mark.slow, pytest.mark.untimed]
-SEEDS = (
-    list(range(*map(int, CHOSEN.split(":"))))
-    if CHOSEN
-    else [0, *(pytest.param(seed, marks=IN_CI) for seed in range(1, 3))]
-)
 Scenario = Callable[[World], Awaitable[None]]
 Patch = pytest.MonkeyPatch
 
@@ -406,38 +394,7 @@ def test_the_simulation_finds_what_was_mended(
     "Only the operator that the Lease names writes anything or calls a syncer, whatever fails; while "
     "leaders come and go, one acts"
 )
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=IN_CI) for seed in (1, 2))])
 def test_random_faults_take_nothing_healthy_and_end_well(seed: int) -> None:
-    """Random faults, some at once; then all is well again, and stays so."""
-
-    async def scenario(world: World) -> None:
-        for cluster in world.clusters:
-            world.start_operator(cluster)
-        await world.until(World.whole, 240)
-        under_way: set[asyncio.Task[None]] = set()
-        for _ in range(12):
-            fault = world.rng.choice(list(FAULTS.values()))
-            under_way.add(asyncio.create_task(fault(world)))
-            await world.run(world.rng.choice([1.0, 10.0, 60.0]))
-        while any(not task.done() for task in under_way):
-            await world.run(5.0)
-        for task in under_way:
-            task.result()
-        world.note("no fault lasts any more")
-        world.upgrade_job()  # or an edit after an upgrade waits for the user's word
-        await world.run(30)
-        await world.until(World.whole, 900)
-        await world.run(60)
-        before = [(operator, operator.turns, operator.api.writes) for operator in world.operators]
-        await world.run(300)
-        assert world.whole(), world.story()
-        for operator, turns, writes in before:
-            assert operator.turns - turns < 300 and operator.api.writes - writes <= 30, world.story()
-
-    def make() -> World:
-        rng = random.Random(seed)
-        if rng.random() < 0.5:
-            return World(job_object(count=rng.randint(2, 5)), nodes=4, seed=seed)
-        return World(spread_job(), ("hub", "far"), nodes=3, seed=seed)
-
-    simulate(make, scenario)
+    """Random faults, some at once; then all is well again, and stays so. tests/worlds.py runs hundreds of seeds."""
+    run_random_faults(seed)

@@ -18,29 +18,9 @@ from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
 from syncer_simulation.memory_store import MemoryStore
+from syncer_simulation.settings import LOSING, QUIET, SUCCESSIONS, TROUBLE
 from syncer_simulation.shell_sessions import ShellWorld
 from syncer_simulation.shell_world import ShellSetup, settle_shell
-
-# Writes that fail or whose answer is lost, outages, crashes, second syncers beside one that goes on, orderly ends,
-# suspensions; an evaluator, newcomers that want an optimizer state, pushes that have come apart.
-TROUBLE = ShellSetup(
-    0,
-    steps=80,
-    max_versions=1000,
-    crashes=3.0,
-    deaths=2.0,
-    faults=0.05,
-    doubles=1.0,
-    hand_overs=1.0,
-    suspends=1.0,
-    sequences=300,
-    store_seconds=0.05,
-    norm_gate=3.0,
-    evaluated=True,
-    peer_states=True,
-)
-# And the store goes back, as a whole or here and there, or is emptied.
-LOSING = replace(TROUBLE, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
 
 
 def simulate(setup: ShellSetup) -> ShellWorld:
@@ -108,9 +88,6 @@ def test_the_simulation_notices_an_old_state_that_is_written_over_new(monkeypatc
             simulate(replace(TROUBLE, seed=seed))
 
 
-QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
-
-
 class TakenOverInTheDrain(ShellWorld):
     """While its learners offer what they have, the first syncer is succeeded, and goes on."""
 
@@ -159,10 +136,6 @@ def test_the_simulation_notices_a_succeeded_syncer_that_acknowledges_offers(monk
     monkeypatch.setattr(Checkpoints, "spool_offer", unfenced(Checkpoints.spool_offer))
     with pytest.raises(AssertionError, match="was acknowledged, and is lost"):
         drain_taken_over()
-
-
-# One syncer after the other is succeeded, at the end too.
-SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
 
 
 # 5: a succeeded syncer made a record that its successor did not see, and took offers of the same steps beside.

@@ -9,16 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.vocabulary import JobPhase
+import worlds
 from diloco_syncer.core.books.rounds import Round, RoundBook
 from diloco_worker.core.adoption import Rule
 from example_counts import share_of
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.learners import Learner, Setup
-
-HARSH = Setup(0, steps=80, crashes=6.0, refusals=0.6, losses=0.7)
-SCALED = Setup(0, steps=80, crashes=5.0, scales=0.7)
-WIPED = Setup(0, steps=80, crashes=3.0, refusals=0.3, wipes=0.6)
+from syncer_simulation.settings import CROSSINGS, HARSH, LOSSY, SCALED, WIPED, settle_rebuilt
 
 
 @settings(max_examples=share_of(30), deadline=None)
@@ -153,16 +150,6 @@ def test_an_emptied_store_is_rebuilt_and_keeps_the_books_exact(
     settle_rebuilt(world)
 
 
-def settle_rebuilt(world: World) -> None:
-    """As ``settle``; or the only learner that held a fragment has died: the job says so, and does not go on without
-    it."""
-    if world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
-        assert "no learner here holds a merged version" in world.core.phase_message
-        world.check()
-    else:
-        settle(world)
-
-
 @pytest.mark.slow
 @pytest.mark.untimed
 def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
@@ -175,51 +162,18 @@ def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
     assert seen["wipes"] > 5 and seen["rebuilds"] > 5 and seen["taken"] > 10, seen
 
 
-# Each failed with some earlier code. 61, 148, 819: a receipt left out a slot whose first process came after
-# the state. 422: a syncer ended between making a seat durable and saying so. 905, 2260: the simulation, whose
-# learners answered a pull of a session that was over. 1208: a state was lost that knew what had been given
-# up. 1451: a learner gave up a version that was taken back. 10052: a process was given an incarnation again.
-# 414: a record told of a slot that the state did not have yet, nor the job any more. 858: a push named a tenure that
-# a lost state had never seen, and that began where the one before it had. 924: a learner whose store lost the merge of
-# its offer, of which it had not adopted the version yet. 130: an offer was merged in a version below its base, which
-# the store had lost.
-FAILED_ONCE = [
-    *(
-        replace(HARSH, seed=seed)
-        for seed in (61, 130, 148, 203, 422, 813, 819, 858, 905, 924, 1028, 1208, 1248, 1714, 2260)
-    ),
-    replace(HARSH, seed=1451, fragments=1, every=7, overlap=3, steps=120, refusals=0.0),
-    Setup(414, 2, 2, quorum=2, steps=80, crashes=5.0, losses=0.5, scales=0.7),
-    replace(HARSH, seed=10052, fragments=4, every=5, steps=160, crashes=12.0, refusals=0.0, losses=1.0),
-]
+FAILED_ONCE = [case for case, mended in worlds.read_found(worlds.FOUND.read_text()).items() if mended]
 
 
 @pytest.mark.promise(
     "An offer that outlived its base in the store is recognised as merged, whatever the version, and its "
     "steps count once"
 )
-@pytest.mark.parametrize("setup", FAILED_ONCE, ids=lambda setup: str(setup.seed))
-def test_worlds_that_failed_once(setup: Setup) -> None:
-    world = World(setup)
-    world.run()
-    settle(world)
-
-
-@pytest.mark.slow
-@pytest.mark.untimed
-@pytest.mark.parametrize("first", range(0, 1000, 125))
-def test_many_worlds(first: int) -> None:
-    """Every seed in the harsh setting, every second one in the ordinary too, and every twentieth also in those whose
-    learners change and whose store is emptied."""
-    for seed in range(first, first + 125):
-        others = [Setup(seed)] * (seed % 2) + [replace(kind, seed=seed) for kind in (SCALED, WIPED) if seed % 20 == 1]
-        for setup in [replace(HARSH, seed=seed), *others]:
-            world = World(setup)
-            try:
-                world.run()
-                settle_rebuilt(world) if setup.wipes else settle(world)
-            except AssertionError as error:
-                raise AssertionError(f"{setup}: {error}") from error
+@pytest.mark.parametrize(
+    "case", [case for case in FAILED_ONCE if case.simulation == "core"], ids=lambda case: case.seed
+)
+def test_worlds_that_failed_once(case: worlds.Case) -> None:
+    worlds.run_world(case, None)
 
 
 @pytest.mark.slow
@@ -275,7 +229,6 @@ def test_overwrite_drops_only_overlapped_steps() -> None:
 
 # ------------------------------------------------------------------ liveness
 
-LOSSY = Setup(0, every=8, steps=160, latency=0.3, deaths=0.0, crashes=0.0)  # messages are lost, nobody dies
 ROUGH = replace(LOSSY, deaths=1.0, crashes=1.0)
 
 
@@ -344,9 +297,6 @@ def test_the_simulation_notices_a_round_that_is_asked_for_once(monkeypatch: pyte
     with pytest.raises(AssertionError, match="did not come to its end"):
         for seed in range(4):
             live(replace(LOSSY, seed=seed, quorum=3), 0.5, limit=60.0)
-
-
-CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
 
 
 @pytest.mark.promise("Reports that cross a new Join change nothing, whatever happens around them")

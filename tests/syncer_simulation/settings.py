@@ -1,0 +1,140 @@
+"""The kinds of worlds in which the syncer's simulations run: what tests and tests/worlds.py have in common."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from diloco_protocol.vocabulary import JobPhase
+from diloco_worker.core.adoption import Rule
+from syncer_simulation.core_world import World, check_liveness, settle
+from syncer_simulation.learners import Setup
+from syncer_simulation.shell_sessions import ShellWorld
+from syncer_simulation.shell_world import ShellSetup, settle_shell
+
+AnySetup = TypeVar("AnySetup", bound=Setup)
+AnyWorld = TypeVar("AnyWorld", bound=World)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[AnySetup, AnyWorld]):
+    """One kind of worlds: how a seed makes one, until when it runs at most, and how its end is judged."""
+
+    setup: Callable[[int], AnySetup]
+    world: Callable[[AnySetup], AnyWorld]
+    settle: Callable[[AnyWorld], object]
+    limit: float = 3000.0  # virtual seconds
+
+    def run(self, seed: int, changes: Mapping[str, Any], trace: list[str] | None = None) -> AnyWorld:
+        """Run a world to its end. ``changes``: fields of the setup that differ; ``trace``: gets a line per event."""
+        world = self.world(replace(self.setup(seed), **changes))
+        world.trace = trace
+        world.run(self.limit)
+        self.settle(world)
+        return world
+
+
+# ------------------------------------------------------------------ the core's
+
+HARSH = Setup(0, steps=80, crashes=6.0, refusals=0.6, losses=0.7)
+SCALED = Setup(0, steps=80, crashes=5.0, scales=0.7)
+WIPED = Setup(0, steps=80, crashes=3.0, refusals=0.3, wipes=0.6)
+MOVED = replace(WIPED, deaths=2.0, spares=2, scales=0.5)  # and who comes back may have had another slot
+VISITED = Setup(0, steps=60, slots=2, visitors=2, crashes=5.0)
+CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
+LOSSY = Setup(0, every=8, steps=160, latency=0.3, deaths=0.0, crashes=0.0)  # messages are lost, nobody dies
+
+
+def settle_rebuilt(world: World) -> None:
+    """As ``settle``; or the only learner that held a fragment has died: the job says so, and does not go on without
+    it."""
+    if world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
+        assert "no learner here holds a merged version" in world.core.phase_message
+        world.check()
+    else:
+        settle(world)
+
+
+def drawn_setup(seed: int) -> Setup:
+    """A job of any size, with or without a store that goes back."""
+    rng = random.Random(seed)
+    slots = rng.randint(1, 4)
+    return Setup(
+        seed,
+        slots,
+        fragments=rng.randint(1, 4),
+        every=rng.randint(4, 8),
+        overlap=rng.randint(0, 3),
+        quorum=rng.randint(1, slots),
+        rule=rng.choice(list(Rule)),
+        crashes=rng.choice([1.0, 6.0]),
+        refusals=rng.choice([0.1, 0.7]),
+        losses=rng.choice([0.0, 0.7]),
+    )
+
+
+def of_core(setup: Setup, judge: Callable[[World], object] = settle, limit: float = 3000.0) -> Kind[Setup, World]:
+    return Kind(lambda seed: replace(setup, seed=seed), World, judge, limit)
+
+
+def settle_live(share: float) -> Callable[[World], object]:
+    def judge(world: World) -> None:
+        check_liveness(world, share)
+        settle(world)
+
+    return judge
+
+
+CORE: dict[str, Kind[Setup, World]] = {
+    "ORDINARY": of_core(Setup(0)),
+    "HARSH": of_core(HARSH),
+    "SCALED": of_core(SCALED),
+    "WIPED": of_core(WIPED, settle_rebuilt),
+    "MOVED": of_core(MOVED, settle_rebuilt),
+    "VISITED": of_core(VISITED),
+    "CROSSINGS": of_core(CROSSINGS),
+    "DRAWN": Kind(drawn_setup, World, settle),
+    # With K = M every loss holds everybody up.
+    "LIVE_1": of_core(LOSSY, settle_live(0.5), 600.0),
+    "LIVE_2": of_core(replace(LOSSY, quorum=2), settle_live(0.5), 600.0),
+    "LIVE_3": of_core(replace(LOSSY, quorum=3), settle_live(0.35), 600.0),
+}
+
+# ------------------------------------------------------------------ the shell's
+
+# Writes that fail or whose answer is lost, outages, crashes, second syncers beside one that goes on, orderly ends,
+# suspensions; an evaluator, newcomers that want an optimizer state, pushes that have come apart.
+TROUBLE = ShellSetup(
+    0,
+    steps=80,
+    max_versions=1000,
+    crashes=3.0,
+    deaths=2.0,
+    faults=0.05,
+    doubles=1.0,
+    hand_overs=1.0,
+    suspends=1.0,
+    sequences=300,
+    store_seconds=0.05,
+    norm_gate=3.0,
+    evaluated=True,
+    peer_states=True,
+)
+# And the store goes back, as a whole or here and there, or is emptied.
+LOSING = replace(TROUBLE, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
+QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
+# One syncer after the other is succeeded, at the end too.
+SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
+
+
+def of_shell(setup: ShellSetup) -> Kind[ShellSetup, ShellWorld]:
+    return Kind(lambda seed: replace(setup, seed=seed), ShellWorld, settle_shell, 300.0)
+
+
+SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
+    "TROUBLE": of_shell(TROUBLE),
+    "LOSING": of_shell(LOSING),
+    "SUCCESSIONS": of_shell(SUCCESSIONS),
+}
