@@ -10,8 +10,7 @@ core of a job that goes on, and with the learners that outlived its syncer (``co
 
 A learner makes a step in ``step_seconds``, and at its end does what the worker does between two steps: adopts what was
 downloaded, answers pulls, reports. Steps that end at the same moment are made in one call (``Training.train``), so
-that a trainer may compute them together. What
-arrives at the syncer at the same moment reaches the core together.
+that a trainer may compute them together. What arrives at the syncer at the same moment reaches the core together.
 
 The job ends as a real one does: its stop is reached, all offer what they have, the last merges are made.
 
