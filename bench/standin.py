@@ -137,7 +137,7 @@ class StandIn:
         document = job_from_json(settings)
         if job.syncer is None:
             job.syncer = simulated.Syncer(document, self._beat)
-            job.syncer.standing_still = self._still
+            job.syncer.stand_still(self._still)
             for other in job.pods.values():
                 self._settle(job.syncer, other)
         job.syncer.job = document
@@ -190,7 +190,7 @@ class StandIn:
         self._still = still
         for job in self._jobs.values():
             if job.syncer is not None:
-                job.syncer.standing_still = still
+                job.syncer.stand_still(still)
 
     def told(self) -> dict[str, Any]:
         """For the parent: what there is, and which calls came."""

@@ -93,6 +93,17 @@ class LearnerProcess:
         if self.values is not None:
             self.values.begin_tenure()
 
+    def end_session(self) -> None:
+        """The syncer is gone, with all that was on its way and the step that was under way; another's time begins."""
+        self.connection, self.stepping = None, False
+        self.link = SimulatedLink(self.link.rates)
+        self.resumes_at = self.owed_seconds = 0.0
+        self.reported_at = -math.inf
+        self.announced.clear()
+        self.fetching.clear()
+        self.downloaded.clear()
+        self.forget_pulls()
+
     def forget_pulls(self) -> None:
         """The session is over: the next one pulls anew."""
         self.pulls.clear()
@@ -154,11 +165,10 @@ class LearnerProcess:
             decision = self.adoption.on_broadcast(news)
             if decision.kind is Kind.STOP:
                 raise RuntimeError(decision.message)
-            if decision.kind in _MOVES:
-                moved = True
-                if self.values is not None:
-                    assert values is not None
-                    self.values.move(decision, values)
+            moved |= decision.kind in (*_MOVES, Kind.RELABEL)
+            if decision.kind in _MOVES and self.values is not None:
+                assert values is not None
+                self.values.move(decision, values)
         self._adopt_state()
         return moved
 

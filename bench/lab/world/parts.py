@@ -108,10 +108,11 @@ class CountedSteps:
 class CountedVersions:
     """Versions of ``elements`` (per fragment) values each, of which only the bytes are counted."""
 
-    def __init__(self, job: DiLoCoJob, elements: Sequence[int]) -> None:
+    def __init__(self, job: DiLoCoJob, elements: Sequence[int], versions: Sequence[int] = ()) -> None:
+        """``versions``: of a job that goes on."""
         self.layout_digest = "0" * 64
         self.elements = tuple(elements)
-        self._versions = [0] * len(elements)
+        self._versions = list(versions) or [0] * len(elements)
         self._down = job.spec.sync.compression.down
 
     def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool]:

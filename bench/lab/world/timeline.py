@@ -32,6 +32,12 @@ class Timeline:
         """When the next call is due; infinite: there is none."""
         return self._calls[0][0] if self._calls else math.inf
 
+    def run_until(self, time: float) -> None:
+        """Make all calls that are due until then; it is that time then."""
+        while self.next_at <= time:
+            self.run_next()
+        self.now = max(self.now, time)
+
     def run_next(self) -> bool:
         """Make the next call, at its time; False: there is none."""
         if not self._calls:

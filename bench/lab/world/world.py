@@ -5,12 +5,12 @@ Theory of operation
 Between the syncer's core (``diloco_syncer.core``) and the learners (``learner.py``) lie messages. A message takes its
 link's latency; a payload (a push, a version, an optimizer's state) takes its bytes' time as well, behind those that
 the same link carries already. Nothing is lost and nothing is repeated: what breaks is what ``kill``, ``cut`` and
-``stall`` break. The syncer does not fail here; ``tests/syncer_simulation`` is about that.
+``stall`` break. The syncer does not fail here; ``tests/syncer_simulation`` is about that. A world may begin with the
+core of a job that goes on, and with the learners that outlived its syncer (``continue_learner``).
 
 A learner makes a step in ``step_seconds``, and at its end does what the worker does between two steps: adopts what was
 downloaded, answers pulls, reports. Steps that end at the same moment are made in one call (``Training.train``), so
-that a trainer may compute them together. What
-arrives at the syncer at the same moment reaches the core together.
+that a trainer may compute them together. What arrives at the syncer at the same moment reaches the core together.
 
 The job ends as a real one does: its stop is reached, all offer what they have, the last merges are made.
 
@@ -54,8 +54,9 @@ LEAST_TICK = 0.001  # between two ticks of the core
 
 class World:
     """One job. ``pace``: seconds of a step, by place; ``vary``: by what factor the step that begins there takes longer;
-    ``links``: by place, ``link`` where it names none.
-    ``merge_seconds``: of a merge, with what makes it durable. ``state_bytes``: an inner optimizer's.
+    ``links``: by place, ``link`` where it names none. ``merge_seconds``: of a merge, with what makes it durable.
+    ``state_bytes``: an inner optimizer's. ``core``: one that was made from an earlier one's state, with the epochs of
+    its newest versions (``made``); None: the job begins. ``on_event``: called with each event for the job's log.
 
     ``learners``: the processes that live. ``seen``: what happened how often. ``bytes_up``: of pushes; those of versions
     are counted by ``broadcasts``.
@@ -74,6 +75,9 @@ class World:
         merge_seconds: float = 0.05,
         state_bytes: int = 0,
         make_values: Callable[[Replica, int, str, bool], LearnerValues] = LearnerValues,
+        core: Core | None = None,
+        made: Sequence[int] = (),
+        on_event: Callable[[ev.RecordEvent], None] = lambda event: None,
     ) -> None:
         self.job, self.training, self.versions = job, training, versions
         self.merge_seconds, self.state_bytes = merge_seconds, state_bytes
@@ -82,7 +86,8 @@ class World:
         self.seen: Counter[str] = Counter()
         self.bytes_up = 0
         self._pace, self._vary, self._link, self._links = pace, vary, link or LinkRates(), links
-        self._make_values = make_values
+        self._make_values, self._on_event = make_values, on_event
+        self.standing_still = False
         self._connections: dict[int, LearnerProcess] = {}
         self._welcomed: set[int] = set()  # connections to which announcements are sent
         self._numbers = count(1)
@@ -91,10 +96,10 @@ class World:
         self._mail: dict[float, list[Callable[[], ev.Event | None]]] = {}  # to the core, by when it is there
         self._pushing: dict[int, tuple[LearnerProcess, PushHeader]] = {}  # by handle: pushes without a verdict
         self._config = replace(CoreConfig.from_job(job), evaluated=False)
-        self.core = Core(self._config, None, EPOCH, 0.0)
-        self.broadcasts = Broadcasts(self.timeline, self.core, versions, EPOCH, self._deliver)
+        self.core = core or Core(self._config, None, EPOCH, 0.0)
+        self.broadcasts = Broadcasts(self.timeline, self.core, versions, self.core.epoch, self._deliver)
         self._ticks: list[float] = []  # when the core is woken, earliest first
-        self._act(self.core.start(0.0))
+        self._act(self.core.start(0.0, made))
         self._plan_tick()
 
     # ------------------------------------------------------------ for the caller
@@ -114,12 +119,40 @@ class World:
         for place in self._config.places:
             self.start_learner(place)
 
-    def start_learner(self, place: Place) -> LearnerProcess:
-        """Start a process in this place, now. Raises ValueError if one lives there."""
+    @property
+    def connected(self) -> int:
+        """How many learners have a session."""
+        return len(self._connections)
+
+    def new_connection(self) -> int:
+        """The number of a session that no other has."""
+        return next(self._numbers)
+
+    def handle(self, event: ev.Event) -> None:
+        """Have the core take in an event of somebody else, now."""
+        self._handle(event)
+
+    def continue_learner(self, learner: LearnerProcess) -> None:
+        """A process that outlived its syncer joins this one, now. Raises ValueError if one lives in its place."""
+        if learner.place in self.learners:
+            raise ValueError(f"{learner.place[0]}-{learner.place[1]} has a process")
+        learner.end_session()
+        self.learners[learner.place] = learner
+        self._join(learner)
+        self._beat(learner)
+
+    def stand_still(self, still: bool) -> None:
+        """Whether learners begin no step from now on."""
+        self.standing_still = still
+        for learner in list(self.learners.values()):
+            self._wake(learner)
+
+    def start_learner(self, place: Place, process: str = "") -> LearnerProcess:
+        """Start a process in this place, now, under that name. Raises ValueError if one lives there."""
         if place in self.learners:
             raise ValueError(f"{place[0]}-{place[1]} has a process")
         rates = self._links(place) or self._link
-        name = f"{next(self._numbers):x}"
+        name = process or f"{next(self._numbers):x}"
         learner = LearnerProcess(
             self.job.spec, place, name, self._pace(place), SimulatedLink(rates), len(self.versions.elements)
         )
@@ -208,7 +241,7 @@ class World:
                 if (learner := self._connections.get(action.connection)) is not None:
                     self._deliver(learner, partial(self._pulled, learner, action))
             case ev.Merge():
-                norms = self.versions.merge(action, EPOCH)
+                norms = self.versions.merge(action, self.core.epoch)
                 self.timeline.call_in(self.merge_seconds, partial(self._merged, action, norms))
             case ev.Announce():
                 told = [(number, one) for number, one in self._connections.items() if number in self._welcomed]
@@ -230,6 +263,7 @@ class World:
                     self._deliver(learner, partial(self._take_state, learner, state), at=there)
             case ev.RecordEvent():
                 self.seen[action.kind.value] += 1
+                self._on_event(action)
             case _:
                 pass  # Persist, GrantLease, and what only a restart brings
 
@@ -388,7 +422,7 @@ class World:
         self._begin_step(learner)
 
     def _begin_step(self, learner: LearnerProcess) -> None:
-        if learner.ready:
+        if learner.ready and not self.standing_still:
             learner.stepping = True
             seconds = learner.step_seconds * self._vary(learner.place)
             self._plan_step_end(learner, max(self.now, learner.resumes_at) + seconds)
