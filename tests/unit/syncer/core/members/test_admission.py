@@ -117,7 +117,7 @@ def test_nobody_is_seated_while_the_job_ends() -> None:
     assert late.seat is None
 
 
-def test_what_a_processes_reports_said_is_not_said_of_its_successor() -> None:
+def test_what_the_reports_of_a_process_said_is_not_said_of_its_successor() -> None:
     """Of the slot itself the step stays, and the first loss."""
     desk = Desk(config(slots=1))
     desk.begin(1)
