@@ -32,7 +32,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.merging import settle_merge
+from diloco_protocol.merging import choose_merge
 
 CODE = {"dense": 1, "moe": 2, "vision": 2}
 CODE_OF_DEATHS = 1  # likewise, of trials in which learners die
@@ -90,7 +90,7 @@ class Trial:
         )
         spec = job.spec.model_dump(mode="json", by_alias=True)
         # What is trained decides, and not whether a field or its default says it.
-        spec["sync"]["merge"]["method"], outer = settle_merge(job.spec, 0)
+        spec["sync"]["merge"]["method"], outer = choose_merge(job.spec, 0)
         spec["sync"]["outer"] = asdict(outer)
         if self.outer:
             del spec["sync"]["outer"]

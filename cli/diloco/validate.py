@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.console import COMPLETE, WRONG, CommandError
 from diloco.data_files import doubtful_data, refused_data
-from diloco_protocol.merging import ISOTROPIC_BELOW, merge_text, settle_merge
+from diloco_protocol.merging import ISOTROPIC_BELOW, choose_merge, merge_text
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show
@@ -158,8 +158,8 @@ def _count(number: float) -> str:
 def _merges(spec: JobSpec, parameters: int | None) -> str:
     """What the job's merges are. ``parameters`` None: the model's size, which may decide it, is not known."""
     if parameters is not None:
-        return merge_text(*settle_merge(spec, parameters))
-    small, large = (merge_text(*settle_merge(spec, parameters)) for parameters in (0, ISOTROPIC_BELOW))
+        return merge_text(*choose_merge(spec, parameters))
+    small, large = (merge_text(*choose_merge(spec, parameters)) for parameters in (0, ISOTROPIC_BELOW))
     return small if small == large else f"{small}\n            with 10^8 parameters or more: {large}"
 
 

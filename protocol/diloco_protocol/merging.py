@@ -40,7 +40,7 @@ class OuterSettings:
     age_decay: float
 
 
-def settle_merge(spec: JobSpec, parameters: int) -> tuple[Method, OuterSettings]:
+def choose_merge(spec: JobSpec, parameters: int) -> tuple[Method, OuterSettings]:
     """How the pushes of a model of so many trained ``parameters`` are merged, and what the outer step does then."""
     model, asked = spec.training.model, spec.sync.merge.method
     pretrained = model is not None and (model.from_ is not None or model.lora is not None)

@@ -20,7 +20,7 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
-from diloco_protocol.merging import settle_merge
+from diloco_protocol.merging import choose_merge
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
 from diloco_protocol.vocabulary import EventKind
@@ -169,7 +169,7 @@ def warm_up(job: DiLoCoJob, threads: int) -> None:
         codec.norm_and_finite(codec.decode(encoded, encoding, values.size), threads=threads)
         codec.encode_with_feedback(values, None, encoding, threads=threads)
         codec.apply_delta(values, encoded, encoding)
-    method, settings = settle_merge(job.spec, 0)
+    method, settings = choose_merge(job.spec, 0)
     optimizer = outer.make(settings, max_versions=sync.staleness.max_versions)
     for count in range(1, min(9, job.spec.most_slots + 1)):
         shares = [1 / count] * count

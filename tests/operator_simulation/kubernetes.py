@@ -1,7 +1,7 @@
 """What Kubernetes does in one cluster: controllers, the scheduler, nodes and their kubelets.
 
 As documented: a StatefulSet (Parallel, OnDelete) makes a pod when none of its name is there; a Deployment (Recreate)
-makes a new pod when its last one ends; a node whose kubelet is silent for ``SILENT_SECONDS`` is NotReady, and
+makes a new pod when its last one ends; a node whose kubelet is silent for ``NODE_SILENT_SECONDS`` is NotReady, and
 ``TOLERATION_SECONDS`` later its pods are marked for deletion, which only their kubelet ends. A kubelet that cannot
 reach the API server lets its containers run, and ends those whose pods are gone when it can again.
 """
@@ -23,7 +23,7 @@ from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION,
 from operator_simulation.api_server import ApiServer
 from operator_simulation.virtual_time import WALL
 
-SILENT_SECONDS, TOLERATION_SECONDS = 40.0, 20.0
+NODE_SILENT_SECONDS, TOLERATION_SECONDS = 40.0, 20.0
 CRASH_BACKOFF, LONGEST_CRASH_BACKOFF = 10.0, 300.0
 
 
@@ -227,7 +227,7 @@ class Kubernetes:
         for node in self.nodes.values():
             if node.up and self._reaches(node.endpoint, self.api):
                 node.heard = at
-            ready = at - node.heard < SILENT_SECONDS
+            ready = at - node.heard < NODE_SILENT_SECONDS
             if ready != node.ready:
                 node.ready, node.since = ready, at
                 self._write_node(node)

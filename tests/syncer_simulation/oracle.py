@@ -9,7 +9,7 @@ import numpy as np
 
 from diloco_protocol.wire.records import Lease, LeaseCursor, PushHeader, Seat
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.books.leases import LeaseBook, block_order
+from diloco_syncer.core.books.leases import LeaseBook, order_blocks
 from diloco_syncer.store.checkpoint import offer_name
 from diloco_syncer.store.documents import unpack_document
 from diloco_syncer.store.records import Floats, MergeRecord, parse_record_name
@@ -131,7 +131,7 @@ class Oracle:
         assert len(open_blocks) == len(leases.open) + len(leases.returned), "a block is leased twice"
         for index in range(leases.issued):
             data_epoch, place = divmod(index, leases.blocks)
-            block = block_order(leases.seed, data_epoch, leases.blocks)[place]
+            block = order_blocks(leases.seed, data_epoch, leases.blocks)[place]
             size = min(leases.block_size, leases.sequences - block * leases.block_size)
             there = (data_epoch, block) in open_blocks or self.trained_to[data_epoch, block] == size
             assert there, f"block {block} of data epoch {data_epoch} was left out"

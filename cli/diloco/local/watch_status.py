@@ -16,7 +16,7 @@ from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase
 
 POLL_SECONDS = 1.0
-SILENT_SECONDS = 60.0  # of a syncer that is starting, perhaps again
+UNANSWERED_SECONDS = 60.0  # of a syncer that is starting, perhaps again
 
 
 def watch_status(where: str | None, as_json: bool) -> int:
@@ -30,7 +30,7 @@ def watch_status(where: str | None, as_json: bool) -> int:
             try:
                 document = read_status(where)
             except CommandError as error:
-                late = time.monotonic() > max(heard, looking_since) + SILENT_SECONDS
+                late = time.monotonic() > max(heard, looking_since) + UNANSWERED_SECONDS
                 if late or (view is None and not isinstance(error, UnansweredRun)):
                     raise
                 if view is not None:
@@ -40,7 +40,7 @@ def watch_status(where: str | None, as_json: bool) -> int:
                 time.sleep(POLL_SECONDS)
                 continue
             if isinstance(document, Report) and document.outcome == "running":  # its syncer is away, for now
-                if time.monotonic() > max(heard, looking_since) + SILENT_SECONDS:
+                if time.monotonic() > max(heard, looking_since) + UNANSWERED_SECONDS:
                     raise CommandError(f"{ended_words(document)}: {document.message}")
                 if view is not None and screen is not None:
                     view.serving = False

@@ -2,8 +2,8 @@
 
 Theory of operation. Before a syncer first answers it may be busy for long: it compiles kernels, and reads a store that
 may be large. So its start is judged by progress: it is given up when it has neither worked nor read for
-``SILENT_SECONDS``, and in any case after ``START_SECONDS``. One that has answered answers within milliseconds, whatever
-else it does; when it has not for ``SILENT_SECONDS`` it hangs, however busy it looks.
+``SYNCER_SILENT_SECONDS``, and in any case after ``START_SECONDS``. One that has answered answers within milliseconds,
+whatever else it does; when it has not for ``SYNCER_SILENT_SECONDS`` it hangs, however busy it looks.
 
 Plain code but for what reads /proc; the time is an argument.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SILENT_SECONDS = 60.0
+SYNCER_SILENT_SECONDS = 60.0
 START_SECONDS = 3600.0
 
 
@@ -45,11 +45,11 @@ class Watchdog:
             self.figure = figure
         if not self.answers and now - self.begun > START_SECONDS:
             return f"the syncer did not serve within {START_SECONDS:.0f} s"
-        if now - self.heard <= SILENT_SECONDS:
+        if now - self.heard <= SYNCER_SILENT_SECONDS:
             return ""
         if self.answers:
-            return f"the syncer has not answered for {SILENT_SECONDS:.0f} s"
-        return f"the syncer does not serve, and has done nothing for {SILENT_SECONDS:.0f} s"
+            return f"the syncer has not answered for {SYNCER_SILENT_SECONDS:.0f} s"
+        return f"the syncer does not serve, and has done nothing for {SYNCER_SILENT_SECONDS:.0f} s"
 
 
 def progress(pid: int) -> int:

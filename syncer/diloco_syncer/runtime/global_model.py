@@ -26,7 +26,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, tensors_to_json
-from diloco_protocol.merging import merge_text, settle_merge
+from diloco_protocol.merging import choose_merge, merge_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload
@@ -72,7 +72,7 @@ class GlobalModel:
         self._given = optimizer
         self._threads = threads
         self._down = job.spec.sync.compression.down
-        self._settle(0)
+        self._choose_merge(0)
         self.layout: Layout | None = None
         self.frozen = ""
         self.frozen_digest = ""
@@ -96,7 +96,7 @@ class GlobalModel:
 
         Raises ``outer.OuterError`` if a record's outer state does not fit its fragment.
         """
-        self._settle(layout.total_elements)
+        self._choose_merge(layout.total_elements)
         records = [record if self._outer.owns(record.outer) else replace(record, outer={}) for record in newest]
         for record in records:
             self._outer.check(record.outer, layout.elements(record.fragment))
@@ -106,9 +106,9 @@ class GlobalModel:
         self.superseded = [[] for _ in records]
         self.newest, self.layout, self.frozen, self.frozen_digest = records, layout, frozen, frozen_digest
 
-    def _settle(self, parameters: int) -> None:
-        """Settle how a model of so many parameters is merged, and by which outer optimizer."""
-        self._method, settings = settle_merge(self._spec, parameters)
+    def _choose_merge(self, parameters: int) -> None:
+        """Choose how a model of so many parameters is merged, and by which outer optimizer."""
+        self._method, settings = choose_merge(self._spec, parameters)
         self._outer = self._given or outer.make(settings, max_versions=self._spec.sync.staleness.max_versions)
 
     @property

@@ -7,6 +7,11 @@ connection's own, at most ``MAX_QUEUED`` messages. A reader that lets it fill, o
 
 Every message up is measured before it is parsed, and checked before it is used (``messages.py``, which also makes the
 messages down). One that makes no sense ends the session with a refusal that names the mistake.
+
+What is still wrong with it: a process is found by a scan of all sessions, at each Join and at each part of a transfer.
+Some questions to the core bypass its events: how many slots there are, and how many leases one of them holds. Only a
+Welcome can ask for version 0, so a session is ended to ask for it. A reader that lets its queue fill loses the session,
+and gets all of Welcome again, where the newest announcement of each fragment would do.
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ def signal_syncer(
 def test_a_syncer_that_hangs_is_killed_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    patience = watchdog.SILENT_SECONDS  # of all but the one that hangs
+    patience = watchdog.SYNCER_SILENT_SECONDS  # of all but the one that hangs
 
     def be_impatient(wanted: bool) -> None:
-        monkeypatch.setattr(watchdog, "SILENT_SECONDS", 2.0 if wanted else patience)
+        monkeypatch.setattr(watchdog, "SYNCER_SILENT_SECONDS", 2.0 if wanted else patience)
 
     told = signal_syncer(monkeypatch, signal.SIGSTOP, lambda r: True, be_impatient)
     assert run.run(job(tmp_path, 600)) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_protocol.merging import outer_settings, settle_merge
+from diloco_protocol.merging import choose_merge, outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import isotropic, outer
 from repository import ROOT
@@ -405,7 +405,7 @@ def test_each_group_of_ablations_has_its_default_as_an_arm() -> None:
         # At the rate 1.4 its job is that of a file that names nothing.
         settings = (default.at(1.4).sync, {})
         named, silent = (tasks.make_job("dense", "small", default.trial.learners, 10, 0, sync) for sync in settings)
-        assert settle_merge(named.spec, 100_000) == settle_merge(silent.spec, 100_000)
+        assert choose_merge(named.spec, 100_000) == choose_merge(silent.spec, 100_000)
         settled = {"outer": True, "merge": {"method"}}
         assert named.spec.sync.model_dump(exclude=settled) == silent.spec.sync.model_dump(exclude=settled)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol.merging import ISOTROPIC_BELOW, outer_settings, settle_merge
+from diloco_protocol.merging import ISOTROPIC_BELOW, choose_merge, outer_settings
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.spec.sync import OuterSpec
@@ -35,7 +35,7 @@ def spec(**fields: Any) -> JobSpec:
 def test_auto_is_isotropic_for_small_models_that_are_trained_from_scratch(
     fields: dict[str, Any], parameters: int, method: str
 ) -> None:
-    assert settle_merge(spec(**fields), parameters)[0] == method
+    assert choose_merge(spec(**fields), parameters)[0] == method
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_rate_and_momentum_follow_the_merge(optimizer: Any, method: Any, lr: flo
 
 
 def test_weights_that_were_trained_before_are_stepped_without_momentum() -> None:
-    _, found = settle_merge(spec(**{"training.model": {"from": "gpt2"}}), 1000)
+    _, found = choose_merge(spec(**{"training.model": {"from": "gpt2"}}), 1000)
     assert (found.lr, found.momentum) == (1.0, 0.0)
-    _, found = settle_merge(spec(**{"training.model": {"from": "gpt2"}, "sync.merge.method": "isotropic"}), 1000)
+    _, found = choose_merge(spec(**{"training.model": {"from": "gpt2"}, "sync.merge.method": "isotropic"}), 1000)
     assert (found.lr, found.momentum) == (1.4, 0.5)
 
 

@@ -161,7 +161,7 @@ class Decision:
 class _Snapshot:
     plan: PushPlan
     point: Point
-    settled_at: int | None  # from this version on its fate is known; None: an offer, open until merged
+    decided_at: int | None  # from this version on its fate is known; None: an offer, open until merged
     values: bool = True  # whether θ at ``point`` is still kept
 
 
@@ -306,14 +306,14 @@ class Adoption:
             tokens=self.now.tokens - start.tokens,
             compute_seconds=self.now.seconds - start.seconds,
         )
-        settled_at = max(version, state.base.version) + 1 if round else None
+        decided_at = max(version, state.base.version) + 1 if round else None
         kept = sorted(s for s, old in state.snapshots.items() if old.values)
         given_up = kept[: max(0, len(kept) - _MOST_SNAPSHOTS + 1)]
         for sequence in given_up:
             state.snapshots[sequence] = replace(state.snapshots[sequence], values=False)
         for sequence in sorted(state.snapshots)[: max(0, len(state.snapshots) - _MOST_OPEN + 1)]:
             del state.snapshots[sequence]
-        state.snapshots[plan.sequence] = _Snapshot(plan, self.now, settled_at)
+        state.snapshots[plan.sequence] = _Snapshot(plan, self.now, decided_at)
         return plan, tuple(given_up)
 
     def on_push_answer(self, fragment: int, sequence: int, refused: bool) -> tuple[int, ...]:
@@ -429,7 +429,7 @@ def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, broadcast: Announ
         return False  # its base is not in this history
     if merged is not None and snapshot.plan.first_step <= merged.plan.last_step:
         return False  # the syncer refuses it as already-merged
-    return snapshot.settled_at is None or snapshot.settled_at > broadcast.version
+    return snapshot.decided_at is None or snapshot.decided_at > broadcast.version
 
 
 def _marks_from(marks: Sequence[Mark], point: Point) -> list[Mark]:

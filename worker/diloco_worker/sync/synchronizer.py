@@ -15,6 +15,12 @@ it to the client, and returns.
 
 Waiting happens in ``await_ready`` only (at the start, without a slot, paused, in deterministic mode) and in
 a drain. Every wait ends when this process is told to stop, and the caller measures each.
+
+What is still wrong with it: one class reads messages, decides by them and moves parameters. A learner of several
+processes needs these apart, for all its processes must act by one plan, and ``ready``, ``phase`` and ``must_stop`` are
+read at any time instead of once at a boundary. Nine tables are kept by fragment or by push, and no one place says when
+an entry ends: ``_resolve_pushes``, ``_forget_pulls`` and ``begin_drain`` each clear some of them. Deterministic mode is
+asked at ten places, where the syncer's core has one object for all that differs.
 """
 
 from __future__ import annotations

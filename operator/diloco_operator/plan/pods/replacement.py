@@ -28,6 +28,12 @@ When the new pod is in the quorum, ``LearnerReplaced`` says after how many secon
 
 All of this compares pods with their snapshots in ``PlanMemory``. An operator that restarts has no
 snapshots: it counts nothing of what happened before, and fences after ``UNKNOWN_SECONDS``.
+
+What is still wrong with it: four tasks share one file and one memory, and the order of the calls in ``track_pods``
+matters. Following reads what tracking has written in the same turn, and fencing reads which pods are gone. The memory
+is changed while the plan is made, so a turn cannot be planned twice to see whether it comes out the same. Whether an
+end is excused is decided at four places: in ``_snapshot``, ``_awaits_answer``, ``_handle_gone_pod`` and
+``_handle_crash``. Who adds a reason has to look at all of them.
 """
 
 from __future__ import annotations

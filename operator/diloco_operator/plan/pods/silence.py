@@ -16,7 +16,7 @@ second it costs a learner that trains on and would come back with its work. What
 
 Example: eight learners; the node that has the syncer is cut off from the other nodes, and the API server is not. Four
 learners are silent at once, and come back with the network. A single one whose main thread hangs is replaced after
-``SILENT_SECONDS``.
+``LEARNER_SILENT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diloco_operator.plan.view import UID_DIGITS, View
 from diloco_protocol.documents import SlotRow
 from diloco_protocol.vocabulary import TRAINING_PHASES
 
-SILENT_SECONDS = 30.0
+LEARNER_SILENT_SECONDS = 30.0
 """A learner is silent after this, or after twice the heartbeat's timeout if that is longer."""
 
 
@@ -41,7 +41,7 @@ def find_broken_by_silence(view: View) -> dict[str, Pod]:
     unheard = _time_silences(view)
     if not unheard or _counts_down(view):
         return {}
-    patience = max(2 * view.job.spec.sync.heartbeat.timeout_seconds, SILENT_SECONDS)
+    patience = max(2 * view.job.spec.sync.heartbeat.timeout_seconds, LEARNER_SILENT_SECONDS)
     if len(unheard) > 1:
         patience = max(patience, view.job.spec.failure_policy.region_lost_seconds)
     found: dict[str, Pod] = {}
@@ -95,7 +95,7 @@ def _time_silences(view: View) -> dict[str, float]:
 def _since_company(view: View, pod: Pod, seconds: float, back: list[float]) -> float:
     """For how long the silent pod is to be judged. ``seconds``: for how long it is silent; ``back``: for how long
     those were that are heard again since the last turn."""
-    together = any(abs(seconds - lasted) < SILENT_SECONDS for lasted in back)
+    together = any(abs(seconds - lasted) < LEARNER_SILENT_SECONDS for lasted in back)
     if together:
         view.observe(Fact.POD_LEFT_BEHIND, pod.uid, epoch=view.epoch, holds=False)
     return min(seconds, view.observe(Fact.POD_LEFT_BEHIND, pod.uid, epoch=view.epoch))

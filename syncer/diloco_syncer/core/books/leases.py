@@ -39,7 +39,7 @@ class OpenLease:
     end: int
 
 
-def block_order(seed: int, data_epoch: int, blocks: int) -> Sequence[int]:
+def order_blocks(seed: int, data_epoch: int, blocks: int) -> Sequence[int]:
     """The blocks of one epoch in the order in which they are leased."""
     if blocks > MAX_SORTED:
         return Permutation(f"{seed}:{data_epoch}".encode(), blocks)
@@ -107,7 +107,7 @@ class LeaseBook:
         """Lease the block of this index in the endless order to the slot."""
         data_epoch, place = divmod(index, self.blocks)
         if self._order is None or self._order[0] != data_epoch:
-            self._order = (data_epoch, block_order(self.seed, data_epoch, self.blocks))
+            self._order = (data_epoch, order_blocks(self.seed, data_epoch, self.blocks))
         block = self._order[1][place]
         end = min(self.block_size, self.sequences - block * self.block_size)  # the last block may be short
         return self.grant(OpenLease(slot, data_epoch, block, 0, end))

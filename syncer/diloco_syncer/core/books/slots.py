@@ -134,7 +134,7 @@ class PushHistory:
 
 @dataclass(slots=True)
 class Told:
-    """What was told of the slot, so that it is told once."""
+    """What was told of the slot, so that it is told once. The record stays for as long as the slot."""
 
     problem: str = ""
     """Why its process makes no step. Empty: it makes some, or it cannot be expected to yet."""

@@ -9,6 +9,12 @@ other parts. A process that joins goes through these steps:
 
 A slot ends in one of two ways. A *lost* slot keeps its open tenure, for its process may come back. A *released*
 slot (drained, or its place is over) has its tenure closed, and its leases go to others.
+
+What is still wrong with it: ``join`` has eleven ways out, and their order is a rule that only tests keep. An evaluator
+must leave before slots are looked at. A process that had a slot must be seated before its place's retired slot is
+released, which may be that very slot. ``_objection`` also registers the pod, so it cannot be asked twice. ``_seat``
+serves four cases by two booleans. Evaluators are only a set of connections: one whose session broke unnoticed counts
+until a third joins.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.local.outcome import ended_phase
-from diloco.processes.watchdog import SILENT_SECONDS, START_SECONDS, Watchdog, progress
+from diloco.processes.watchdog import START_SECONDS, SYNCER_SILENT_SECONDS, Watchdog, progress
 from diloco.processes.workdir import Workdir
 from status_documents import job_report
 
@@ -24,9 +24,9 @@ def begun() -> Watchdog:
 def test_a_start_that_works_is_waited_for_and_one_that_stands_still_is_not() -> None:
     watchdog, now = begun(), 1000.0
     for ticks in range(20):  # a large store is read, for twenty minutes
-        now += SILENT_SECONDS - 1
+        now += SYNCER_SILENT_SECONDS - 1
         assert not watchdog.check(now, ticks)
-    assert "has done nothing" in watchdog.check(now + SILENT_SECONDS + 1, 19)
+    assert "has done nothing" in watchdog.check(now + SYNCER_SILENT_SECONDS + 1, 19)
     assert "did not serve within" in watchdog.check(1000.0 + START_SECONDS + 1, 20)
 
 
@@ -34,12 +34,12 @@ def test_one_that_has_answered_must_go_on_answering_however_busy_it_is() -> None
     watchdog = begun()
     watchdog.check(1200.0, 5)
     watchdog.on_answered(1201.0)
-    assert not watchdog.check(1201.0 + SILENT_SECONDS, 6)
-    assert "has not answered" in watchdog.check(1202.0 + SILENT_SECONDS, 7)
+    assert not watchdog.check(1201.0 + SYNCER_SILENT_SECONDS, 6)
+    assert "has not answered" in watchdog.check(1202.0 + SYNCER_SILENT_SECONDS, 7)
     watchdog.on_excused(1300.0)
-    assert not watchdog.check(1300.0 + SILENT_SECONDS, 7)
+    assert not watchdog.check(1300.0 + SYNCER_SILENT_SECONDS, 7)
     watchdog.on_started(2000.0)  # the next one may take its time again
-    assert not watchdog.check(2000.0 + SILENT_SECONDS - 1, 0)
+    assert not watchdog.check(2000.0 + SYNCER_SILENT_SECONDS - 1, 0)
 
 
 def test_progress_rises_with_work_and_stands_with_none() -> None:

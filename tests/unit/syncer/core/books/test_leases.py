@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_syncer.core.books.deterministic import DeterministicMode
-from diloco_syncer.core.books.leases import LeaseBook, block_order
+from diloco_syncer.core.books.leases import LeaseBook, order_blocks
 from example_counts import share_of
 
 
@@ -102,7 +102,7 @@ def test_each_epoch_has_an_order_of_its_own() -> None:
     book = LeaseBook(3, 64, 1)
     for epoch in (0, 1, 2):
         grants = [book.grant_lease(0) for _ in range(book.blocks)]
-        assert [grant.block for grant in grants] == block_order(3, epoch, book.blocks)
+        assert [grant.block for grant in grants] == order_blocks(3, epoch, book.blocks)
         book.advance_cursors(0, [(grant.lease, grant.end) for grant in grants])
 
 
@@ -127,9 +127,9 @@ def test_cursors_never_step_back_and_belong_to_their_slot() -> None:
 
 
 def test_epochs_are_ordered_by_seed_and_differ() -> None:
-    assert block_order(1, 0, 100) == block_order(1, 0, 100)
-    assert sorted(block_order(1, 0, 100)) == list(range(100))
-    assert block_order(1, 0, 100) != block_order(1, 1, 100) != block_order(2, 1, 100)
+    assert order_blocks(1, 0, 100) == order_blocks(1, 0, 100)
+    assert sorted(order_blocks(1, 0, 100)) == list(range(100))
+    assert order_blocks(1, 0, 100) != order_blocks(1, 1, 100) != order_blocks(2, 1, 100)
 
 
 def test_deterministic_leases_do_not_depend_on_who_asks_first() -> None:

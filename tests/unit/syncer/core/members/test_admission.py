@@ -11,7 +11,8 @@ from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books import slots
-from diloco_syncer.core.books.slots import SlotTable
+from diloco_syncer.core.books.slots import LastReport, SlotTable
+from shell_figures import SHELL
 
 
 def test_a_replacement_goes_on_at_its_slots_step_not_at_the_jobs_greatest() -> None:
@@ -116,6 +117,18 @@ def test_nobody_is_seated_while_the_job_ends() -> None:
     assert not of(desk.do(ev.Drained(1)), ev.Promote)
     (late,) = of(desk.join(6, 0), ev.Admit)
     assert late.seat is None
+
+
+def test_what_the_reports_of_a_process_said_is_not_said_of_its_successor() -> None:
+    """Of the slot itself the step stays, and the first loss."""
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.do(ev.Reported(1, replace(report(3), loss=2.0)))
+    desk.do(ev.Reported(1, replace(report(4), paused=True, diverged=True, young_optimizer=True, batches=9)))
+    desk.join(2, 0, process="new")
+    row, slot = desk.core.status(0.0, SHELL).slots[0], desk.core.slots[0]
+    assert (row.process, row.paused, row.diverged, row.ready, row.step) == ("new", False, False, False, 4)
+    assert slot.reported == LastReport(step_at_seat=4) and slot.first_loss == 2.0
 
 
 def test_the_end_of_a_former_process_takes_nothing_from_its_successor_or_from_another_spare() -> None:

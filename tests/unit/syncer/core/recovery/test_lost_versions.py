@@ -414,6 +414,17 @@ def rejoin(life: Life, connection: int, slot: int, held: tuple[tuple[int, int], 
     return admit
 
 
+def test_leases_that_a_rebuild_makes_get_numbers_that_the_lost_state_cannot_have_given() -> None:
+    """Whichever learner says first how large the data is, and once only."""
+    life = Life(None, 2)
+    rejoin(life, 11, 0)
+    rejoin(life, 12, 1, sequences=100)
+    leases = life.core._state.leases
+    assert leases is not None and leases.next_lease == 1 + (1 << 16)
+    life.later(1.0)
+    assert leases.next_lease == 1 + (1 << 16)
+
+
 def test_an_empty_store_is_rebuilt_from_what_learners_hold() -> None:
     """Both fragments come back with their merged tokens, and the tenures of both learners go on."""
     _, receipts = trained()

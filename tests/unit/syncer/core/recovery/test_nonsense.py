@@ -13,7 +13,7 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import convert, limits
 from diloco_protocol.wire.records import Evaluation, FragmentReport, StepReport
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.books.leases import MAX_SORTED, Permutation, block_order
+from diloco_syncer.core.books.leases import MAX_SORTED, Permutation, order_blocks
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.reports import find_nonsense
 from ledger_balance import imbalances
@@ -133,14 +133,16 @@ def test_only_the_learner_that_was_asked_can_say_that_it_has_no_state() -> None:
 @pytest.mark.promise("A data set's claimed size costs neither memory nor time", section="Hostile callers")
 @pytest.mark.parametrize("size", [MAX_SORTED + 1, 3 * MAX_SORTED, 1 << 28])
 def test_the_order_of_a_large_data_set_is_a_permutation_made_on_demand(size: int) -> None:
-    order = block_order(7, 0, size)
+    order = order_blocks(7, 0, size)
     assert isinstance(order, Permutation) and len(order) == size
     if size < 1 << 20:
         assert sorted(order[i] for i in range(size)) == list(range(size))
     first = [order[i] for i in range(1000)]
     assert len(set(first)) == 1000 and first != sorted(first) and max(first) > size // 2
     assert (
-        first == [block_order(7, 0, size)[i] for i in range(1000)] != [block_order(7, 1, size)[i] for i in range(1000)]
+        first
+        == [order_blocks(7, 0, size)[i] for i in range(1000)]
+        != [order_blocks(7, 1, size)[i] for i in range(1000)]
     )
 
 
