@@ -15,6 +15,9 @@ it to the client, and returns.
 
 Waiting happens in ``await_ready`` only (at the start, without a slot, paused, in deterministic mode) and in
 a drain. Every wait ends when this process is told to stop, and the caller measures each.
+
+What is not good here: the same class reads what was heard, decides what to do next, and moves parameters. A plan of
+one boundary as plain data would separate the first two from the third.
 """
 
 from __future__ import annotations
