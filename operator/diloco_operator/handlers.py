@@ -14,7 +14,7 @@ from typing import Any
 
 import kopf
 
-from diloco_operator.informer.reflector import DEAD_SECONDS, PAGE, NO_BYTE_SECONDS, WATCH_SECONDS, Backoffs
+from diloco_operator.informer.reflector import DEAD_SECONDS, NO_BYTE_SECONDS, PAGE, WATCH_SECONDS, Backoffs
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.settings import Settings
