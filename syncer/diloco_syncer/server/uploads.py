@@ -86,6 +86,7 @@ class Uploads:
         receive = self.receivers.get(header.WhichOneof("what") or "")
         if receive is None:
             raise WireError("the header does not say what is uploaded")
+        # Looked up again: while the upload was paced, its process may have joined anew.
         connection = self.sessions.find_process(header.process)
         place, slot = self.sessions.find_place_and_slot(connection)
 
