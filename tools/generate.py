@@ -116,9 +116,9 @@ def difference(name: str, there: str, wanted: str) -> str:
     return "\n".join(line[:200] for line in list(lines)[:MOST_LINES])
 
 
-def settle(name: str, *, write: bool, root: Path = ROOT) -> bool:
+def settle(name: str, *, write: bool) -> bool:
     """Compare one file with what it should be, and write it if asked to; whether it is current now."""
-    path = root / name
+    path = ROOT / name
     there = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         wanted = FILES[name](there)

@@ -34,7 +34,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     monkeypatch.setattr(generate, "FILES", files)
     monkeypatch.setattr(generate, "CHECKS", {"lock": (lambda: ["it lacks x"], "make lock")})
-    monkeypatch.setattr(generate.settle, "__kwdefaults__", {"root": tmp_path})
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text("before\n<!-- part: generated --><!-- part: end -->\nafter\n")
     return tmp_path

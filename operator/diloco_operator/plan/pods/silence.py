@@ -8,8 +8,8 @@ second it costs a learner that trains on and would come back with its work. What
   another of the job is.
 * Where several learners are not heard at once, the network is the likelier cause. None is taken until that has
   lasted ``failurePolicy.regionLostSeconds``, too.
-* A network heals for one learner after another. Whoever is heard again lets the others that fell silent with it begin
-  anew to be waited for: the last one to come back is not at fault because it is the only one left.
+* A network heals for one learner after another. When one of them is heard again, the wait for the others that fell
+  silent with it begins anew. So the last one to come back is not at fault because it is the only one left.
 * Nobody is taken while a region counts down to lost.
 * After one was taken, no other of its region is until the successor takes part. All that are heard take part, too. A
   pod that is stuck on a lost node is not waited for.
