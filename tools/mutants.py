@@ -26,6 +26,7 @@ The exit status is 1 if a mutant survived, 2 if one cannot be run, or the tests 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
 import fnmatch
@@ -129,15 +130,19 @@ def read_mutants(root: Path) -> list[Mutant]:
 
 
 def stale(root: Path, mutants: Iterable[Mutant]) -> Iterator[str]:
-    """What is wrong with mutants whose text, file or tests are not there any more."""
+    """What is wrong with mutants whose text, file or tests are not there any more, or that leave no program."""
     texts: dict[str, str] = {}
     for mutant in mutants:
         path = root / mutant.path
         if mutant.path not in texts:
             texts[mutant.path] = path.read_text(encoding="utf-8") if path.exists() else ""
         try:
-            if mutant.mutate(texts[mutant.path]) == texts[mutant.path]:
+            changed = mutant.mutate(texts[mutant.path])
+            if changed == texts[mutant.path]:
                 yield f"{mutant.name}: it changes nothing"
+            ast.parse(changed)
+        except SyntaxError as error:  # every test would fail, and show nothing
+            yield f"{mutant.name}: {mutant.path} cannot be compiled with it (line {error.lineno}: {error.msg})"
         except ValueError as error:
             yield str(error)
         if not mutant.tests and not mutant.equivalent:

@@ -79,9 +79,14 @@ def test_a_line_that_fits_no_more_is_named_with_the_cure(project: Path) -> None:
     (project / "tests/unit/cli/test_least.py").unlink()
     troubles = list(mutants.stale(project, mutants.read_mutants(project)))
     assert len(troubles) == 3 and "no test tests/unit/cli/test_least.py" in troubles[0]
+    (project / "tests/unit/cli/test_least.py").write_text(TEST)
+    with open(project / "tests/mutants/cli.tsv", "a") as file:
+        file.write("torn\tnumbers.py\treturn min(values)\t\ttest_most.py\n")
+    (trouble,) = mutants.stale(project, mutants.read_mutants(project))
+    assert trouble.startswith("torn: cli/diloco/numbers.py cannot be compiled with it (line ")
     with open(project / "tests/mutants/cli.tsv", "a") as file:
         file.write("least\tnumbers.py\ta\tb\ttest_most.py\n")
-    with pytest.raises(ValueError, match=r"cli\.tsv:6: .* a name that no other line has"):
+    with pytest.raises(ValueError, match=r"cli\.tsv:7: .* a name that no other line has"):
         mutants.read_mutants(project)
 
 

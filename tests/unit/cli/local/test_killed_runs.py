@@ -106,7 +106,7 @@ def test_a_run_that_has_just_begun_again_is_running(tmp_path: Path) -> None:
         claim(workdir, parse_job(JOB), tmp_path)
         workdir.report.write_text(job_report(outcome="interrupted", steps=948).model_dump_json())
         os.utime(workdir.report, (time.time() - 60,) * 2)
-        workdir.metrics_file.write_text(sample(100, 1, at=-60.0) + "\n")
+        workdir.metrics_file.write_text(sample(1000, 4, at=-60.0) + "\n")
         code, said = diloco("status", workdir.path)
         assert code != 0 and "is running, but its syncer does not answer yet" in said
         (row,) = json.loads(diloco("list", tmp_path, "--json")[1])["items"]
@@ -141,7 +141,7 @@ def test_a_report_that_is_newer_than_the_run_is_its_report(tmp_path: Path) -> No
 def test_samples_of_the_run_before_are_not_taken_for_the_killed_ones(tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, parse_job(JOB), tmp_path)
-        workdir.metrics_file.write_text(sample(100, 1, at=-60.0) + "\n")
+        workdir.metrics_file.write_text(sample(1000, 4, at=-60.0) + "\n")
     killed_runner(workdir.path)
     code, said = diloco("status", workdir.path)
     assert code == 2 and "has left no report" in said

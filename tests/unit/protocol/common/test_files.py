@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco_protocol.common import files
+from recorded_disk import RecordedDisk
 
 
 def test_written_whole_and_replaced(tmp_path: Path) -> None:
@@ -113,14 +114,28 @@ def test_a_file_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("write", [files.write_whole, files.create_whole])
-def test_a_new_name_is_flushed_with_its_folder(
+def test_bytes_are_on_the_device_before_they_have_a_name_and_the_name_before_the_call_returns(
     write: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed: list[tuple[Path, list[str]]] = []
-    monkeypatch.setattr(files, "flush_to_device", lambda path: flushed.append((path, os.listdir(path))))
-    write(tmp_path / "a", b"one")
-    ((folder, names),) = flushed
-    assert folder == tmp_path and "a" in names, "when the name is there"
+    disk = RecordedDisk(monkeypatch, tmp_path)
+    write(tmp_path / "a", b"one", b"two")
+    assert [disk.events[0], disk.events[1][:2], disk.events[2][:2]] == [
+        ("flush", "*.tmp", b"onetwo"),
+        ("name", "a"),
+        ("flush", "."),
+    ]
+    assert "a" in disk.events[2][2] and len(disk.events) == 3
+
+
+def test_a_new_directory_is_on_the_device_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = RecordedDisk(monkeypatch, tmp_path)
+    with files.create_directory(tmp_path / "model") as folder:
+        (folder / "weights").write_bytes(b"w")
+        (folder / "config").write_bytes(b"c")
+    assert sorted(disk.events[:2]) == [("flush", "*/config", b"c"), ("flush", "*/weights", b"w")]
+    assert disk.events[2:] == [("flush", "*", ["config", "weights"]), ("name", "model", ""), ("flush", ".", ["model"])]
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:

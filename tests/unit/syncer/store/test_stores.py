@@ -17,6 +17,22 @@ from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, 
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch, find_successor
 from diloco_syncer.store.open import open_store
+from recorded_disk import RecordedDisk
+
+
+@pytest.mark.parametrize("call", ["create", "replace"])
+def test_an_object_is_on_the_device_with_its_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    made = DirectoryStore(tmp_path / "store")
+    disk = RecordedDisk(monkeypatch, tmp_path)
+    getattr(made, call)("records/a", b"one")
+    assert disk.events[:3] == [
+        ("flush", "store", ["records"]),
+        ("flush", "store/records/*.tmp", b"one"),
+        ("name", "store/records/a", ""),
+    ]
+    assert disk.events[3][:2] == ("flush", "store/records") and "a" in disk.events[3][2]
 
 
 def test_objects(store: Store) -> None:

@@ -17,6 +17,7 @@ from diloco_syncer.store.base import Store
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import FormatRefused, MergeRecord, RecordedPush, Recovered, theta_digest
 from diloco_syncer.store.tape import Tape, TapeError
+from recorded_disk import RecordedDisk
 
 
 def record(fragment: int, version: int) -> MergeRecord:
@@ -68,6 +69,31 @@ def test_lines(store: Store) -> None:
             "norm": 0.25,
         }
     ]
+
+
+def test_a_flushed_line_is_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = RecordedDisk(monkeypatch, tmp_path)
+    tape = filled(DirectoryStore(tmp_path), 1)
+    segment = tapes.segment_names(DirectoryStore(tmp_path))[0]
+    for version in (2, 3):
+        tape.append(record(0, version))
+        whole = (tmp_path / segment).read_bytes()
+        disk.events.clear()
+        tape.flush()
+        assert disk.events == [("flush", segment, whole)] and whole.count(b"\n") == version + 2
+
+
+def test_a_half_line_is_gone_from_the_device_before_another_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(DirectoryStore(tmp_path), 1)
+    segment = tapes.segment_names(DirectoryStore(tmp_path))[0]
+    whole = (tmp_path / segment).read_bytes()
+    with (tmp_path / segment).open("ab") as file:
+        file.write(b'{"half')
+    disk = RecordedDisk(monkeypatch, tmp_path)
+    assert Tape(DirectoryStore(tmp_path)).repaired_bytes == 6
+    assert ("flush", segment, whole) in disk.events
 
 
 def test_it_goes_on_after_a_restart(store: Store) -> None:

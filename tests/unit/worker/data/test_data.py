@@ -25,6 +25,7 @@ from diloco_worker.data import cache, corpus, text
 from diloco_worker.data.shuffle import Permutation
 from diloco_worker.data.split import Part
 from example_counts import share_of
+from recorded_disk import RecordedDisk
 from repository import ROOT
 
 
@@ -172,6 +173,15 @@ def test_token_file_is_made_once_for_all_processes(tmp_path: Path) -> None:
     assert made.value == 1
     assert found == {(5000, 50 * 4950, "memmap")}
     assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".lock", ".uint8"]
+
+
+def test_a_token_file_is_on_the_device_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = RecordedDisk(monkeypatch, tmp_path)
+    tokens = np.arange(5, dtype=np.uint16)
+    cache.token_array(lambda: [tokens], tokens.dtype, tmp_path, "key")
+    flushed, named, folder = disk.events
+    assert flushed == ("flush", "*.tmp", tokens.tobytes())
+    assert named[:2] == ("name", "tokens-key.uint16") and named[1] in folder[2] and folder[:2] == ("flush", ".")
 
 
 def test_changed_file_is_other_tokens(tmp_path: Path) -> None:
