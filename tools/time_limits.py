@@ -154,7 +154,7 @@ STORE = (
 )  # fmt: skip
 OPERATOR = (
     Limit("the operator", "a learner to be heard that joined and is Ready",
-          ("operator.plan.pods.silence:SILENT_SECONDS", "spec.sync.heartbeat.timeoutSeconds"),
+          ("operator.plan.pods.silence:LEARNER_SILENT_SECONDS", "spec.sync.heartbeat.timeoutSeconds"),
           "it replaces the pod, if the silence is the learner's own fault; several at once also wait for "
           "`regionLostSeconds`", "{0}, and at least twice {1}"),
     Limit("the operator", "a node that is not ready", ("spec.nodeLoss.afterSeconds",),
@@ -204,7 +204,7 @@ OPERATOR = (
 )  # fmt: skip
 ONE_MACHINE = (
     Limit("`diloco run`", "an answer of the syncer; while it starts, any work of it",
-          ("cli.processes.watchdog:SILENT_SECONDS", "cli.processes.watchdog:START_SECONDS"),
+          ("cli.processes.watchdog:SYNCER_SILENT_SECONDS", "cli.processes.watchdog:START_SECONDS"),
           "it kills the syncer and starts it again", "{0}; a start at most {1}"),
     Limit("`diloco run`", "a learner that runs to join", ("cli.processes.unjoined:UNJOINED_SECONDS",),
           "it prints a line with the name of the log"),
