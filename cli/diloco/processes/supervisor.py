@@ -182,7 +182,9 @@ class Supervisor:
                 f" (failurePolicy.maxReplacements: {self.max_replacements})",
                 1,
             )
-        if again := "" if rule is not None else self._repeated(name, kind, end, error, answered, dispensable):
+        if rule is None and (
+            again := self._repeated(name, kind, end, error, answered=answered, dispensable=dispensable)
+        ):
             return Fail(f"{again} (failurePolicy.maxReplacements, {self.max_replacements}, is not used up)", 1)
         self.since_merge[name] = failures + 1
         return self._restart(name, now)
