@@ -257,7 +257,7 @@ def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRo
             name = f"{one.trial.merges} merges: {one.name}, outer rate {rate:g}{edge}"
             place: dict[str, Any] = {"group": one.group, "merges": one.trial.merges, "arm": one.name}
             row = make_row(name, values, "data-parallel", base, **place, rate=reference.rate)
-            rows.append(_with_default(row, one, rate, search, seeds))
+            rows.append(_with_default(row, one, rate, search, seeds=seeds))
     return rows
 
 

@@ -87,9 +87,11 @@ COMMON = (
     "sync.heartbeat.timeoutSeconds=600",
 )
 # The paper's turn: H = 24, P = 24, tau = 2.
-FULL = Sizes(4, 0.5, (2, 6, 20, 60, 200), 24.0, 2, ("sync.fragments=24", "sync.every=24", "sync.overlap=2"))
+FULL = Sizes(
+    4, 0.5, (2, 6, 20, 60, 200), 24.0, ddp_steps=2, overrides=("sync.fragments=24", "sync.every=24", "sync.overlap=2")
+)
 SMALL = ("training.model.config.num_hidden_layers=2", "training.data.sequenceLength=32")
-QUICK = Sizes(2, 0.15, (8,), 2.0, 2, ("sync.fragments=6", "sync.every=6", *SMALL))
+QUICK = Sizes(2, 0.15, (8,), 2.0, ddp_steps=2, overrides=("sync.fragments=6", "sync.every=6", *SMALL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def main() -> int:
     arms = args.arm or [arm for arm in possible if not args.quick or arm in ("ddp-bfloat16", "ours")]
     job = load_job(EXAMPLE, (*COMMON, f"regions.0.learners={sizes.learners}", *sizes.overrides))
     wanted = [(arm, megabits) for megabits in sorted(args.mbit or sizes.megabits, reverse=True) for arm in arms]
-    cells = list(measured_cells(wanted, sizes, job, args.latency, args.again))
+    cells = list(measured_cells(wanted, sizes, job, args.latency, again=args.again))
     document = report(cells, sizes, job, args.latency)
     if args.report:
         write_report(document, args.report)
@@ -155,7 +157,7 @@ def measured_cells(
         if cell in missing:
             number = len(missing) - len(left) + 1
             say(f"{number} of {len(missing)}: {cell[0]} at {cell[1]:g} Mbit/s; {sum(left):.0f} s left")
-            found = measure(cell[0], cell[1], sizes, job, latency)
+            found = measure(cell[0], cell[1], sizes, job, latency=latency)
             left.pop(0)
             CELLS.mkdir(parents=True, exist_ok=True)
             temporary = files[cell].with_suffix(".tmp")
@@ -219,8 +221,8 @@ class Running:
             tuple(counter.value for counter in self.steps),
             tuple(link.carried for link in self.links),
             self.hub.carried,
-            sum(cpu_seconds(pid) for pid in self.pids) + time.process_time(),
-            self.status(),
+            cpu_seconds=sum(cpu_seconds(pid) for pid in self.pids) + time.process_time(),
+            status=self.status(),
         )
 
     def wait(self, enough: Callable[[], bool], end: float, what: str) -> None:
@@ -260,10 +262,10 @@ def measure(arm: str, megabits: float, sizes: Sizes, job: DiLoCoJob, latency: fl
         seconds = sizes.seconds if arm.startswith("ours") else sizes.seconds / 2
         running.wait_steps(least, end, "enough steps")
         if arm == "torchft":
-            return counted(arm, megabits, job, first, running.now())
+            return counted(arm, megabits, job, first, last=running.now())
         while time.monotonic() < first.time + seconds:
             running.wait_steps(1, end, "enough steps")
-        return counted(arm, megabits, job, first, running.now())
+        return counted(arm, megabits, job, first, last=running.now())
 
 
 def counted(arm: str, megabits: float, job: DiLoCoJob, first: Moment, last: Moment) -> Cell:
@@ -282,13 +284,13 @@ def counted(arm: str, megabits: float, job: DiLoCoJob, first: Moment, last: Mome
         megabits,
         seconds,
         steps / learners,
-        steps * step_tokens(job) / seconds,
-        Carried(*(round(statistics.mean(getattr(one, way) for one in carried)) for way in ("up", "down"))),
-        last.hub - first.hub,
-        versions[1] - versions[0],
-        steps / learners * sync.fragments / sync.every if ours else 0.0,
-        dropped[1] - dropped[0],
-        (last.cpu_seconds - first.cpu_seconds) / seconds / len(os.sched_getaffinity(0)),
+        tokens_per_second=steps * step_tokens(job) / seconds,
+        link=Carried(*(round(statistics.mean(getattr(one, way) for one in carried)) for way in ("up", "down"))),
+        hub=last.hub - first.hub,
+        merges=versions[1] - versions[0],
+        merges_due=steps / learners * sync.fragments / sync.every if ours else 0.0,
+        dropped_tokens=dropped[1] - dropped[0],
+        cores_share=(last.cpu_seconds - first.cpu_seconds) / seconds / len(os.sched_getaffinity(0)),
     )
 
 
@@ -312,7 +314,7 @@ def start_ours(
     syncer = stack.enter_context(programs.Syncer(folder, job))
     relays = stack.enter_context(Relays())
     links, hub = [Link(latency=latency) for _ in range(sizes.learners)], Link()
-    running = Running(links, hub, [], [], [int(syncer.pid)], syncer.status)
+    running = Running(links, hub, [], [], pids=[int(syncer.pid)], status=syncer.status)
     for ordinal, link in enumerate(links):
         address = relays.open(syncer.address, link, hub)
         start_process(running, stack, train_ours, (str(syncer.job_file), sizes.step_seconds, ordinal, address))
@@ -323,7 +325,7 @@ def start_ddp(
     arm: str, sizes: Sizes, job: DiLoCoJob, folder: Path, latency: float, stack: contextlib.ExitStack
 ) -> Running:
     """Processes that find each other by a file, and reach each other through both their links."""
-    return start_ranks(train_ddp, arm, sizes, job, folder, latency, stack)
+    return start_ranks(train_ddp, arm, sizes, job, folder=folder, latency=latency, stack=stack)
 
 
 def start_torchft(
@@ -332,7 +334,7 @@ def start_torchft(
     """Replicas that a lighthouse brings together, and that reach each other through both their links."""
     server, lighthouse = torchft_replica.serve_lighthouse(sizes.learners)
     stack.callback(server.shutdown)
-    return start_ranks(train_torchft, lighthouse, sizes, job, folder, latency, stack)
+    return start_ranks(train_torchft, lighthouse, sizes, job, folder=folder, latency=latency, stack=stack)
 
 
 def start_ranks(
@@ -349,7 +351,7 @@ def start_ranks(
     relays = stack.enter_context(Relays(links))
     job_file = folder / "job.json"
     job_file.write_text(job_to_json(job), encoding="utf-8")
-    running = Running(list(links.values()), Link(), [], [], [], dict)
+    running = Running(list(links.values()), Link(), [], [], pids=[], status=dict)
     for rank in range(sizes.learners):
         given = (str(job_file), sizes.step_seconds, rank, sizes.learners, relays.requests_address, word)
         start_process(running, stack, target, given)
@@ -405,7 +407,7 @@ def train_step(job: DiLoCoJob, model: Any, optimizer: Any, batch: Any) -> Any:
 
     training = job.spec.training
     clip = training.optimizer.clip_norm
-    return trainer.step(model, optimizer, batch, training.batch.accumulation, clip, torch.float32)
+    return trainer.step(model, optimizer, batch, training.batch.accumulation, clip_norm=clip, dtype=torch.float32)
 
 
 def train_ours(counter: Any, job_file: str, step_seconds: float, ordinal: int, address: str) -> None:

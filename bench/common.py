@@ -177,7 +177,14 @@ def compare(
     seconds = times({name: ours, **references}, rounds)
     speeds = {each: work / statistics.median(taken) for each, taken in seconds.items()}
     return [
-        Row(name, speeds[name], unit, reference, speeds[reference], paired(seconds[reference], seconds[name]))
+        Row(
+            name,
+            speeds[name],
+            unit,
+            reference,
+            baseline=speeds[reference],
+            ratio=paired(seconds[reference], seconds[name]),
+        )
         for reference in references
     ]
 

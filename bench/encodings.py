@@ -134,7 +134,7 @@ def main() -> None:
         size, batch = shape(job)
         ddp = data_parallel(job_file, ("float32",) if args.quick else ("float32", "bfloat16"))
     reference = ddp.get("float32", computed(size, 4))
-    show(found, size, batch, ddp, reference, args.json)
+    show(found, size, batch, ddp, reference=reference, as_json=args.json)
 
 
 def say(text: str) -> None:
@@ -153,7 +153,7 @@ def run(job: DiLoCoJob, folder: Path, turns: int) -> Moved:
         for ordinal, link in enumerate(own_links):
             learners.append(learner(folder, syncer.job_file, ordinal, relays.open(syncer.address, link)))
             stack.callback(ended, learners[-1])
-        return counted(job, syncer, own_links, learners, turns, folder)
+        return counted(job, syncer, own_links, learners, turns=turns, folder=folder)
 
 
 def ended(process: subprocess.Popen[bytes]) -> None:
@@ -257,7 +257,7 @@ def show(
 ) -> None:
     """``reference``: data-parallel's bytes per step and direction with float32 gradients."""
     if as_json:
-        common.show(figures(found, batch, ddp, size, reference), True)
+        common.show(figures(found, batch, ddp, size, reference=reference), True)
         return
     print(f"{size} parameters, {LEARNERS} learners, {batch} tokens a step of each; bytes of TCP streams\n")
     print(
@@ -293,18 +293,24 @@ def figures(
         name, of = f"{up} up, {down} down", need(up, down)
         for way, count in zip(("up", "down"), run.per_token(batch), strict=True):
             whole = reference / batch
-            rows.append(common.Row(f"{name}: link, {way}", count, "B/token", against, whole, whole / count))
+            rows.append(
+                common.Row(f"{name}: link, {way}", count, "B/token", against, baseline=whole, ratio=whole / count)
+            )
         if base is not None:
             for way, count, full in zip(("in", "out"), run.per_step(), base.per_step(), strict=True):
                 words = f"{name}: hub, {way}"
-                rows.append(common.Row(words, count, "B/step", "float32 up and down", full, full / count))
+                rows.append(
+                    common.Row(words, count, "B/step", "float32 up and down", baseline=full, ratio=full / count)
+                )
         for kind, bits in (("formula", of.formula), ("queue", of.queue)):
             words, needed = f"{name}: need by {kind}", of.parallel / 1e9
-            rows.append(common.Row(words, bits / 1e9, "Gb/s", "data-parallel's need", needed, of.parallel / bits))
+            rows.append(
+                common.Row(words, bits / 1e9, "Gb/s", "data-parallel's need", baseline=needed, ratio=of.parallel / bits)
+            )
     for encoding, moved_bytes in ddp.items():
         wide = computed(size, 4 if encoding == "float32" else 2)
         words, moved = f"data-parallel, {encoding}", moved_bytes / batch
-        rows.append(common.Row(words, moved, "B/token", "computed", wide / batch, wide / moved_bytes))
+        rows.append(common.Row(words, moved, "B/token", "computed", baseline=wide / batch, ratio=wide / moved_bytes))
     return rows
 
 

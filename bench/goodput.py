@@ -95,7 +95,7 @@ def run_goodput(given: argparse.Namespace) -> int:
         check_fleet(size, learners, given.slice, conditions.mtbi)
     run = Run(given.repetitions, min(given.failures, QUICK_FAILURES) if given.quick else given.failures, given.seed)
     cells = find_cells(given.cache) if given.core else None
-    rows = goodput_rows(sizes, learners, conditions, run, Progress("goodput").advance)
+    rows = goodput_rows(sizes, learners, conditions, run, on_progress=Progress("goodput").advance)
     error = root_mean_square_error(rows)
     if given.chips is None:
         rows += [*uneven_rows(run), *scavenging_rows(conditions)]
@@ -127,7 +127,7 @@ def rows_of_core(given: argparse.Namespace, conditions: FleetConditions, fast: R
     few = (1_200_000,) if given.quick else (600_000, 1_200_000, 2_400_000)
     sizes = few if given.chips is None else (given.chips,)
     tried = given.learners or ((4,) if given.quick else (1, 2, 4, 8, 16))
-    rows = core_rows(sizes, tried, conditions, run, cells, Progress("core").advance)
+    rows = core_rows(sizes, tried, conditions, run, cells=cells, told=Progress("core").advance)
     if given.chips is not None:
         return rows
     return rows + uneven_core_rows(conditions, run, cells, Progress("core, unequal").advance)

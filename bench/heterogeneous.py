@@ -42,7 +42,15 @@ def speed_arms(seconds: float, seeds: Sequence[int]) -> list[Arm]:
     regions = tuple({"name": name, "learners": 1} for name in SPEEDS)
     paces = {name: PACE / speed for name, speed in SPEEDS.items()}
     arms = [
-        Arm(f"K = {'M' if quorum == 3 else 1}, grace {grace:g}", regions, paces, seconds, seed, quorum, grace)
+        Arm(
+            f"K = {'M' if quorum == 3 else 1}, grace {grace:g}",
+            regions,
+            paces,
+            seconds,
+            seed=seed,
+            quorum=quorum,
+            grace=grace,
+        )
         for quorum, grace in [(3, 0.0), (3, 0.9), (1, 0.0), (1, 0.9)]
         for seed in seeds
     ]
@@ -51,7 +59,7 @@ def speed_arms(seconds: float, seeds: Sequence[int]) -> list[Arm]:
         for name, speed in SPEEDS.items()
     )
     even = dict.fromkeys(SPEEDS, PACE)
-    return arms + [Arm("K = 1, grace 0.9, batch by speed", own, even, seconds, seed) for seed in seeds]
+    return arms + [Arm("K = 1, grace 0.9, batch by speed", own, even, seconds, seed=seed) for seed in seeds]
 
 
 def scavenging_arms(seconds: float, seeds: Sequence[int]) -> list[Arm]:
@@ -59,7 +67,7 @@ def scavenging_arms(seconds: float, seeds: Sequence[int]) -> list[Arm]:
     arms = []
     for seed in seeds:
         for name, visitors in (("two learners", ()), ("and a third for a third of the time", ((1 / 3, 2 / 3),))):
-            arms.append(Arm(name, regions, {"local": PACE}, seconds, seed, visitors=visitors))
+            arms.append(Arm(name, regions, {"local": PACE}, seconds, seed=seed, visitors=visitors))
     return arms
 
 
@@ -68,8 +76,10 @@ def quick_arms(seconds: float) -> dict[str, list[Arm]]:
     two = {"whole": PACE, "half": 2 * PACE}
     regions = tuple({"name": name, "learners": 1} for name in two)
     alone = ({"name": "local", "learners": 1, "maxLearners": 2},)
-    visitor = Arm("a second for a third of the time", alone, {"local": PACE}, seconds, 0, visitors=((1 / 3, 2 / 3),))
-    return {"speeds": [Arm("K = 1, grace 0.9", regions, two, seconds, 0)], "scavenging": [visitor]}
+    visitor = Arm(
+        "a second for a third of the time", alone, {"local": PACE}, seconds, seed=0, visitors=((1 / 3, 2 / 3),)
+    )
+    return {"speeds": [Arm("K = 1, grace 0.9", regions, two, seconds, seed=0)], "scavenging": [visitor]}
 
 
 def main() -> int:
@@ -142,15 +152,15 @@ def figures(part: str, found: Mapping[str, Sequence[Found]]) -> list[dict[str, S
     for kind, values in means.items():
         for key, (words, unit) in FIGURES.items():
             beside = first if len(found) > 1 else None
-            add(f"{kind}: {words}", values[key], unit, beside, means[first][key])
+            add(f"{kind}: {words}", values[key], unit, beside, reference=means[first][key])
     for kind, runs in found.items():
         joined = [one.joined for one in runs if one.joined is not None]
         if joined:
-            add(f"{kind}: joined until merged", statistics.mean(joined), "s", "a turn of H steps", 8 * PACE)
+            add(f"{kind}: joined until merged", statistics.mean(joined), "s", "a turn of H steps", reference=8 * PACE)
         regions = list(runs[0].share) if len(runs[0].share) > 1 else []
         for region in regions:
             share = statistics.mean(one.share[region] for one in runs)
-            add(f"{kind}: tokens of {region}", 100 * share, "%", "an even share", 100 / len(regions))
+            add(f"{kind}: tokens of {region}", 100 * share, "%", "an even share", reference=100 / len(regions))
     return rows
 
 

@@ -74,6 +74,8 @@ def follow(kubeconfig: str, kind: Kind, saw: Callable[[bool, dict[str, Any]], No
     """Tell ``saw`` of all objects of a kind that carry the job's label, in a thread, until the reflector is stopped."""
     api = operator_api.Api(configure(kubeconfig), 1, 15.0, streams=1)
     nothing: Any = lambda _: None  # noqa: E731
-    stream = Reflector(kind, None, api, cast("Cache", Told(saw)), Metrics(), nothing, nothing)
+    stream = Reflector(
+        kind, None, api, cast("Cache", Told(saw)), metrics=Metrics(), changed=nothing, state_changed=nothing
+    )
     stream.start()
     return stream

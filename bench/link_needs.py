@@ -78,7 +78,11 @@ def main(arguments: Sequence[str]) -> int:
     """0."""
     given = parse(arguments)
     turn = Turn(
-        given.fragments, given.every, given.overlap[0], given.step_seconds, ROUND_TRIPS * given.round_trip_seconds
+        given.fragments,
+        given.every,
+        given.overlap[0],
+        given.step_seconds,
+        between_seconds=ROUND_TRIPS * given.round_trip_seconds,
     )
     case = Case(given.params, given.learners, turn, given.utilisation)
     rates = RATES[::3] if given.quick else RATES

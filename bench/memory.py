@@ -86,7 +86,7 @@ def measure_syncer(parameters: int, down: str, optimizer: str) -> common.Row:
     held = pipe.recv() / parameters
     process.join(10)
     bound = TWO_MOMENTS if down.startswith("delta") and len(REGISTRY[optimizer].vectors) > 1 else SYNCER
-    return common.Row(f"syncer, {down}, {optimizer}", held, "B", "the bound", bound, held / bound)
+    return common.Row(f"syncer, {down}, {optimizer}", held, "B", "the bound", baseline=bound, ratio=held / bound)
 
 
 def hold_model(pipe: Connection, parameters: int, down: str, optimizer: str) -> None:
@@ -115,9 +115,26 @@ def merge_once(model: GlobalModel, fragment: int, version: int, delta: Floats) -
     assert model.layout is not None
     counts = StepReport(1, 1, 10, ())
     header = PushHeader(
-        fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "float32", "", counts, 0, 1
+        fragment,
+        version,
+        1,
+        1,
+        base_version=version - 1,
+        oldest_version=version - 1,
+        first_step=1,
+        last_step=1,
+        steps=1,
+        tokens=10,
+        compute_seconds=0.1,
+        encoding="float32",
+        layout_digest="",
+        report=counts,
+        slot=0,
+        incarnation=1,
     )
-    action = ev.Merge(fragment, version, 1, (ev.Responder(header, 0, 1.0, 0),), 0.0, 0.0, 0)
+    action = ev.Merge(
+        fragment, version, 1, (ev.Responder(header, 0, 1.0, 0),), quorum_seconds=0.0, waited_seconds=0.0, job_tokens=0
+    )
     squares = piece_squares(model.layout.fragments[fragment], delta)
     model.publish(*model.merge(action, [delta], [squares], 1, version), time.monotonic())
 
@@ -129,7 +146,7 @@ def measure(parameters: int, feedback: bool) -> list[common.Row]:
 
     def row(what: str, value: float, bound: float) -> None:
         share = max(0.0, value) / parameters
-        found.append(common.Row(f"{size}, {what}", share, "B", "the bound", bound, share / bound))
+        found.append(common.Row(f"{size}, {what}", share, "B", "the bound", baseline=bound, ratio=share / bound))
 
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-", dir=Path.cwd()) as text,

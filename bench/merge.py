@@ -31,12 +31,12 @@ def main() -> None:
     rounds = 3 if args.quick else 15
     cases = {
         "rda, a Llama's fragment": ("rda", inner_fragment(llama_layout(128 if args.quick else 1024))),
-        "rda, one piece": ("rda", [Piece("w", 0, elements, 0, False)]),
-        "mean, one piece": ("mean", [Piece("w", 0, elements, 0, False)]),
+        "rda, one piece": ("rda", [Piece("w", 0, elements, 0, mean=False)]),
+        "mean, one piece": ("mean", [Piece("w", 0, elements, 0, mean=False)]),
     }
     rows = []
     for name, (method, pieces) in cases.items():
-        rows += measure(f"merge {name}", method, pieces, args.threads, rounds)
+        rows += measure(f"merge {name}", method, pieces, args.threads, rounds=rounds)
     with ThreadpoolController().select(internal_api="openblas").limit(limits=1):  # as the syncer has it
         rows += measure_isotropic(128 if args.quick else 512, args.threads, rounds)
     common.show(rows, args.json, f"{LEARNERS} learners, {args.threads} threads")
@@ -55,9 +55,9 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
 
     rows = common.compare(
         f"{name}, norms taken too",
-        lambda: merge(pieces, deltas, weights, method, squares(), out, threads=threads),
+        lambda: merge(pieces, deltas, weights, method, squares=squares(), out=out, threads=threads),
         {
-            "plain torch": lambda: torch_merge(pieces, tensors, weights, method, other),
+            "plain torch": lambda: torch_merge(pieces, tensors, weights, method, out=other),
             "reading the same bytes": common.reading(deltas, threads),
         },
         work=4e-9 * elements * LEARNERS,
@@ -69,7 +69,7 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
         known = squares()
         rows += common.compare(
             f"{name}, norms known",
-            lambda: merge(pieces, deltas, weights, method, known, out, threads=threads),
+            lambda: merge(pieces, deltas, weights, method, squares=known, out=out, threads=threads),
             {"reading the same bytes": common.reading(deltas, threads)},
             work=4e-9 * elements * LEARNERS,
             unit="GB/s",

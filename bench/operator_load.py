@@ -68,12 +68,12 @@ class Bench:
 
     def row(self, name: str, value: float, unit: str, against: str, baseline: float) -> None:
         """The ratio is that of the baseline to the value."""
-        self.rows.append(common.Row(name, value, unit, against, baseline, baseline / value))
+        self.rows.append(common.Row(name, value, unit, against, baseline=baseline, ratio=baseline / value))
 
     def under(self, name: str, value: float, unit: str, aim: float, scale: float = 1.0) -> None:
         """A figure that has an aim."""
         ratio = aim / max(value, aim / 1e6)
-        self.rows.append(common.Row(name, value / scale, unit, "the aim", aim / scale, ratio))
+        self.rows.append(common.Row(name, value / scale, unit, "the aim", baseline=aim / scale, ratio=ratio))
 
     def reconcile(self, phase: str, before: Snapshot, after: Snapshot) -> None:
         share = quantile(0.95, "reconcile_seconds", before, after)
@@ -111,8 +111,8 @@ class Bench:
         per_job = (after.counted - before.counted) / self.jobs
         self.created = made / self.jobs
         counted = difference(before, after) / self.jobs
-        self.row("creation: API requests", per_job, "a job", "as the operator counts", counted)
-        self.row("creation: until every job is whole", whole, "s", "until all StatefulSets are made", made)
+        self.row("creation: API requests", per_job, "a job", "as the operator counts", baseline=counted)
+        self.row("creation: until every job is whole", whole, "s", "until all StatefulSets are made", baseline=made)
         say(f"  requests: {words(before, after)}")
 
     def made(self) -> int:
@@ -141,7 +141,7 @@ class Bench:
             self.under(name, rate, "", AIM_REQUESTS)
         counted = difference(before, after) / self.jobs / minutes
         if not aim and rate:
-            self.row(name, rate, "", "as the operator counts", counted)
+            self.row(name, rate, "", "as the operator counts", baseline=counted)
         say(
             f"  requests: {rate:.3f} per job and minute by the API server's count, "
             f"{counted:.3f} by the operator's: {words(before, after)}"
@@ -168,7 +168,7 @@ class Bench:
         waits = self.told_after(killed)
         if waits:
             most, middle = percentile(0.95, waits), statistics.median(waits)
-            self.row("burst: pod killed until its syncer is told, p95", most, "s", "the median", middle)
+            self.row("burst: pod killed until its syncer is told, p95", most, "s", "the median", baseline=middle)
         say(f"  syncers were told of {len(waits)} of {roles['learner']} learners that were killed")
 
     def told_after(self, killed: Mapping[str, float]) -> list[float]:
@@ -184,11 +184,11 @@ class Bench:
         """The operator's peak, then without it: kopf alone, and the API server alone."""
         peak = self.operator.peak_bytes
         self.operator.stop()
-        self.under("operator: peak memory", peak, "MB", AIM_BYTES, 1e6)
+        self.under("operator: peak memory", peak, "MB", AIM_BYTES, scale=1e6)
         bare, self.listed = bare_kopf(kubeconfig, folder, self.jobs * (self.pods + 1))
-        self.row("operator: peak memory", peak / 1e6, "MB", "kopf that does nothing", bare / 1e6)
+        self.row("operator: peak memory", peak / 1e6, "MB", "kopf that does nothing", baseline=bare / 1e6)
         alone = self.apply_again(min(self.jobs, 40))
-        self.row("creation: objects made", self.created, "s/job", "plain apply, one by one", alone)
+        self.row("creation: objects made", self.created, "s/job", "plain apply, one by one", baseline=alone)
         say(f"kopf that does nothing: {bare / 1e6:.0f} MB, all seen after {self.listed:.1f} s")
         say(f"plain server-side apply: {alone:.3f} s a job")
 
@@ -224,13 +224,13 @@ class Bench:
         after = snapshot(self.operator, self.api)
         took = after.at - before.at
         name = "restart: until it has looked at every job"
-        self.row(name, took, "s", "kopf that does nothing, to see all", self.listed)
+        self.row(name, took, "s", "kopf that does nothing, to see all", baseline=self.listed)
         self.reconcile("restart", before, after)
         asked, counted = ((after.counted - before.counted) / self.jobs, difference(before, after) / self.jobs)
-        self.row("restart: API requests", asked, "a job", "as the operator counts", counted)
+        self.row("restart: API requests", asked, "a job", "as the operator counts", baseline=counted)
         say(f"  requests: {words(before, after)}")
         time.sleep(30)
-        self.under("restart: peak memory", self.operator.peak_bytes, "MB", AIM_BYTES, 1e6)
+        self.under("restart: peak memory", self.operator.peak_bytes, "MB", AIM_BYTES, scale=1e6)
 
 
 def percentile(share: float, ordered: list[float]) -> float:
@@ -311,7 +311,7 @@ def measure(args: Any, jobs: int) -> list[common.Row]:
         try:
             if not pipe.poll(60) or pipe.recv() != "ready":
                 raise fleet.NoCluster("the process that answers for the syncers did not start")
-            bench = Bench(api, operator, pipe, jobs, args.pods)
+            bench = Bench(api, operator, pipe, jobs, pods=args.pods)
             bench.create()
             time.sleep(SETTLE / 2)
             bench.stand("training goes on", window, aim=False)

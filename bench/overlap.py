@@ -145,12 +145,12 @@ class Turn(NamedTuple):
 def figures(measured: dict[str, list[Turn]]) -> list[common.Row]:
     stalled = statistics.mean(turn.stalled for turn in measured["with"])
     name = "training thread inside the library"
-    rows = [common.Row(name, 100 * stalled, "%", "the training thread's wall time", 100.0, stalled)]
+    rows = [common.Row(name, 100 * stalled, "%", "the training thread's wall time", baseline=100.0, ratio=stalled)]
     for name, of in (("step, synchronised", "median"), ("step, synchronised, mean", "mean")):
         seconds = {who: [getattr(turn, of) for turn in turns] for who, turns in measured.items()}
         value, alone = (1e3 * statistics.median(seconds[who]) for who in ("with", "without"))
         ratio = common.paired(seconds["without"], seconds["with"])
-        rows.append(common.Row(name, value, "ms", "the same loop alone", alone, ratio))
+        rows.append(common.Row(name, value, "ms", "the same loop alone", baseline=alone, ratio=ratio))
     return rows
 
 
@@ -237,7 +237,9 @@ def trained(job: DiLoCoJob, model: Any, optimizer: Any, batch: Any) -> tuple[int
 
     training = job.spec.training
     dtype = device.precision(job.spec, device.device(job.spec))
-    loss = trainer.step(model, optimizer, batch, training.batch.accumulation, training.optimizer.clip_norm, dtype)
+    loss = trainer.step(
+        model, optimizer, batch, training.batch.accumulation, clip_norm=training.optimizer.clip_norm, dtype=dtype
+    )
     return data.tokens_in(batch), loss
 
 

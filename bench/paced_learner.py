@@ -44,7 +44,7 @@ def main() -> int:
             due = time.monotonic() + pace
             rate = optimizers.learning_rate(spec.training.optimizer, learner.step, 0, None) * learner.rewarm_scale()
             optimizers.set_learning_rate(optimizer, rate)
-            loss = trainer.step(model, optimizer, batch, accumulation, clip, torch.float32)
+            loss = trainer.step(model, optimizer, batch, accumulation, clip_norm=clip, dtype=torch.float32)
             left = due - time.monotonic()
             steps, late = steps + 1, late + (left < 0)
             time.sleep(max(0.0, left))

@@ -173,8 +173,8 @@ def read_report(arm: Arm, report: Mapping[str, Any], watch: StatusWatch, joined:
         report["tokens"]["merged"] / arm.seconds,
         report["final_loss"],
         {region: count / sum(tokens.values()) for region, count in tokens.items()},
-        [(watch.seconds_at(trained), trained, loss) for trained, loss in report["eval_loss"] if loss is not None],
-        joined,
+        curve=[(watch.seconds_at(trained), trained, loss) for trained, loss in report["eval_loss"] if loss is not None],
+        joined=joined,
     )
 
 

@@ -69,7 +69,7 @@ def train(pipe: Connection, rank: int, folder: str, job_file: str, directory: st
     # Each by itself: gloo listens where the machine's name points to, which may be nowhere.
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", DILOCO_JOB_DIRECTORY=directory)
     try:
-        pipe.send(_trained(rank, folder, job_file, bfloat16, steps))
+        pipe.send(_trained(rank, folder, job_file, bfloat16, steps=steps))
     except Exception as error:
         pipe.send(repr(error)[:300])
 
@@ -109,7 +109,7 @@ def _trained(rank: int, folder: str, job_file: str, bfloat16: bool, steps: int) 
             before = received()
         at = (step * RANKS + rank) * size
         batch = default_collate([dataset[(at + i) % len(dataset)] for i in range(size)])
-        trainer.step(parallel, optimizer, batch, training.batch.accumulation, clip, torch.float32)
+        trainer.step(parallel, optimizer, batch, training.batch.accumulation, clip_norm=clip, dtype=torch.float32)
     moved = received() - before
     distributed.barrier()  # nobody leaves while another still needs him
     distributed.destroy_process_group()

@@ -188,7 +188,7 @@ def sync_from(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("""not an object such as {"merge": {"method": "rda"}}""")
-    job = json.loads(job_to_json(make_job("dense", "small", 1, 2, 0, {})))
+    job = json.loads(job_to_json(make_job("dense", "small", 1, 2, seed=0, sync={})))
     job["spec"]["sync"] |= found
     try:
         parse_job(json.dumps(job))

@@ -158,7 +158,7 @@ class Relays:
 
     async def _listen(self, target: str, near: Link, far: Link) -> str:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._accept(target, near, far, reader, writer)
+            await self._accept(target, near, far, reader, writer=writer)
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=CHUNK_BYTES)
         self._servers.append(server)

@@ -128,7 +128,7 @@ class Syncer:
         self._began = time.monotonic()
         self._first_beat = random.uniform(0, self.beat_seconds)
         state = None if self._state is None else json.loads(self._state)
-        core = Core(CoreConfig.from_job(self.job), state, self.epoch, 0.0, time.time())
+        core = Core(CoreConfig.from_job(self.job), state, self.epoch, 0.0, wall=time.time())
         versions = SeenVersions(self.job, core, self.traffic, self._made)
         self.world = World(
             self.job,
@@ -253,5 +253,18 @@ class Syncer:
     def _connect_evaluator(self, process: str) -> int:
         number, digests = self.world.new_connection(), immutable_digests(self.job)
         layout = self.world.versions.layout_digest
-        self.handle(ev.Join(number, process, "evaluator", 0, True, layout, digests, 0, (), 0))
+        self.handle(
+            ev.Join(
+                number,
+                process,
+                "evaluator",
+                0,
+                evaluator=True,
+                layout_digest=layout,
+                digests=digests,
+                sequences=0,
+                held=(),
+                previous_incarnation=0,
+            )
+        )
         return number

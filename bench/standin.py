@@ -147,7 +147,7 @@ class StandIn:
         async def report() -> Report:
             return page.report()
 
-        control = _Counted(secret, syncer.core, syncer.handle, syncer.checkpoint, page.status, report)
+        control = _Counted(secret, syncer.core, syncer.handle, syncer.checkpoint, status=page.status, report=report)
         control.heard = lambda method, body: self._heard(key, method, body)
         job.server = aio.server(options=channels.server_options(limits.MAX_REPLY_BYTES))
         job.server.add_generic_rpc_handlers([control.handler()])

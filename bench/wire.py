@@ -151,7 +151,7 @@ def learner(pipe: Connection, ordinal: int, elements: int, syncer: str, raw_port
     """A process that sends its payloads, in whichever way it is told, again and again."""
 
     async def run() -> None:  # channels belong to the loop in which they are made
-        await _Learner(ordinal, elements, syncer, raw_port, tcp_port).serve(pipe)
+        await _Learner(ordinal, elements, syncer, raw_port, tcp_port=tcp_port).serve(pipe)
 
     asyncio.run(run())
 
@@ -360,8 +360,8 @@ def measure(pipes: list[Connection], size: int, rounds: int) -> list[common.Row]
             speeds[ours],
             "GB/s",
             references[other],
-            speeds[other],
-            common.paired(seconds[other], seconds[ours]),
+            baseline=speeds[other],
+            ratio=common.paired(seconds[other], seconds[ours]),
         )
         for ours in names
         for other in references

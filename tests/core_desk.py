@@ -30,7 +30,7 @@ class Desk:
     """A core with a hand on every lever; time stands still unless told."""
 
     def __init__(self, config: CoreConfig, state: dict | None = None, epoch: int = 1) -> None:
-        self.core = Core(config, state, epoch, 0.0, 0.0)
+        self.core = Core(config, state, epoch, 0.0, wall=0.0)
         self.now = 0.0
         self.log: list[ev.Action] = list(self.core.start(0.0))
 
@@ -44,7 +44,17 @@ class Desk:
         return self.do(ev.Tick())
 
     def join(self, connection: int, ordinal: int, process: str = "", **changes: object) -> list[ev.Action]:
-        join = ev.Join(connection, process or f"p{connection}", "r", ordinal, False, "L", {}, 0, ())
+        join = ev.Join(
+            connection,
+            process or f"p{connection}",
+            "r",
+            ordinal,
+            evaluator=False,
+            layout_digest="L",
+            digests={},
+            sequences=0,
+            held=(),
+        )
         return self.do(replace(join, **changes))  # type: ignore[arg-type]
 
     def begin(self, learners: int, fragments: int = 1) -> None:
@@ -56,7 +66,7 @@ class Desk:
             self.report(i + 1, 0)
 
     def report(self, connection: int, step: int, base: int = 0, confirmed: int = 0, epoch: int = 1) -> list[ev.Action]:
-        return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, len(self.core.versions))))
+        return self.do(ev.Reported(connection, report(step, base, confirmed, epoch, fragments=len(self.core.versions))))
 
     def header(self, slot_index: int, last: int, **changes: object) -> PushHeader:
         opened = self.core.open_rounds.get(0)
@@ -65,18 +75,18 @@ class Desk:
             1,
             opened.id if opened else 0,
             1,
-            0,
-            0,
-            1,
-            last,
-            last,
-            last * 10,
-            1.0,
-            "float32",
-            "L",
-            report(last, fragments=len(self.core.versions)),
-            slot_index,
-            self.core.slots[slot_index].holder.incarnation,
+            base_version=0,
+            oldest_version=0,
+            first_step=1,
+            last_step=last,
+            steps=last,
+            tokens=last * 10,
+            compute_seconds=1.0,
+            encoding="float32",
+            layout_digest="L",
+            report=report(last, fragments=len(self.core.versions)),
+            slot=slot_index,
+            incarnation=self.core.slots[slot_index].holder.incarnation,
         )
         return replace(header, **changes)  # type: ignore[arg-type]
 
@@ -85,7 +95,7 @@ class Desk:
 
 
 def report(step: int, base: int = 0, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> StepReport:
-    counts = FragmentReport(epoch, base, step, step * 10 - confirmed, confirmed)
+    counts = FragmentReport(epoch, base, step, step * 10 - confirmed, confirmed_tokens=confirmed)
     return StepReport(step, step, step * 10, (counts,) * fragments, step_seconds=0.1)
 
 

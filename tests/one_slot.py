@@ -24,14 +24,30 @@ def seat_of(actions: list[ev.Action]) -> Seat:
 
 
 def join(core: Core, connection: int, sequences: int = 0, **fields: int) -> Seat:
-    return seat_of(core.handle(ev.Join(connection, "p", "r", 0, False, "L", {}, sequences, (), **fields), 0.0))
+    return seat_of(
+        core.handle(
+            ev.Join(
+                connection,
+                "p",
+                "r",
+                0,
+                evaluator=False,
+                layout_digest="L",
+                digests={},
+                sequences=sequences,
+                held=(),
+                **fields,
+            ),
+            0.0,
+        )
+    )
 
 
 def counted(
     tenure: int, step: int, trained: int, base: int = 0, confirmed: int = 0, cursors: tuple[LeaseCursor, ...] = ()
 ) -> StepReport:
     """``trained`` steps of the tenure, ten tokens each, of which ``confirmed`` tokens are known to be merged."""
-    row = FragmentReport(1, base, trained - confirmed // 10, 10 * trained - confirmed, confirmed)
+    row = FragmentReport(1, base, trained - confirmed // 10, 10 * trained - confirmed, confirmed_tokens=confirmed)
     return StepReport(step, trained, 10 * trained, (row,), step_seconds=0.1, cursors=cursors, tenure=tenure)
 
 
@@ -45,7 +61,22 @@ def begun() -> tuple[Core, Seat]:
     report = counted(seat.tenure, 4, 4)
     core.handle(ev.Reported(1, report), 0.0)
     header = PushHeader(
-        0, 1, core.open_rounds[0].id, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", report, 0, seat.incarnation
+        0,
+        1,
+        core.open_rounds[0].id,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=40,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=report,
+        slot=0,
+        incarnation=seat.incarnation,
     )
     core.handle(ev.PushReceived(header, 1.0, True, handle=7), 0.0)
     core.handle(ev.MergeDurable(0, 1, 0.1, (1.0,)), 0.0)

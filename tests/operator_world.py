@@ -372,7 +372,7 @@ class World:
             return True
         message = f'pods "{name}" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
         self.cluster_events = [n for n in self.cluster_events if (n.kind, n.name) != ref]
-        self.cluster_events.append(ClusterEvent(ref.kind, ref.name, "FailedCreate", message, self.now))
+        self.cluster_events.append(ClusterEvent(ref.kind, ref.name, "FailedCreate", message, time=self.now))
         return False
 
     def _make(self, name: str, template: Object, labels: dict[str, str]) -> None:

@@ -55,7 +55,7 @@ class Parties:
         return folder
 
     def syncer(self, who: str = "syncer", days: int = 1) -> Path:
-        return self.put(who, issue(self.authority, [self.named(None)], (), now(), days))
+        return self.put(who, issue(self.authority, [self.named(None)], (), now(), days=days))
 
     def learner(
         self,
@@ -70,7 +70,7 @@ class Parties:
     ) -> Path:
         """``since``: made so long after now (before, if negative)."""
         names = [self.named(region, job, namespace)]
-        return self.put(who, issue(self.authority, names, (), now() + since, days), token=token)
+        return self.put(who, issue(self.authority, names, (), now() + since, days=days), token=token)
 
     def other(self, who: str, uris: Iterable[str], hosts: Iterable[str] = (), usages: Iterable[str] = ()) -> Path:
         """As a tool that knows nothing of our roles makes them. ``usages``: extended, by OID; none: good

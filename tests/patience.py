@@ -65,7 +65,7 @@ def wait_until(
     ``longest``: seconds in all, instead of ``LONGEST`` times ``silent``. ``every``: seconds between two looks; else
     they become rarer the longer it takes.
     """
-    wait = Wait(what or _source(condition), watched or (own_work,), silent, longest, every, time.monotonic())
+    wait = Wait(what or _source(condition), watched or (own_work,), silent, longest, every=every, now=time.monotonic())
     while not (found := condition()):
         time.sleep(wait.pause(time.monotonic()))
     return found
@@ -83,7 +83,7 @@ async def until(
     loop = asyncio.get_running_loop()
     is_real = type(loop).time is asyncio.BaseEventLoop.time
     watched = watched or ((own_work,) if is_real else ())
-    wait = Wait(what or _source(condition), watched, silent, longest, every, loop.time())
+    wait = Wait(what or _source(condition), watched, silent, longest, every=every, now=loop.time())
     while True:
         found = condition()
         if inspect.isawaitable(found):

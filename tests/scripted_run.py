@@ -139,7 +139,7 @@ class ScriptedRun:
         workdir = Workdir(folder)
         workdir.logs.mkdir()
         faults = schedule.parse(chaos)
-        self.runner = runner.Runner(job, workdir, folder, faults, self.screen)
+        self.runner = runner.Runner(job, workdir, folder, faults, screen=self.screen)
         assert isinstance(self.runner.syncer, ScriptedSyncer)
         self.syncer: ScriptedSyncer = self.runner.syncer
         monkeypatch.setattr(self.runner.worker_keeper.starter, "start", self.start_worker)

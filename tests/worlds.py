@@ -195,7 +195,7 @@ def run_case(case: Case, twice: bool) -> Outcome:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     write_log(f"end   {case.command}")
     shown = [line for line in again if not any(word in line for word in QUIET)][-TRACE_LINES:] if error else []
-    return Outcome(case, events, time.process_time() - began, error, tuple(line[:240] for line in shown))
+    return Outcome(case, events, time.process_time() - began, error, trace=tuple(line[:240] for line in shown))
 
 
 def describe(failure: Exception) -> str:

@@ -125,7 +125,9 @@ def read_mutants(root: Path) -> list[Mutant]:
             why = tests.removeprefix(EQUIVALENT).strip() if tests.startswith(EQUIVALENT) else ""
             paths = [] if why else [t if t.startswith("tests/") else f"tests/unit/{package}/{t}" for t in tests.split()]
             was, becomes = (text.replace(LINE_END, "\n") for text in (was, becomes))
-            found[name] = Mutant(name, package, f"{folder}/{path}", was, becomes, tuple(paths), why)
+            found[name] = Mutant(
+                name, package, f"{folder}/{path}", was, becomes=becomes, tests=tuple(paths), equivalent=why
+            )
     return list(found.values())
 
 

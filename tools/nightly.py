@@ -140,7 +140,7 @@ def judge(part: Part, status: int, output: str, seconds: float, commit: str, cod
         failed = max(failed, 1)
     elif failed == 0 and passed == 0:
         passed = 1
-    return Outcome(part.name, commit, code, round(seconds), passed, failed)
+    return Outcome(part.name, commit, code, round(seconds), passed=passed, failed=failed)
 
 
 def digest_code(listing: Iterable[str]) -> str:
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part, start = left.pop(0), time.monotonic()
         print(f"\n=== {part.name}: {part.command}", flush=True)
         status, output = run_part(part)
-        outcome = judge(part, status, output, time.monotonic() - start, commit, code)
+        outcome = judge(part, status, output, time.monotonic() - start, commit=commit, code=code)
         with LINES.open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         if not outcome.is_green:

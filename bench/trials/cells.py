@@ -86,7 +86,15 @@ class Trial:
 
         sync = self.sync if self.learners else {}
         job = tasks.make_job(
-            self.kind, self.size, self.learners or 1, self.steps, self.seed, sync, self.rate, self.timed, self.visitors
+            self.kind,
+            self.size,
+            self.learners or 1,
+            self.steps,
+            seed=self.seed,
+            sync=sync,
+            rate=self.rate,
+            timed=self.timed,
+            visitors=self.visitors,
         )
         spec = job.spec.model_dump(mode="json", by_alias=True)
         # What is trained decides, and not whether a field or its default says it.
@@ -148,10 +156,12 @@ def _reference(trial: Trial) -> dict[str, Any]:
     from trials import ddp, fleet, inner, tasks
 
     if trial.ddp:
-        reference = ddp.Reference(trial.kind, trial.size, trial.steps, trial.seed, trial.rate)
+        reference = ddp.Reference(trial.kind, trial.size, trial.steps, trial.seed, rate=trial.rate)
         return {"loss": ddp.held_out_loss(reference)}
-    job = tasks.make_job(trial.kind, trial.size, 1, trial.steps, trial.seed, {}, trial.rate)
-    model = fleet.train_alone(trial.kind, trial.size, job, trial.steps, trial.seed, inner.MAKE[trial.inner])
+    job = tasks.make_job(trial.kind, trial.size, 1, trial.steps, seed=trial.seed, sync={}, rate=trial.rate)
+    model = fleet.train_alone(
+        trial.kind, trial.size, job, trial.steps, seed=trial.seed, optimizer=inner.MAKE[trial.inner]
+    )
     return {"loss": tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed).evaluation)}
 
 
@@ -169,20 +179,22 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         trial.size,
         trial.learners,
         trial.steps,
-        trial.seed,
-        trial.sync,
-        trial.rate,
-        trial.timed,
-        trial.visitors,
+        seed=trial.seed,
+        sync=trial.sync,
+        rate=trial.rate,
+        timed=trial.timed,
+        visitors=trial.visitors,
     )
-    learners = fleet.Fleet(trial.kind, trial.size, job, trial.learners + trial.visitors, inner.MAKE[trial.inner])
+    learners = fleet.Fleet(
+        trial.kind, trial.size, job, trial.learners + trial.visitors, make_optimizer=inner.MAKE[trial.inner]
+    )
     data, task = tasks.TrialData(trial.kind, trial.size, trial.seed), tasks.TASKS[trial.kind, trial.size]
     versions = TrialVersions(job, learners.layout, learners.initial(), optimizer=outers.make(trial.outer, trial.merges))
     merge_seconds = 0.05
     world = World(
         job,
         fleet.TrialTraining(
-            learners, data, trial.parts or task.equal_parts(trial.learners), trial.visitors, trial.steps
+            learners, data, trial.parts or task.equal_parts(trial.learners), trial.visitors, total=trial.steps
         ),
         versions,
         pace=lambda place: trial.pace[place[1]] if trial.pace else 1.0,

@@ -76,7 +76,7 @@ def _trained(rank: int, folder: str, reference: Reference) -> float:
 
     torch.set_num_threads(1)
     kind, size, steps, seed = reference.kind, reference.size, reference.steps, reference.seed
-    job = tasks.make_job(kind, size, 1, steps, seed, {}, reference.rate)
+    job = tasks.make_job(kind, size, 1, steps, seed=seed, sync={}, rate=reference.rate)
     data, spec = tasks.TrialData(kind, size, seed), job.spec.training.optimizer
     model = tasks.build_model(job)
     timeout = timedelta(seconds=WAIT_SECONDS / 2)
@@ -92,7 +92,7 @@ def _trained(rank: int, folder: str, reference: Reference) -> float:
         first = step * sequences + rank * share
         batch = data.batch(np.arange(first, first + share))
         optimizers.set_learning_rate(optimizer, optimizers.learning_rate(spec, step, step, steps))
-        trainer.step(parallel, optimizer, batch, 1, spec.clip_norm, torch.float32)
+        trainer.step(parallel, optimizer, batch, 1, clip_norm=spec.clip_norm, dtype=torch.float32)
     loss = tasks.score(model, data.evaluation)
     distributed.barrier()
     distributed.destroy_process_group()

@@ -206,7 +206,7 @@ def train_alone(
     kind: str, size: str, job: DiLoCoJob, total: int, seed: int, optimizer: MakeOptimizer
 ) -> torch.nn.Module:
     """The reference: one process with the whole batch, ``total`` steps."""
-    fleet = Fleet(kind, size, job, 1, optimizer)
+    fleet = Fleet(kind, size, job, 1, make_optimizer=optimizer)
     data, row, spec = TrialData(kind, size, seed), fleet.open_row(), job.spec.training.optimizer
     sequences = TASKS[kind, size].sequences
     for step in range(total):

@@ -101,7 +101,9 @@ def _language(config: Mapping[str, Any]) -> Callable[[Weights, Mapping[str, Tens
             mixed = functional.scaled_dot_product_attention(q, key, value, is_causal=True)
             x = x + _linear(_joined(mixed, k), weights[f"{name}.self_attn.o_proj.weight"])
             y = _rms_norm(x, weights[f"{name}.post_attention_layernorm.weight"], eps)
-            x = x + (_experts(y, weights, name, config, routed) if mixture else _gated(y, weights, f"{name}.mlp"))
+            x = x + (
+                _experts(y, weights, name, config, routed=routed) if mixture else _gated(y, weights, f"{name}.mlp")
+            )
         x = _rms_norm(x, weights["model.norm.weight"], eps)
         logits = _linear(x, weights["lm_head.weight"]).view(k, sequences, tokens, -1)
         predicted = logits[:, :, :-1].reshape(-1, logits.shape[-1])

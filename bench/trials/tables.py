@@ -81,7 +81,7 @@ def make_row(
     interval = None if math.isnan(over.half) else over.half / 100
     ratio = 1 + over.value / 100
     value, other = mean(values).value, mean(reference).value
-    found = TrialRow(name, value, "nats", against, other, ratio, interval, over.seeds)
+    found = TrialRow(name, value, "nats", against, baseline=other, ratio=ratio, interval=interval, seeds=over.seeds)
     return replace(found, group=group, merges=merges, arm=arm, rate=rate, own_rate=own_rate)
 
 

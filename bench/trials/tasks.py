@@ -212,7 +212,7 @@ class TrialData:
 @functools.cache
 def _text(kind: str, size: str) -> tuple[data.Dataset, torch.Tensor]:
     """What is held out, and all training sequences, int64 [sequences, tokens], as they lie."""
-    spec = make_job(kind, size, 1, 2, 0, {}).spec
+    spec = make_job(kind, size, 1, 2, seed=0, sync={}).spec
     length = TASKS[kind, size].data["sequenceLength"]
     inner: Any = data.load(spec).inner  # type: ignore[attr-defined]  # the order is the trial's
     rows = inner.tokens[: inner.part.total * length].reshape(-1, length)

@@ -135,7 +135,11 @@ def run(
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
 
-    return run_job(RunOptions(named, workdir, report, chaos, seed, overrides, http, force=force, as_json=as_json))
+    return run_job(
+        RunOptions(
+            named, workdir, report, chaos, seed=seed, overrides=overrides, http=http, force=force, as_json=as_json
+        )
+    )
 
 
 @app.command()
@@ -207,7 +211,7 @@ def chaos(
             raise CommandError("with --context nothing is run here: leave out --workdir")
         from diloco.cluster.chaos import delete_by_schedule
 
-        return delete_by_schedule(there, name, schedule, minutes * 60, as_json)
+        return delete_by_schedule(there, name, schedule, minutes * 60, as_json=as_json)
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
 
@@ -312,7 +316,7 @@ def plan(
 
         known = read_layout(layout)
     conditions = Conditions(step_seconds, round_trip_seconds, utilisation)
-    found = made(job_file(job, file, "diloco plan"), overrides, params, conditions, known)
+    found = made(job_file(job, file, "diloco plan"), overrides, params, conditions, layout=known)
     print_text(json.dumps(found, indent=1) if as_json else text(found))
 
 
@@ -358,7 +362,7 @@ def status(
         from diloco.cluster.status import show_status
 
         with in_cluster(None if meant else what):
-            show_status(there, what, everywhere, watch, as_json)
+            show_status(there, what, everywhere, watch, as_json=as_json)
         return 0
     from diloco.local.status import as_json as json_of
     from diloco.local.status import read_status, show

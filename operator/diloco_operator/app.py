@@ -83,9 +83,9 @@ class Operator:
             settings.api_threads,
             settings.api_timeout_seconds,
             metrics.request,
-            self._recovered,
-            streams + 1,
-            lambda: self.candidate.seconds_for_a_write(),
+            recovered=self._recovered,
+            streams=streams + 1,
+            seconds_for_a_write=lambda: self.candidate.seconds_for_a_write(),
         )
         self.candidate = Candidate(
             LeaseStore(api.client, settings.namespace, settings.lease, api.observe),
@@ -98,7 +98,7 @@ class Operator:
             settings.syncer_calls,
             settings.syncer_timeout_seconds,
             lambda key: self.queue.add(key),
-            self.candidate.leads,
+            leads=self.candidate.leads,
         )
         self.job_events = JobEvents(api, cache, self._wake_all)
         told = self._from_thread(self._wake_all), self._from_thread(self._stream_changed)
@@ -108,17 +108,19 @@ class Operator:
             api,
             cache,
             self.poller,
-            self.keys,
-            self.permissions,
-            EventRecorder(api, socket.gethostname()),
-            metrics,
-            self.informer.nodes_are_read,
-            self.job_events.confirm,
-            self.informer.age,
-            plan_job,
+            keys=self.keys,
+            permissions=self.permissions,
+            events=EventRecorder(api, socket.gethostname()),
+            metrics=metrics,
+            nodes_are_read=self.informer.nodes_are_read,
+            confirm=self.job_events.confirm,
+            view_age=self.informer.age,
+            plan_job=plan_job,
         )
         self.queue = WorkQueue(self.reconciler.turn, settings.workers, self._failed)
-        self.health = Health(api, self.informer, self.job_events, self.queue, self.keys, metrics, self.candidate)
+        self.health = Health(
+            api, self.informer, self.job_events, self.queue, keys=self.keys, metrics=metrics, candidate=self.candidate
+        )
         metrics.before = self._gauges
         self._parts: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None

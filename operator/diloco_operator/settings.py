@@ -104,7 +104,7 @@ class Settings(PlanSettings):
         "NAME",
         "This cluster's name, as jobs over several clusters write it in `syncer.cluster` and `regions[].cluster`. "
         "Without a name, only jobs that name no cluster are placed here.",
-        "none",
+        shown="none",
     )
     namespace: str = _setting("diloco-system", _name, "NAME", "The operator's own namespace; its root key is there.")
     syncer_image: str = _setting(
@@ -130,7 +130,7 @@ class Settings(PlanSettings):
         _name,
         "NAME",
         "The namespace whose pods may scrape jobs' metrics (NetworkPolicy); none: all namespaces.",
-        "none",
+        shown="none",
     )
     pull_secrets: tuple[str, ...] = _setting(
         (),
@@ -138,14 +138,14 @@ class Settings(PlanSettings):
         "A,B",
         "Pull secrets for the pods of all jobs; they must exist in each job's namespace. A job's podTemplates can add "
         "more.",
-        "none",
+        shown="none",
     )
     priority_class: str | None = _setting(
         None,
         _object_name,
         "NAME",
         "PriorityClass for pods whose podTemplates name none; none: the cluster's default.",
-        "none",
+        shown="none",
     )
     watch_namespaces: tuple[str, ...] = _setting(
         (),
@@ -154,7 +154,7 @@ class Settings(PlanSettings):
         "Namespaces whose jobs the operator looks after; empty: all, which needs a ClusterRole. "
         "With names, Roles in these namespaces are enough. The operator then cannot read nodes, and notices a lost "
         "node only by its silent pods.",
-        "all",
+        shown="all",
     )
     resync_seconds: float = _setting(
         20.0, _number(5, 300), "SECONDS", "The longest time between two looks at a job when nothing happens."

@@ -108,7 +108,12 @@ async def _life(options: Options) -> tuple[int, Options]:
     startup.replay(syncer, restored)
     driver, status = syncer.driver, syncer.status_page.status
     control = Control(
-        options.control_key, syncer.core, driver.handle, syncer.durability.checkpoint, status, syncer.fetch_report
+        options.control_key,
+        syncer.core,
+        driver.handle,
+        syncer.durability.checkpoint,
+        status=status,
+        report=syncer.fetch_report,
     )
     main.add_generic_rpc_handlers(
         [

@@ -94,7 +94,7 @@ def restore(
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()
     _tell_of_a_clock_ahead(core_state)
-    core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, time.time())
+    core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, wall=time.time())
     model = GlobalModel(job, options.threads)
     if restored.layout is not None:
         model.begin(restored.layout, restored.newest, restored.frozen, restored.frozen_digest)
@@ -104,7 +104,19 @@ def restore(
     stay, plaintext = options.stay, options.credentials
     # A port that the system is yet to choose is one at which no learner can be trying to join.
     expected = options.listen.rpartition(":")[2] not in ("", "0")
-    return Syncer(job, core, model, checkpoints, tape, restored, loop, listener, stay, plaintext, expected), restored
+    return Syncer(
+        job,
+        core,
+        model,
+        checkpoints,
+        tape=tape,
+        restored=restored,
+        loop=loop,
+        listener=listener,
+        stay=stay,
+        plaintext=plaintext,
+        expected=expected,
+    ), restored
 
 
 def _tell_of_a_clock_ahead(saved: dict[str, Any] | None) -> None:
@@ -175,5 +187,5 @@ def warm_up(job: DiLoCoJob, threads: int) -> None:
         shares = [1 / count] * count
         pushes = [values.copy() for _ in shares]
         squares = [merge.piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]
-        merged = merge.merge(layout.fragments[0], pushes, shares, method, squares, threads=threads)
+        merged = merge.merge(layout.fragments[0], pushes, shares, method, squares=squares, threads=threads)
         optimizer.step(values.copy(), merged.delta, {}, ages=[0] * count, weights=shares, threads=threads)

@@ -105,7 +105,12 @@ class Syncer:
         self.traffic.load(runtime.get("traffic", {}))
         self.event_log = EventLog(runtime.get("events", 0))
         self.durability = Durability(
-            checkpoints, tape, self._snapshot, self._on_store_problem, restored.optimizer, restored.optimizer_bytes
+            checkpoints,
+            tape,
+            self._snapshot,
+            self._on_store_problem,
+            optimizer=restored.optimizer,
+            optimizer_bytes=restored.optimizer_bytes,
         )
         spool = Spool(checkpoints.store.local_path("spool"))
         self.relay = OptimizerRelay(model, self.durability, spool, emit)
@@ -114,23 +119,38 @@ class Syncer:
             core,
             self.durability,
             self.authorizer,
-            self.relay,
-            self.traffic,
-            emit,
-            lambda: core.stop_progress(self.driver.clock()),
-            model.tensors,
+            relay=self.relay,
+            traffic=self.traffic,
+            emit=emit,
+            stop_progress=lambda: core.stop_progress(self.driver.clock()),
+            tensors=model.tensors,
         )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()
         self._multipart = MultipartUploads(self._note_chunk)
         self.pushes = ReceivedPushes(
-            core, model, self.durability, self._buffers, self._decode_thread, emit, self.driver.run_task, self._refused
+            core,
+            model,
+            self.durability,
+            self._buffers,
+            decode_thread=self._decode_thread,
+            emit=emit,
+            run_task=self.driver.run_task,
+            refused=self._refused,
         )
         seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
-        self.merger = Merger(core, model, self.pushes, self.durability, emit, restored.number, seconds)
-        self.initial_model = InitialModelUpload(name, core, model, self.durability, spool, emit)
+        self.merger = Merger(
+            core, model, self.pushes, self.durability, emit=emit, number=restored.number, seconds=seconds
+        )
+        self.initial_model = InitialModelUpload(name, core, model, self.durability, spool=spool, emit=emit)
         self.versions = VersionUploads(
-            name, core, model, self.durability, self._decode_thread, self.merger.next_number, emit
+            name,
+            core,
+            model,
+            self.durability,
+            decode_thread=self._decode_thread,
+            next_number=self.merger.next_number,
+            emit=emit,
         )
         receivers = {
             "push": self.pushes.receive,
@@ -139,10 +159,24 @@ class Syncer:
             "base": self.versions.receive,
         }
         self.uploads = Uploads(
-            name, self.authorizer, self.sessions, self.traffic, self._multipart, receivers, self._refused
+            name,
+            self.authorizer,
+            self.sessions,
+            self.traffic,
+            multipart=self._multipart,
+            receivers=receivers,
+            refused=self._refused,
         )
         self.downloads = Downloads(
-            job, core, model, self.durability, self.authorizer, self.sessions, self.relay, self.traffic, emit
+            job,
+            core,
+            model,
+            self.durability,
+            authorizer=self.authorizer,
+            sessions=self.sessions,
+            relay=self.relay,
+            traffic=self.traffic,
+            emit=emit,
         )
         self.output = ModelOutput.of(job, checkpoints.epoch.check)
         self.status_page = StatusPage(
@@ -150,15 +184,15 @@ class Syncer:
             core,
             self.driver.clock,
             model,
-            self.durability,
-            self.merger,
-            self.sessions,
-            self.authorizer,
-            self.traffic,
-            self.event_log,
-            self._refused,
-            lambda: self._imbalances,
-            lambda: None if self.output is None else self.output.row,
+            durability=self.durability,
+            merger=self.merger,
+            sessions=self.sessions,
+            authorizer=self.authorizer,
+            traffic=self.traffic,
+            event_log=self.event_log,
+            refused=self._refused,
+            imbalances=lambda: self._imbalances,
+            find_output=lambda: None if self.output is None else self.output.row,
         )
         self._register()
 
@@ -319,8 +353,8 @@ class Syncer:
             self.core.epoch,
             model.layout,
             [record.theta for record in model.newest],
-            model.versions,
-            await self.durability.read_blob(model.frozen) if model.frozen else None,
+            versions=model.versions,
+            frozen=await self.durability.read_blob(model.frozen) if model.frozen else None,
         )
         await output.write(model.layout, file, model.versions, report.model_dump_json(indent=1).encode())
         self._final_report = report.model_copy(update={"output": output.row})

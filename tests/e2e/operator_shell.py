@@ -251,7 +251,7 @@ def secret(job: Object, missed: bool = False) -> SecretWanted:
     meta = job["metadata"]
     name = names.secret_name(meta["name"], "learner", meta["uid"])
     head = {"apiVersion": "v1", "kind": "Secret", "metadata": _meta(job, name, "learner")}
-    return SecretWanted(name, "learner", head, True, False, missed)
+    return SecretWanted(name, "learner", head, True, control_key=False, missed=missed)
 
 
 def children(job: Object, **pod: Any) -> tuple[Object, ...]:

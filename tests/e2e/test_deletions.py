@@ -108,7 +108,7 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
     mine = [e for e in events if e["slot"] == row["slot"] and e["incarnation"] == row["incarnation"]]
     told.joined = next(e["time"] for e in mine if e["kind"] == "joined") - start
     told.merged = next(e["time"] for e in mine if e["kind"] == "first-merge") - start
-    told.without = merges_without(job, slot, held["incarnation"], start, start + told.joined)
+    told.without = merges_without(job, slot, held["incarnation"], start, to=start + told.joined)
     return told
 
 

@@ -29,7 +29,14 @@ from .clusters import Cluster, CommandFailed, until
 
 pytestmark = [pytest.mark.timeout(300)]
 
-SETTINGS = PlanSettings("hub", "diloco-system", "diloco-syncer:1", "diloco-worker:1", "IfNotPresent", "monitoring")
+SETTINGS = PlanSettings(
+    "hub",
+    "diloco-system",
+    "diloco-syncer:1",
+    "diloco-worker:1",
+    image_pull_policy="IfNotPresent",
+    metrics_namespace="monitoring",
+)
 EVALUATED = {"evaluation": {"fraction": 0.1}}
 FULL = {
     "metadata": {"labels": {"team": "nine"}, "annotations": {"example.com/a": "b"}},
@@ -134,9 +141,11 @@ def all_manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | No
         found.append(claim)
     images = DefaultImages("diloco-syncer:1", "diloco-worker:1")
     for ref in manifests.pod_holders(job, here):
-        spec = manifests.render_pod_holder(job, here, ref, images, settings)
+        spec = manifests.render_pod_holder(job, here, ref, images, settings=settings)
         found.append(
-            manifests.pod_holder_manifest(job, ref, spec, job.generation, None, 2 if ref.kind == "StatefulSet" else 1)
+            manifests.pod_holder_manifest(
+                job, ref, spec, job.generation, origin=None, replicas=2 if ref.kind == "StatefulSet" else 1
+            )
         )
     return found
 

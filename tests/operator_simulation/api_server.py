@@ -95,7 +95,7 @@ class ApiServer:
         for (of, space, called), child in list(self.objects.items()):
             owners = child["metadata"].get("ownerReferences") or ()
             if any(owner.get("uid") == uid for owner in owners):
-                self.delete(of, space, called, None, None)
+                self.delete(of, space, called, None, grace=None)
         return last
 
     def create(self, kind: str, manifest: Object) -> Object:
@@ -262,7 +262,7 @@ class SimulatedApi:
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         server = self.server
-        return await self._ask("get", kind, name, None, lambda: server.find(kind.name, namespace or "", name))
+        return await self._ask("get", kind, name, None, do=lambda: server.find(kind.name, namespace or "", name))
 
     async def list_objects(
         self, kind: Kind, namespace: str | None, *, labels: str = "", fields: str = ""
@@ -274,34 +274,36 @@ class SimulatedApi:
             named = [meta for meta in every if fields in ("", f"metadata.name={meta['name']}")]
             return [meta["of"] for meta in named if not label or meta.get("labels", {}).get(label) == value]
 
-        return await self._ask("get", kind, "", None, found)
+        return await self._ask("get", kind, "", None, do=found)
 
     async def list_warnings(self, namespace: str, selector: str = "", limit: int = 500) -> tuple[list[Object], bool]:
-        return await self._ask("get", EVENT, "", None, lambda: self.server.warnings), True
+        return await self._ask("get", EVENT, "", None, do=lambda: self.server.warnings), True
 
     async def create(self, kind: Kind, namespace: str | None, manifest: Object) -> Object:
         if kind is EVENT:
-            return await self._ask("create", kind, "", manifest, lambda: manifest)
+            return await self._ask("create", kind, "", manifest, do=lambda: manifest)
         if kind is SECRET:  # its content is nobody's business here
             manifest = {"kind": "Secret", "metadata": manifest["metadata"]}
         name = manifest["metadata"]["name"]
-        return await self._ask("create", kind, name, manifest, lambda: self.server.create(kind.name, manifest))
+        return await self._ask("create", kind, name, manifest, do=lambda: self.server.create(kind.name, manifest))
 
     async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
         name, server = manifest["metadata"]["name"], self.server
         verb = "try" if dry_run else "apply"
-        return await self._ask(verb, kind, name, manifest, lambda: server.apply(kind.name, manifest, dry_run))
+        return await self._ask(verb, kind, name, manifest, do=lambda: server.apply(kind.name, manifest, dry_run))
 
     async def merge_patch(self, kind: Kind, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
         if kind is EVENT:
-            return await self._ask("patch", kind, name, patch, dict)
+            return await self._ask("patch", kind, name, patch, do=dict)
         server = self.server
-        return await self._ask("patch", kind, name, patch, lambda: server.patch(kind.name, namespace, name, patch, sub))
+        return await self._ask(
+            "patch", kind, name, patch, do=lambda: server.patch(kind.name, namespace, name, patch, sub)
+        )
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str, grace: int | None = None) -> Object | None:
         server, body = self.server, {"uid": uid, "grace": grace}
         return await self._ask(
-            "delete", kind, name, body, lambda: server.delete(kind.name, namespace, name, uid, grace)
+            "delete", kind, name, body, do=lambda: server.delete(kind.name, namespace, name, uid, grace)
         )
 
 

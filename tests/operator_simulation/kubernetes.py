@@ -171,7 +171,7 @@ class Kubernetes:
             self._generation += 1
             name = f"{revision}-{self._generation:05x}"
             made_by = {"metadata": {"name": revision, "uid": meta["uid"]}}
-            self._create(obj, made_by, name, {names.POD_REVISION: revision}, "ReplicaSet")
+            self._create(obj, made_by, name, {names.POD_REVISION: revision}, kind="ReplicaSet")
 
     def _create(
         self, obj: Object, warned: Object, name: str, labels: dict[str, str], kind: str = "StatefulSet"

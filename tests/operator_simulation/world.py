@@ -161,15 +161,15 @@ class SimulatedOperator:
             world.rng,
             self.reaches_api,
             self.goes_on,
-            lambda *act: world.judge_write(self, *act),
-            lambda: self.candidate.seconds_for_a_write(),
+            acted=lambda *act: world.judge_write(self, *act),
+            seconds_for_a_write=lambda: self.candidate.seconds_for_a_write(),
         )
         self.candidate = SimulatedCandidate(
             self, SimulatedLease(self.api, self.settings.namespace, self.settings.lease)
         )
         metrics = Metrics()
         self.queue = WorkQueue(self._turn, 2, self._failed, clock=now)
-        self.poller = SyncerPoller(metrics, 4, 3.0, self.queue.add, self.candidate.leads)
+        self.poller = SyncerPoller(metrics, 4, 3.0, self.queue.add, leads=self.candidate.leads)
         self.job_events = JobEvents(self.api, self.cache, self.wake)
         self.streams = [_Stream(self, kind) for kind in (JOB, *LABELLED, NODE)]
         permissions: Any = _Permissions()
@@ -179,14 +179,14 @@ class SimulatedOperator:
             self.api,
             self.cache,
             self.poller,
-            keys,
-            permissions,
-            EventRecorder(self.api, self.name),
-            metrics,
-            lambda: True,
-            self.job_events.confirm,
-            self._view_age,
-            world.plan,
+            keys=keys,
+            permissions=permissions,
+            events=EventRecorder(self.api, self.name),
+            metrics=metrics,
+            nodes_are_read=lambda: True,
+            confirm=self.job_events.confirm,
+            view_age=self._view_age,
+            plan_job=world.plan,
         )
         kubernetes.server.watchers.append(self._tell)
         before = _OPERATOR.set(self)

@@ -85,7 +85,7 @@ class World:
         self.at_the_end: tuple[float, list[Ids]] | None = None  # when the drain began, and what was merged by then
         self.config = CoreConfig(
             places=tuple(("r", i) for i in range(setup.slots)),
-            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0, pull_seconds=0.3),
+            rules=RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, grace_cap=2.0, pull_seconds=0.3),
             encoding="float32",
             max_versions=setup.max_versions,
             heartbeat_timeout=3.0,
@@ -134,7 +134,7 @@ class World:
         if self.state is not None and self.core.initialised and self.random.random() < self.setup.scales:
             self.rescale()
         state = None if self.state is None else json.loads(self.state)
-        self.core = Core(self.config, state, self.epoch, self.now, self.now)
+        self.core = Core(self.config, state, self.epoch, self.now, wall=self.now)
         self.payload = {}
         if self.records and not self.core.initialised:
             self.core.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments), self.now)
@@ -463,11 +463,11 @@ class World:
                 learner.process,
                 region,
                 ordinal,
-                learner.evaluator,
-                self.layout_digest,
-                {},
-                self.setup.sequences,
-                self.held_by(learner),
+                evaluator=learner.evaluator,
+                layout_digest=self.layout_digest,
+                digests={},
+                sequences=self.setup.sequences,
+                held=self.held_by(learner),
                 previous_incarnation=learner.seat.incarnation if learner.seat else 0,
                 tenure=learner.tenure,
                 slot=learner.tenure_slot,
@@ -500,7 +500,7 @@ class World:
             return
         assert version > self.core.versions[p]
         assert (p, version) not in self.records
-        self.records[p, version] = Record(epoch, ids, [], self.epoch, (epoch, rows))
+        self.records[p, version] = Record(epoch, ids, [], self.epoch, taken=(epoch, rows))
         self.seen["taken"] += 1
         self.handle(ev.LostVersionStored(p))
 
@@ -545,7 +545,14 @@ class World:
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
         version = self.core.versions[p]
         epoch, ids, connection = self.epoch, self.records[p, version].ids, learner.connection
-        news = Announcement(p, epoch, version, Payload("f", p, hash(ids)), merged.sequence, merged.version)
+        news = Announcement(
+            p,
+            epoch,
+            version,
+            Payload("f", p, hash(ids)),
+            merged_sequence=merged.sequence,
+            merged_version=merged.version,
+        )
         rows, settled = self.core.receipt(p), self.core.newest_settled_epoch
 
         def arrive() -> None:

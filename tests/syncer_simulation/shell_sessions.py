@@ -109,7 +109,14 @@ class ShellWorld(SyncerProcesses):
             return  # there was no version 0 when the syncer decided on this Welcome: it is announced later
         version = known.versions[p]
         ids = self.records[p, version].ids
-        news = Announcement(p, epoch, version, Payload("f", p, hash(ids)), merged.sequence, merged.version)
+        news = Announcement(
+            p,
+            epoch,
+            version,
+            Payload("f", p, hash(ids)),
+            merged_sequence=merged.sequence,
+            merged_version=merged.version,
+        )
 
         def arrive() -> None:
             if learner.connection != connection:
@@ -187,7 +194,10 @@ class ShellWorld(SyncerProcesses):
                 self.refused[refused[0].value] += 1
                 self.seen["refused by the gate"] += refused[0] is PushRefusal.NORM_GATE
             if not self.chance(0.1):
-                self.at(self.delay(0.1), lambda: self.hear_answer(learner, header, ids, refused, connection, losses))
+                self.at(
+                    self.delay(0.1),
+                    lambda: self.hear_answer(learner, header, ids, refused, connection=connection, losses=losses),
+                )
 
         for _ in range(2 if self.chance(0.05) else 1):
             if not self.chance(0.05):

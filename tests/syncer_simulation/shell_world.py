@@ -126,7 +126,7 @@ class SyncerProcesses(World):
         self.ended = False
         self.min_epoch = 0
         self.failures: list[BaseException] = []
-        rules = RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, 2.0)
+        rules = RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, grace_cap=2.0)
         self.core = Core(CoreConfig(places=(("r", 0),), rules=rules, encoding="float32"), None, 0, 0.0)  # no life's yet
         super().__init__(setup)
         self.oracle = Oracle(self.records, PARAMETERS)
@@ -198,11 +198,11 @@ class SyncerProcesses(World):
         checkpoints, restored, tape = await life.loop.run_in_executor(None, self.load)
         state = None if restored.core is None else restored.core["core"]
         life.epoch = checkpoints.epoch.number
-        core = Core(self.config, state, life.epoch, self.now, time.time())
+        core = Core(self.config, state, life.epoch, self.now, wall=time.time())
         model = GlobalModel(self.job, threads=1)
         if restored.layout is not None:
             model.begin(restored.layout, restored.newest)
-        syncer = Syncer(self.job, core, model, checkpoints, tape, restored, life.loop)
+        syncer = Syncer(self.job, core, model, checkpoints, tape=tape, restored=restored, loop=life.loop)
         syncer.driver.clock = SteadyClock(raw=life.loop.time)
         for kind in TOLD:
             syncer.driver.on_with(kind, lambda: self.capture(core), lambda a, known: self.tell(life, a, known))
@@ -225,7 +225,9 @@ class SyncerProcesses(World):
     def load(self) -> tuple[Checkpoints, Restored, Tape]:
         setup = self.setup
         faults = setup.faults * setup.chaos
-        store = MemoryStore(self.objects, self.random, setup.store_seconds, faults, self.out, self.oracle.read_object)
+        store = MemoryStore(
+            self.objects, self.random, setup.store_seconds, faults, out=self.out, on_change=self.oracle.read_object
+        )
         checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
         restored = checkpoints.load()
         tape = Tape(store)
@@ -399,7 +401,7 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     totals = settle(world)
     state = world.core.state(world.now)["job"]["leases"]
     world.oracle.check_end(LeaseBook.from_json(world.config.seed, state))
-    tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, world.out, world.oracle.read_object))
+    tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object))
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])
     tokens = report.tokens

@@ -118,23 +118,25 @@ class Learner:
             self._job.metadata.name,
             self.layout.digest,
             spec.syncer.checkpoint.every_seconds,
-            optimizer_state.max_state_bytes(model),
+            limit=optimizer_state.max_state_bytes(model),
         )
         self._inbox = Inbox()
         fragments = ModelFragments(model, self.layout)
-        self._client = SyncerClient(settings, self.layout, self._inbox, fragments.pinned, fragments.set_device)
+        self._client = SyncerClient(
+            settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device
+        )
         self._client.report_batches(lambda: self._metrics.batches)
         self._synchronizer = Synchronizer(
             spec,
             model,
             InnerOptimizers(model, optimizers),
             self.layout,
-            self._client,
-            self._inbox,
-            fragments,
-            self._checkpoint,
-            self._metrics,
-            lambda: self._terminated,
+            client=self._client,
+            inbox=self._inbox,
+            fragments=fragments,
+            checkpoint=self._checkpoint,
+            metrics=self._metrics,
+            stopping=lambda: self._terminated,
         )
         self._port = open_port(settings)
         self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs)
@@ -263,7 +265,13 @@ class Learner:
         # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.
         reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.most_slots))
         prefetcher = BatchPrefetcher(
-            dataset, count, spec.seed, self._client.request_leases, self._inbox.notify, collate, reserve
+            dataset,
+            count,
+            spec.seed,
+            self._client.request_leases,
+            notify=self._inbox.notify,
+            collate=collate,
+            reserve=reserve,
         )
         self._prefetcher = prefetcher
         self._synchronizer.lease_for(prefetcher)

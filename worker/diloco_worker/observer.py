@@ -56,7 +56,7 @@ class Observer:
         self._inbox = Inbox()
         fragments = self._fragments
         self._client = SyncerClient(
-            settings, self.layout, self._inbox, fragments.pinned, fragments.set_device, eager=False
+            settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device, eager=False
         )
         self._port = open_port(settings)
         self._port.attach(lambda: self.connection, self._figures)

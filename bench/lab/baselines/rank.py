@@ -64,8 +64,8 @@ class Rank:
             self.optimizer,
             batch,
             training.batch.accumulation,
-            training.optimizer.clip_norm,
-            device.precision(self._spec, torch.device("cpu")),
+            clip_norm=training.optimizer.clip_norm,
+            dtype=device.precision(self._spec, torch.device("cpu")),
         )
         self.pace.end()
         return data.tokens_in(batch)

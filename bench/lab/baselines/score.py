@@ -55,8 +55,8 @@ def calibrate(job: DiLoCoJob, settings: BaselineSettings) -> int:
             optimizer,
             batch,
             training.batch.accumulation,
-            training.optimizer.clip_norm,
-            device.precision(spec, device.device(spec)),
+            clip_norm=training.optimizer.clip_norm,
+            dtype=device.precision(spec, device.device(spec)),
         )
         seconds.append(time.process_time() - began)
     found = {"cpu_seconds": statistics.median(seconds[WARM_STEPS:]), "tokens": data.tokens_in(batch)}

@@ -199,7 +199,12 @@ class _BaselineRun:
         }
         self._view = BaselineView(programs.folder / "events.log")
         self._injector = Injector(
-            self._view, self._machines, self._machines, self._workers, FaultSchedule(plan.schedule), plan.job.spec.seed
+            self._view,
+            self._machines,
+            self._machines,
+            self._workers,
+            schedule=FaultSchedule(plan.schedule),
+            seed=plan.job.spec.seed,
         )
         self._meter = CpuMeter(os.getpid())
         self._starts = 0
@@ -314,11 +319,11 @@ class _BaselineRun:
             hits_of(told, list(self._machines)),
             self._view.started,
             int(scores[-1][0]),
-            sum(int(row["tokens"]) for own in rows.values() for row in own),
-            sum(int(row["bytes"]) for own in rows.values() for row in own),
-            [(int(tokens), float(at), float(loss)) for tokens, at, loss in scores if loss is not None],
-            {},
-            lambda start, end: self._meter.share(start, end, cores),
+            trained_tokens=sum(int(row["tokens"]) for own in rows.values() for row in own),
+            bytes=sum(int(row["bytes"]) for own in rows.values() for row in own),
+            scores=[(int(tokens), float(at), float(loss)) for tokens, at, loss in scores if loss is not None],
+            own={},
+            cpu=lambda start, end: self._meter.share(start, end, cores),
         )
 
 

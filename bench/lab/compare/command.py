@@ -117,11 +117,11 @@ def compare(options: CompareOptions) -> int:
     progress = ArmProgress(seconds, list(own))
     pace = asyncio.run(_pace(options, job, folder, progress))
     mtbf = mean_seconds_between_kills(schedule, seconds)
-    plan = Comparison(options.job, overrides, job, schedule, seconds, mtbf, pace)
+    plan = Comparison(options.job, overrides, job, schedule, seconds=seconds, mtbf_seconds=mtbf, pace=pace)
     progress.say(f"{len(schedule)} faults in {seconds:g} s; a step takes {pace.step_seconds:g} s")
     plans = {name: replace(plan, job=jobs[name], overrides=(*overrides, *own[name])) for name in own}
     arms, failed = asyncio.run(_run_arms(plans, folder, progress))
-    report = document(plan, arms, failed, own, len(os.sched_getaffinity(0)))
+    report = document(plan, arms, failed, own, cores=len(os.sched_getaffinity(0)))
     page = ResultDocument.model_validate(report)
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_text(folder / "report.md", render_markdown(page))
@@ -150,7 +150,7 @@ def _schedule(options: CompareOptions, job: DiLoCoJob, seconds: float) -> tuple[
     repair = options.mtbf / 6 if options.repair is None else options.repair
     try:
         if not options.chaos:
-            return draw_schedule(options.seed, learners, options.mtbf, repair, seconds)
+            return draw_schedule(options.seed, learners, options.mtbf, repair, seconds=seconds)
         schedule = check(parse(options.chaos), learner_names(job))
     except ChaosError as error:
         raise CommandError(str(error)) from error

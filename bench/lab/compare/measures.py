@@ -88,7 +88,7 @@ def recoveries(
         before = max((step.time for step in ends if step.time <= hit.time), default=started)
         moments = [before, *(step.time for step in ends if hit.time < step.time < until), until]
         stall = max(0.0, max(b - a for a, b in pairwise(moments)) - step_seconds)
-        found.append(Recovery(hit.action, hit.time - started, hit.lasted, stall, back))
+        found.append(Recovery(hit.action, hit.time - started, hit.lasted, stall, back_seconds=back))
     return found
 
 

@@ -53,7 +53,7 @@ async def run_ours(plan: Comparison, folder: Path, tell: Tell) -> Record:
         raise ArmError(str(error)) from error
     meter = CpuMeter(process.pid)
     try:
-        code = await _follow(process, plan, workdir, meter, tell)
+        code = await _follow(process, plan, workdir, meter, tell=tell)
     finally:
         await end_all([process], 15.0)
     if code != 0:
@@ -109,14 +109,14 @@ def read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
         ),
         started,
         report.tokens.merged,
-        report.tokens.trained,
-        _learner_bytes(report),
-        sorted(scores),
-        {
+        trained_tokens=report.tokens.trained,
+        bytes=_learner_bytes(report),
+        scores=sorted(scores),
+        own={
             "goodput_of_its_report": report.goodput,
             "uptime_of_its_report": report.uptime,
             "merges": report.merges,
             "dropped_tokens": report.tokens.dropped,
         },
-        lambda start, end: meter.share(start, end, cores),
+        cpu=lambda start, end: meter.share(start, end, cores),
     )

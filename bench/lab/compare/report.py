@@ -155,9 +155,9 @@ def _plots(arms: Mapping[str, ArmResult]) -> list[dict[str, Any]]:
     }
     return [
         bars,
-        _plot("Tokens trained", time, {"name": "tokens"}, trained, marks),
-        _plot("Loss against time", time, nats, by_time, []),
-        _plot("Loss against tokens", tokens, nats, by_tokens, []),
+        _plot("Tokens trained", time, {"name": "tokens"}, trained, marks=marks),
+        _plot("Loss against time", time, nats, by_time, marks=[]),
+        _plot("Loss against tokens", tokens, nats, by_tokens, marks=[]),
     ]
 
 

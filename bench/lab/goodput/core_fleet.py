@@ -205,7 +205,7 @@ class CoreFleet:
         self._training = fleet.learners  # learners that do not stand still
         self._idle_since = self._idle = 0.0  # seconds in which all did, of those that count
         random = np.random.default_rng(seed)
-        self._learners = FailingLearners(fleet, means, repairs, random, variation, self._plan_stop)
+        self._learners = FailingLearners(fleet, means, repairs, random, variation=variation, stop=self._plan_stop)
         job = fleet_job(fleet, sync)
         self.world = TimedWorld(
             job,

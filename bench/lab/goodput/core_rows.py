@@ -60,7 +60,9 @@ def core_rows(
             def on_progress(of_cell: float, before: float = done, share: float = share) -> None:
                 told((before + of_cell * share) / whole)
 
-            results.append(_simulate(fleet, conditions, Sync(), run.seconds(fleet), seed, cells, on_progress))
+            results.append(
+                _simulate(fleet, conditions, Sync(), run.seconds(fleet), seed=seed, cells=cells, told=on_progress)
+            )
             done += share
         rows.append(_core_row(fleet, results, expected))
     return rows
@@ -73,7 +75,7 @@ def _simulate(
     what |= {"seconds": seconds, "seed": seed}
 
     def make() -> Row:
-        return asdict(CoreFleet(fleet, conditions.repairs, sync, seed, time.process_time).run(seconds, told))
+        return asdict(CoreFleet(fleet, conditions.repairs, sync, seed, clock=time.process_time).run(seconds, told))
 
     return CoreResult(**cells.find_or_make(what, make))
 
@@ -106,7 +108,7 @@ def uneven_core_rows(conditions: FleetConditions, run: CoreRun, cells: CellCache
     that is merged (they compute all the time), the learners in a merge and the merges' pace."""
     count = published.UNEVEN_LEARNERS
     steps = uneven_steps(count, int(published.UNEVEN_SLOW.value), published.UNEVEN_BEHIND.value, conditions.stops.step)
-    fleet = Fleet(1.0, count, math.inf, conditions.stops, 1.0)
+    fleet = Fleet(1.0, count, math.inf, conditions.stops, slice_chips=1.0)
     settings = {"K = 8": Sync(quorum=8), "K = 1": Sync(grace_factor=0.0), "K = 1, grace": Sync()}
     rows = []
     for number, (name, sync) in enumerate(settings.items()):
@@ -120,7 +122,9 @@ def uneven_core_rows(conditions: FleetConditions, run: CoreRun, cells: CellCache
 
             def make(sync: Sync = sync, seed: int = seed, seconds: float = seconds) -> Row:
                 variation = published.UNEVEN_VARIATION.value
-                world = CoreFleet(fleet, conditions.repairs, sync, seed, time.perf_counter, steps, variation)
+                world = CoreFleet(
+                    fleet, conditions.repairs, sync, seed, clock=time.perf_counter, steps=steps, variation=variation
+                )
                 return asdict(world.run(seconds))
 
             results.append(CoreResult(**cells.find_or_make(what, make)))

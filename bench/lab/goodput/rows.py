@@ -26,7 +26,7 @@ def goodput_rows(
 ) -> list[Row]:
     """Both kinds of data-parallel training and each number of learners, at each number of chips, with the paper's
     values beside ours."""
-    rows = advice.goodput_rows(chips, learners, conditions, run, on_progress)
+    rows = advice.goodput_rows(chips, learners, conditions, run, on_progress=on_progress)
     for row in rows:
         known = published_value(row["method"], row["learners"], row["chips"], conditions)
         if known is not None:
@@ -60,7 +60,12 @@ def uneven_rows(run: Run) -> list[Row]:
     rows = []
     for name, quorum in quorums.items():
         share = pace.simulate_uneven(
-            steps, published.UNEVEN_VARIATION.value, quorum, max(100, round(run.failures)), run.repetitions, random
+            steps,
+            published.UNEVEN_VARIATION.value,
+            quorum,
+            max(100, round(run.failures)),
+            repetitions=run.repetitions,
+            random=random,
         )
         result = Result(share, np.ones(run.repetitions), 0)
         rows.append(make_row(f"unequal learners, {name}", result, method=DECOUPLED, published=published.UNEVEN[name]))

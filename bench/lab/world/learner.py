@@ -138,9 +138,9 @@ class LearnerProcess:
         assert self.seat is not None
         now = self.adoption.now
         tokens = self.seat.slot_tokens + now.tokens
-        progress = job_progress(self.spec, learners, now.step, tokens, self.heard)
+        progress = job_progress(self.spec, learners, now.step, tokens, heard=self.heard)
         copy = self.values.replica if self.values is not None else None
-        return StepOrder(copy, self.seat.slot, now.step, progress, self.adoption.trained_steps)
+        return StepOrder(copy, self.seat.slot, now.step, progress, since_start=self.adoption.trained_steps)
 
     def count_step(self, result: StepResult) -> None:
         """Count a step that was made."""

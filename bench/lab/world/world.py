@@ -97,7 +97,7 @@ class World:
         self._pushing: dict[int, tuple[LearnerProcess, PushHeader]] = {}  # by handle: pushes without a verdict
         self._config = replace(CoreConfig.from_job(job), evaluated=False)
         self.core = core or Core(self._config, None, EPOCH, 0.0)
-        self.broadcasts = Broadcasts(self.timeline, self.core, versions, self.core.epoch, self._deliver)
+        self.broadcasts = Broadcasts(self.timeline, self.core, versions, self.core.epoch, deliver=self._deliver)
         self._ticks: list[float] = []  # when the core is woken, earliest first
         self._act(self.core.start(0.0, made))
         self._plan_tick()
@@ -154,7 +154,12 @@ class World:
         rates = self._links(place) or self._link
         name = process or f"{next(self._numbers):x}"
         learner = LearnerProcess(
-            self.job.spec, place, name, self._pace(place), SimulatedLink(rates), len(self.versions.elements)
+            self.job.spec,
+            place,
+            name,
+            self._pace(place),
+            link=SimulatedLink(rates),
+            fragments=len(self.versions.elements),
         )
         self.learners[place] = learner
         self._join(learner)
@@ -333,12 +338,12 @@ class World:
                 learner.process,
                 region,
                 ordinal,
-                False,
-                self.versions.layout_digest,
-                {},
-                0,
-                learner.held(),
-                seat.incarnation if seat is not None else 0,
+                evaluator=False,
+                layout_digest=self.versions.layout_digest,
+                digests={},
+                sequences=0,
+                held=learner.held(),
+                previous_incarnation=seat.incarnation if seat is not None else 0,
                 tenure=learner.tenure,
                 slot=seat.slot if seat is not None else -1,
             ),

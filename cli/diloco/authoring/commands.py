@@ -69,7 +69,7 @@ def init(
     """
     from diloco.authoring.new_job import Wanted, ask, write_job
 
-    wanted = Wanted(model, own, tuple(data), tokenizer, learners, steps, name)
+    wanted = Wanted(model, own, tuple(data), tokenizer, learners=learners, steps=steps, name=name)
     if as_json and str(file) == "-":
         raise CommandError("- prints the job file, and --json prints what was written: leave one of them out")
     if wanted == Wanted() and str(file) != "-" and not as_json and sys.stdin.isatty() and sys.stdout.isatty():

@@ -34,12 +34,12 @@ class ModelSize:
 
 
 SIZES = {
-    "tiny": ModelSize(128, 352, 4, 4, 128, 3e-3),
-    "10m": ModelSize(320, 864, 8, 5, 256, 2e-3),
-    "50m": ModelSize(640, 1728, 10, 10, 512, 1e-3),
-    "125m": ModelSize(896, 2368, 13, 14, 1024, 6e-4),
-    "350m": ModelSize(1024, 2752, 28, 16, 1024, 4e-4),
-    "1b": ModelSize(2048, 5504, 20, 16, 1024, 3e-4),
+    "tiny": ModelSize(128, 352, 4, 4, sequence=128, lr=3e-3),
+    "10m": ModelSize(320, 864, 8, 5, sequence=256, lr=2e-3),
+    "50m": ModelSize(640, 1728, 10, 10, sequence=512, lr=1e-3),
+    "125m": ModelSize(896, 2368, 13, 14, sequence=1024, lr=6e-4),
+    "350m": ModelSize(1024, 2752, 28, 16, sequence=1024, lr=4e-4),
+    "1b": ModelSize(2048, 5504, 20, 16, sequence=1024, lr=3e-4),
 }
 
 

@@ -43,7 +43,7 @@ def ask() -> Wanted:
         )
     learners = typer.prompt("Learners", default=2, type=int)
     steps = typer.prompt("Steps of each learner", default=300, type=int)
-    return Wanted(model, own or None, (data,) if data else (), None, learners, steps)
+    return Wanted(model, own or None, (data,) if data else (), None, learners=learners, steps=steps)
 
 
 @dataclass(frozen=True, slots=True)

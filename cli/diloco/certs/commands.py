@@ -161,8 +161,8 @@ def issue(
         raise CommandError("name one job: diloco certs issue JOB.yaml, -f JOB.yaml, or JOB with --syncer or --region")
     if file is not None and not file.is_file():
         raise CommandError(f"{file}: there is no such file")
-    targets = _targets(job or str(file), syncer, region, namespace, secret)
-    made = issue_all(pki, targets, out, dns, days, server_name)
+    targets = _targets(job or str(file), syncer, region, namespace, secret=secret)
+    made = issue_all(pki, targets, out, dns, days=days, server_name=server_name)
     if as_json:
         print_text(
             json.dumps({"items": [_row(folder, describe_folder(folder), utc_now()) for folder in made]}, indent=1)
@@ -289,7 +289,7 @@ def _targets(job: str, syncer: bool, regions: list[str], namespace: str | None, 
             job_name(job)
         except typer.BadParameter as error:
             raise CommandError(str(error)) from None
-    found = [Target(space or "default", name, (), "syncer", ours or "")] if syncer else []
+    found = [Target(space or "default", name, (), "syncer", secret=ours or "")] if syncer else []
     if regions:
-        found.append(Target(space or "default", name, tuple(regions), regions[0], theirs or ""))
+        found.append(Target(space or "default", name, tuple(regions), regions[0], secret=theirs or ""))
     return found

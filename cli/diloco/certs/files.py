@@ -80,11 +80,11 @@ def targets_of(job: DiLoCoJob, namespace: str) -> list[Target]:
     for region in spec.regions:
         places.setdefault(region.cluster, []).append(region.name)
     secret = spec.learners.credentials.secret_name or ""
-    found = [Target(namespace, job_name, (), "syncer", spec.syncer.tls.secret_name or "")]
+    found = [Target(namespace, job_name, (), "syncer", secret=spec.syncer.tls.secret_name or "")]
     for cluster, regions in places.items():
         label = cluster or "learners"
         # Without learners there: a region's name that no learner has, good for an evaluator alone.
-        found.append(Target(namespace, job_name, tuple(regions or [label]), label, secret))
+        found.append(Target(namespace, job_name, tuple(regions or [label]), label, secret=secret))
     return found
 
 
@@ -128,7 +128,7 @@ def issue_all(
     contents = []
     for target in targets:
         asked = [*hosts, *([server_name] if server_name else [])]
-        made = issue(authority, target.names(), () if target.regions else asked, utc_now(), days)
+        made = issue(authority, target.names(), () if target.regions else asked, utc_now(), days=days)
         token = _token(pki, target)
         content = {
             "tls.crt": made.certificate,
@@ -159,7 +159,7 @@ def renew(pki: Path, folder: Path, days: int) -> Described:
         )
     if not old.names:
         raise CommandError(f"{folder}/tls.crt names no job: issue one with `diloco certs issue`")
-    made = issue(authority, sorted(old.names), old.hosts, utc_now(), days)
+    made = issue(authority, sorted(old.names), old.hosts, utc_now(), days=days)
     # One after the other: a reader that sees the new key with the old certificate keeps what it has.
     write_whole(folder / "tls.key", made.key, mode=0o600)
     write_whole(folder / "tls.crt", made.certificate, mode=0o644)

@@ -41,7 +41,9 @@ def judge_file(
         warnings += [Problem("", None, unstarted)] if shortage else []
         refused = refused or bool(shortage)
     figures, lines = figures_document(job, found), figures_text(job, found)
-    return Verdict(str(path), job, wrong, [*warnings, *excused], refused, figures, lines)
+    return Verdict(
+        str(path), job, wrong, [*warnings, *excused], refused_here=refused, figures=figures, figure_lines=lines
+    )
 
 
 def figures_document(job: DiLoCoJob, found: JobFindings) -> dict[str, Any]:

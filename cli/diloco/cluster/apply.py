@@ -90,7 +90,7 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions, answer
         ]
 
     try:
-        for cluster, outcome, job in follow(clusters, name, seen, heard_by, _tell, quiet=True):
+        for cluster, outcome, job in follow(clusters, name, seen, heard_by, say=_tell, quiet=True):
             if outcome is None:
                 print_text(f"warning: {no_operator(cluster, name)}", file=sys.stderr)
                 answers.add(cluster, warning=no_operator(cluster, name))
@@ -106,7 +106,7 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions, answer
         if not options.wait:
             return code
         left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
-        return max(code, wait_for(clusters, name, ended, left, unfinished, answers))
+        return max(code, wait_for(clusters, name, ended, left, unfinished=unfinished, answers=answers))
     except KeyboardInterrupt:
         flags = clusters[0].flags
         print_text(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")

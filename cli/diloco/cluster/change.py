@@ -212,7 +212,7 @@ def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | N
     """``diloco suspend`` and ``resume`` in every context; the exit code. Raises ClusterError."""
     answers = Answers(name)
     with answers.printed(as_json):
-        return _suspend(where, name, value, wait, timeout, answers)
+        return _suspend(where, name, value, wait, timeout=timeout, answers=answers)
 
 
 def _suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | None, answers: Answers) -> int:
@@ -245,7 +245,10 @@ def _suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | 
     if not wait or not clusters:
         return code
     try:
-        return max(code, wait_for(clusters, name, suspended if value else resumed, timeout, unfinished, answers))
+        return max(
+            code,
+            wait_for(clusters, name, suspended if value else resumed, timeout, unfinished=unfinished, answers=answers),
+        )
     except KeyboardInterrupt:
         print_text(f"\nno longer waiting; the change continues: diloco status {name} {clusters[0].flags}")
         return INTERRUPTED
@@ -262,7 +265,7 @@ def _suspend_failed(clusters: Sequence[Cluster], name: str) -> None:
             if holds(cluster.job(name), "Failed"):
                 patched(cluster, name, lambda _: [{"op": "add", "path": "/spec/suspend", "value": True}])
                 failed.append(cluster)
-    found = follow(failed, name, taken_down, SEEN_SECONDS, lambda line: print_text(line, flush=True), quiet=True)
+    found = follow(failed, name, taken_down, SEEN_SECONDS, say=lambda line: print_text(line, flush=True), quiet=True)
     for cluster, outcome, _ in found:
         if outcome is None:
             raise ClusterError(
@@ -329,7 +332,7 @@ def delete(where: Where, name: str, wait: bool, timeout: float, as_json: bool = 
     """``diloco delete`` in every context; the exit code. Raises ClusterError."""
     answers = Answers(name)
     with answers.printed(as_json):
-        return _delete(where, name, wait, timeout, answers)
+        return _delete(where, name, wait, timeout, answers=answers)
 
 
 def _delete(where: Where, name: str, wait: bool, timeout: float, answers: Answers) -> int:
@@ -354,7 +357,9 @@ def _delete(where: Where, name: str, wait: bool, timeout: float, answers: Answer
     code, clusters = on_every_copy(where.open(), act, answers)
     if wait and clusters:
         try:
-            code = max(code, wait_for(clusters, name, gone_within(uids), timeout, unfinished, answers))
+            code = max(
+                code, wait_for(clusters, name, gone_within(uids), timeout, unfinished=unfinished, answers=answers)
+            )
         except KeyboardInterrupt:
             print_text("\nno longer waiting; the deletion continues")
             code = INTERRUPTED

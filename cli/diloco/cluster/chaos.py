@@ -42,7 +42,7 @@ def delete_by_schedule(
     def print_progress(text: str) -> None:
         print_text(text, sys.stderr if as_json else None, flush=True)
 
-    deleted, held = _delete_all(cluster, name, FaultSchedule(schedule), seconds, print_progress)
+    deleted, held = _delete_all(cluster, name, FaultSchedule(schedule), seconds, print_progress=print_progress)
     for fault in held:
         print_progress(f"{fault.text} was never carried out: there was no such pod, or the job ended first")
     failed = holds(cluster.job(name), "Failed")

@@ -121,7 +121,16 @@ def apply(
 
     there = where(context, namespace, kubeconfig)
     return apply_job(
-        ApplyOptions(there, job_file(job, file, "diloco apply"), overrides, dry_run, force, wait, timeout, as_json)
+        ApplyOptions(
+            there,
+            job_file(job, file, "diloco apply"),
+            overrides,
+            dry_run,
+            force=force,
+            wait=wait,
+            timeout=timeout,
+            as_json=as_json,
+        )
     )
 
 
@@ -205,12 +214,14 @@ def logs(
 
         if previous:
             raise CommandError("--previous is for pods: on this machine a process and those before it have one log")
-        return show_run_logs(find(job), LogFileOptions(target, follow, since, tail, raw, as_json))
+        return show_run_logs(find(job), LogFileOptions(target, follow, since, tail, raw=raw, as_json=as_json))
     from diloco.cluster.logs import LogOptions, show_logs
 
     with in_cluster(None if there.given else job):
         name = named_job(job, "diloco logs")
-        return show_logs(LogOptions(there, name, target, follow, since, tail, previous, raw, as_json))
+        return show_logs(
+            LogOptions(there, name, target, follow, since=since, tail=tail, previous=previous, raw=raw, as_json=as_json)
+        )
 
 
 def scale(
@@ -253,7 +264,7 @@ def suspend(
     """
     from diloco.cluster import change
 
-    return change.suspend(where(context, namespace, kubeconfig), job, True, wait, timeout, as_json)
+    return change.suspend(where(context, namespace, kubeconfig), job, True, wait, timeout=timeout, as_json=as_json)
 
 
 def resume(
@@ -273,7 +284,7 @@ def resume(
     """
     from diloco.cluster import change
 
-    return change.suspend(where(context, namespace, kubeconfig), job, False, wait, timeout, as_json)
+    return change.suspend(where(context, namespace, kubeconfig), job, False, wait, timeout=timeout, as_json=as_json)
 
 
 def upgrade(
@@ -328,7 +339,7 @@ def delete(
     """
     from diloco.cluster import change
 
-    return change.delete(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS, as_json)
+    return change.delete(where(context, namespace, kubeconfig), job, wait, timeout or DELETE_SECONDS, as_json=as_json)
 
 
 def add_to(app: typer.Typer) -> None:

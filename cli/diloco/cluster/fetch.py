@@ -128,7 +128,7 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
         except DocumentError as wrong:
             raise ClusterError(f"the report in the status of {name}: {wrong}") from wrong
     ended = holds(job, "Complete") or holds(job, "Failed") or holds(job, "Suspended")
-    show_report(document, name, out, as_json, not ended)
+    show_report(document, name, out, as_json, going=not ended)
 
 
 def show_report(document: Report, name: str, out: Path | None, as_json: bool, going: bool = False) -> None:

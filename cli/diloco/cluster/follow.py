@@ -186,7 +186,7 @@ def follow(
         while True:
             for copy in copies:
                 if copy.outcome is None:
-                    _look(copy, name, judge, say, len(copies) > 1, quiet)
+                    _look(copy, name, judge, say, several=len(copies) > 1, quiet=quiet)
             left = float("inf") if end is None else end - time.monotonic()
             if left <= 0 or all(copy.outcome is not None for copy in copies):
                 return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
@@ -206,7 +206,7 @@ def wait_for(
     """``follow``, with what became of each copy printed; the exit code. ``unfinished``: what to say of one whose
     time is over (its object as it was last): how it is, and what else may help. Raises ClusterError."""
     code = COMPLETE
-    for cluster, outcome, job in follow(clusters, name, judge, timeout, lambda line: print_text(line, flush=True)):
+    for cluster, outcome, job in follow(clusters, name, judge, timeout, say=lambda line: print_text(line, flush=True)):
         whose = name + context_suffix(cluster, clusters)
         if outcome is None:
             how, *more = unfinished(cluster, job)

@@ -107,7 +107,7 @@ def _watch(clusters: Sequence[Cluster], name: str) -> None:
         cluster.job(name)  # that it is not there is said at once
     console = TextConsole(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
-        follow(clusters, name, ended, None, lambda line: print_text(line, flush=True))
+        follow(clusters, name, ended, None, say=lambda line: print_text(line, flush=True))
         return
     views = [_Watched(cluster, Pages(cluster, name)) for cluster in clusters]
     try:

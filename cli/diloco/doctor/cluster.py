@@ -38,7 +38,7 @@ def no_kubeconfig() -> Finding:
     """That there is none: a warning where the environment names one."""
     named = os.environ.get("KUBECONFIG")
     if named:
-        return Finding("cluster", "reach", "warning", f"KUBECONFIG={named}: no such file", "correct or unset it")
+        return Finding("cluster", "reach", "warning", f"KUBECONFIG={named}: no such file", fix="correct or unset it")
     return Finding("cluster", "reach", "ok", "no kubeconfig: it is needed only for jobs in clusters")
 
 
@@ -50,7 +50,9 @@ def check_cluster(where: Where) -> Iterator[Finding]:
         cluster = where.open_one()
         version = cluster.get("/version").get("gitVersion")
     except ClusterError as error:
-        yield Finding("cluster", "reach", bad, str(error), "" if where.given else "needed only for jobs in clusters")
+        yield Finding(
+            "cluster", "reach", bad, str(error), fix="" if where.given else "needed only for jobs in clusters"
+        )
         return
     yield Finding("cluster", "reach", "ok", f"{cluster.server}, {version}, namespace {cluster.namespace}")
     try:
@@ -61,7 +63,7 @@ def check_cluster(where: Where) -> Iterator[Finding]:
     if known is None:
         install = f"{INSTALL} --kube-context {cluster.context}"
         yield Finding(
-            "cluster", "operator", bad, "the cluster knows no DiLoCoJobs: the operator is not installed", install
+            "cluster", "operator", bad, "the cluster knows no DiLoCoJobs: the operator is not installed", fix=install
         )
     else:
         yield _definition(cluster)
@@ -86,7 +88,7 @@ def _definition(cluster: Cluster) -> Finding:
             f"the cluster's definition lacks {', '.join(absent[:5])}{' and more' * (len(absent) > 5)}: another release"
         )
         return Finding(
-            "cluster", "DiLoCoJob", "warning", said, "helm upgrade the operator, or use its release of diloco"
+            "cluster", "DiLoCoJob", "warning", said, fix="helm upgrade the operator, or use its release of diloco"
         )
     return Finding("cluster", "DiLoCoJob", "ok", f"{VERSION}, with all fields of this release")
 
@@ -116,7 +118,7 @@ def _operator(cluster: Cluster, bad: Level) -> Finding:
         places = sorted({str(pod["metadata"].get("namespace")) for pod in ready})
         return Finding("cluster", "operator", "ok", f"ready in {', '.join(places)}")
     said = f"{len(pods)} pod{'s' * (len(pods) != 1)} of it, none ready"
-    return Finding("cluster", "operator", bad, said, f"kubectl {cluster.reach} describe pods -A -l {OPERATOR}")
+    return Finding("cluster", "operator", bad, said, fix=f"kubectl {cluster.reach} describe pods -A -l {OPERATOR}")
 
 
 def _rights(cluster: Cluster, bad: Level) -> Finding:
@@ -139,4 +141,4 @@ def _rights(cluster: Cluster, bad: Level) -> Finding:
     if not missing:
         return Finding("cluster", "rights", "ok", f"all that the commands need in namespace {cluster.namespace}")
     said = "; ".join(f"may not {right} (for {commands})" for right, commands in missing.items())
-    return Finding("cluster", "rights", bad, said, f"ask for a Role with these in namespace {cluster.namespace}")
+    return Finding("cluster", "rights", bad, said, fix=f"ask for a Role with these in namespace {cluster.namespace}")

@@ -29,7 +29,7 @@ def check_job(
         job = load_job(file, overrides, notes)
     except JobError as error:
         for problem in error.problems:
-            yield Finding("job", "file", "error", str(problem), f"diloco validate {file}")
+            yield Finding("job", "file", "error", str(problem), fix=f"diloco validate {file}")
         return
     directory = file.resolve().parent
     yield Finding("job", "file", "ok", f"{file}: {job.metadata.name}, {job.spec.slots} learners")
@@ -49,10 +49,10 @@ def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad:
         return
     missing = refused_data(job, directory)
     for problem in doubtful_data(job, directory):
-        yield Finding("job", "data", "warning", str(problem), "docs/data.md says which files are read how")
+        yield Finding("job", "data", "warning", str(problem), fix="docs/data.md says which files are read how")
     for problem in missing:
         fix = "paths start at the job file's directory; docs/data.md says which files are read how"
-        yield Finding("job", "data", bad, str(problem), fix)
+        yield Finding("job", "data", bad, str(problem), fix=fix)
     if not missing and data.source == "text":
         yield Finding("job", "data", "ok", ", ".join(data.paths))
     for problem in find_absent_modules(job, directory, has_datasets=not absent.get("datasets")):
@@ -74,16 +74,16 @@ def _devices(job: DiLoCoJob, torch: Torch | None) -> Iterator[Finding]:
     devices = torch.devices if torch is not None else ()
     if training.device == "cuda" and not devices:
         fix = "leave training.device out, or --set training.device=cpu"
-        yield Finding("job", "device", "error", "training.device is cuda, and torch sees no GPU here", fix)
+        yield Finding("job", "device", "error", "training.device is cuda, and torch sees no GPU here", fix=fix)
     elif devices and training.device != "cpu":
         level: Level = "ok" if learners <= len(devices) else "warning"
         said = f"{learners} learners on {len(devices)} GPU{'s' * (len(devices) > 1)}"
         yield Finding(
-            "job", "device", level, said, "" if level == "ok" else "learners that share a GPU also share its memory"
+            "job", "device", level, said, fix="" if level == "ok" else "learners that share a GPU also share its memory"
         )
     elif learners > (cores := usable_cores()):
         said = f"{learners} learners on {cores} core{'s' * (cores > 1)}: they take turns"
-        yield Finding("job", "device", "warning", said, "--set regions.0.learners=N for fewer")
+        yield Finding("job", "device", "warning", said, fix="--set regions.0.learners=N for fewer")
 
 
 def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> Iterator[Finding]:
@@ -92,7 +92,11 @@ def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> 
     if job.spec.training.model is None:
         said = "not known: the learners run a program of their own"
         yield Finding(
-            "job", "memory", "ok", said, "diloco plan JOB.yaml --params N --step-seconds S says what N parameters need"
+            "job",
+            "memory",
+            "ok",
+            said,
+            fix="diloco plan JOB.yaml --params N --step-seconds S says what N parameters need",
         )
         return
     with contextlib.chdir(directory):  # as a learner: a tokenizer's directory may be relative
@@ -112,4 +116,4 @@ def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> 
     said = f"at least about {size_text(need.whole)}: {need.parts_text()}; {size_text(free)} are free"
     level: Level = bad if need.whole > free else "warning" if need.whole > NEARLY_ALL * free else "ok"
     fix = "" if level == "ok" else "fewer learners (--set regions.0.learners=N), a smaller model, or a larger machine"
-    yield Finding("job", "memory", level, said, fix)
+    yield Finding("job", "memory", level, said, fix=fix)

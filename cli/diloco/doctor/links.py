@@ -58,14 +58,14 @@ def _endpoint(job: DiLoCoJob, address: str, folder: Path | None) -> Iterator[Fin
     except OSError as error:
         said = f"syncer.endpoint.address: {unreachable_text(address, error)}"
         yield Finding(
-            "links", "name", "error", said, "learners resolve it where they run: compare with a machine there"
+            "links", "name", "error", said, fix="learners resolve it where they run: compare with a machine there"
         )
         return
     yield Finding("links", "name", "ok", f"{host} is {', '.join(numbers)}")
     try:
         connection = connect(address)
     except OSError as error:
-        yield Finding("links", "connection", "warning", unreachable_text(address, error), _NOT_YET)
+        yield Finding("links", "connection", "warning", unreachable_text(address, error), fix=_NOT_YET)
         return
     with connection:
         yield Finding("links", "connection", "ok", f"{address} accepts TCP connections")
@@ -92,10 +92,10 @@ def _handshake(job: DiLoCoJob, address: str, connection: socket.socket) -> Findi
             shown = secure.getpeercert(binary_form=True) or b""
     except ssl.SSLError as error:
         fix = "a gateway must pass TLS through unopened; another program may have this port"
-        return Finding("links", "TLS", "error", f"{address} does not answer with TLS: {tls_words(error)}", fix)
+        return Finding("links", "TLS", "error", f"{address} does not answer with TLS: {tls_words(error)}", fix=fix)
     except OSError as error:
         said = f"no TLS handshake with {address}: {error.strerror or error}"
-        return Finding("links", "TLS", "error", said, "a gateway must pass TLS through unopened")
+        return Finding("links", "TLS", "error", said, fix="a gateway must pass TLS through unopened")
     try:
         certificate = x509.load_der_x509_certificate(shown)
         named = certificate.subject.rfc4514_string() or "an empty subject"
@@ -103,7 +103,7 @@ def _handshake(job: DiLoCoJob, address: str, connection: socket.socket) -> Findi
     except ValueError as error:
         return Finding("links", "TLS", "warning", f"{address} shows a certificate that cannot be read: {error}")
     said = f"the certificate of {named} answers, valid until {until:%Y-%m-%d}; not verified"
-    return Finding("links", "TLS", "ok", said, "with --credentials DIR (a learner's folder) it is verified")
+    return Finding("links", "TLS", "ok", said, fix="with --credentials DIR (a learner's folder) it is verified")
 
 
 def _identity(address: str, folder: Path) -> Finding:
@@ -113,10 +113,10 @@ def _identity(address: str, folder: Path) -> Finding:
         mine = credentials.names()
         asyncio.run(verify_syncer(credentials, address, mine))
     except (ServerNotTrusted, CredentialsError) as error:
-        return Finding("links", "TLS", "error", str(error), "docs/regions.md, Certificates; diloco certs show DIR")
+        return Finding("links", "TLS", "error", str(error), fix="docs/regions.md, Certificates; diloco certs show DIR")
     if not mine:
         said = f"the certificate in {folder} names no job: whom it would be shown to is not checked"
-        return Finding("links", "TLS", "warning", said, "diloco certs issue makes certificates that name their job")
+        return Finding("links", "TLS", "warning", said, fix="diloco certs issue makes certificates that name their job")
     return Finding("links", "TLS", "ok", f"{address} is the job's syncer, and accepts the certificate in {folder}")
 
 
@@ -128,7 +128,7 @@ def _bandwidth(job: DiLoCoJob, file: Path, step_seconds: float | None) -> Iterat
     try:
         sizes, note = fragment_sizes(job, None, file.resolve().parent)
     except CommandError as error:
-        yield Finding("links", "bandwidth", "warning", f"not known: {error}", f"{more} --params N")
+        yield Finding("links", "bandwidth", "warning", f"not known: {error}", fix=f"{more} --params N")
         return
     found = document(job, sizes, note, conditions)
     seconds = seconds_text(conditions.step_seconds)
@@ -140,7 +140,7 @@ def _bandwidth(job: DiLoCoJob, file: Path, step_seconds: float | None) -> Iterat
     hub = found["queued"]["hub"]
     said = f"needs {_both(hub['in'], hub['out'], 'in', 'out')} at {seconds} a step"
     asked = "" if step_seconds is not None else f"give --step-seconds S: steps of S seconds need 1/S of it ({more})"
-    yield Finding("links", "hub", "ok", said, asked)
+    yield Finding("links", "hub", "ok", said, fix=asked)
 
 
 def _both(one: float | None, other: float | None, first: str, second: str) -> str:

@@ -68,21 +68,23 @@ def check_machine(directory: Path) -> Iterator[Finding]:
         "cores",
         "warning" if few else "ok",
         said,
-        "syncer and learners share one core: expect little" if few else "",
+        fix="syncer and learners share one core: expect little" if few else "",
     )
-    yield _graded("memory", free_memory(), LITTLE_MEMORY, NO_MEMORY, "end other programs, or use a larger machine")
+    yield _graded("memory", free_memory(), LITTLE_MEMORY, NO_MEMORY, fix="end other programs, or use a larger machine")
     try:
         free = shutil.disk_usage(directory).free
         yield _graded(
-            "disk", free, LITTLE_DISK, NO_DISK, f"make room below {directory}, or run with --workdir elsewhere"
+            "disk", free, LITTLE_DISK, NO_DISK, fix=f"make room below {directory}, or run with --workdir elsewhere"
         )
     except OSError as error:
-        yield Finding("machine", "disk", "error", f"{directory}: {error.strerror}", "run from another directory")
+        yield Finding("machine", "disk", "error", f"{directory}: {error.strerror}", fix="run from another directory")
     if not os.access(directory, os.W_OK | os.X_OK):
-        yield Finding("machine", "directory", "error", f"{directory} cannot be written", "run with --workdir elsewhere")
+        yield Finding(
+            "machine", "directory", "error", f"{directory} cannot be written", fix="run with --workdir elsewhere"
+        )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < FEW_FILES:
-        yield Finding("machine", "open files", "warning", f"at most {files}", f"ulimit -n {FEW_FILES} or more")
+        yield Finding("machine", "open files", "warning", f"at most {files}", fix=f"ulimit -n {FEW_FILES} or more")
     try:
         with socket.create_server(("127.0.0.1", 0)):
             pass
@@ -92,13 +94,13 @@ def check_machine(directory: Path) -> Iterator[Finding]:
             "network",
             "error",
             f"nothing can listen on 127.0.0.1: {error.strerror}",
-            "bring up the loopback device",
+            fix="bring up the loopback device",
         )
 
 
 def _graded(about: str, free: int, little: int, none: int, fix: str) -> Finding:
     level = "error" if free < none else "warning" if free < little else "ok"
-    return Finding("machine", about, level, f"{size_text(free)} free", "" if level == "ok" else fix)  # type: ignore[arg-type]
+    return Finding("machine", about, level, f"{size_text(free)} free", fix="" if level == "ok" else fix)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ packages
@@ -118,7 +120,7 @@ def check_packages(absent: Mapping[str, list[str]]) -> Iterator[Finding]:
             continue
         level = "error" if extra in packages.HERE else "ok"
         said = f"not installed ({', '.join(missing)}); {'needed' if level == 'error' else 'only'} for {use}"
-        yield Finding("packages", extra, level, said, f"pip install 'decoupled-diloco[{extra}]'")  # type: ignore[arg-type]
+        yield Finding("packages", extra, level, said, fix=f"pip install 'decoupled-diloco[{extra}]'")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ torch
@@ -141,7 +143,7 @@ def check_torch(installed: bool) -> tuple[Torch | None, list[Finding]]:
         told, why = None, str(error)
     if told is None:
         return None, [
-            Finding("gpu", "torch", "error", f"cannot be loaded: {why}", "install torch again, as its page says")
+            Finding("gpu", "torch", "error", f"cannot be loaded: {why}", fix="install torch again, as its page says")
         ]
     devices = tuple((str(one["name"]), int(one["memory"])) for one in told["devices"])
     torch = Torch(told["version"], told["cuda"], devices)
@@ -155,7 +157,7 @@ def check_torch(installed: bool) -> tuple[Torch | None, list[Finding]]:
             if torch.cuda
             else "install the torch that is built for your CUDA version, as PyTorch's install page says"
         )
-        found.append(Finding("gpu", "device", "warning", f"torch does not see {', '.join(cards)}", fix))
+        found.append(Finding("gpu", "device", "warning", f"torch does not see {', '.join(cards)}", fix=fix))
     elif not devices:
         found.append(Finding("gpu", "device", "ok", "none: learners train on the CPU"))
     return torch, found

@@ -86,7 +86,7 @@ def read_run(workdir: Workdir) -> MergedModel:
         raise ExportFailed(f"{workdir.path} is no run's directory: {error.filename} is missing") from error
     except (Damaged, FormatRefused, FileError, JobError, OSError) as error:
         raise ExportFailed(str(error)) from error
-    return MergedModel(job, layout, tensors, versions, workdir.job_directory())
+    return MergedModel(job, layout, tensors, versions, directory=workdir.job_directory())
 
 
 def read_url(url: str, progress: Callable[[int, int], None]) -> MergedModel:
@@ -161,10 +161,10 @@ def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Writte
     if adapter:
         layers = _write_adapter(model, out)
         text = f"{out}: the merged adapters of {layers} layers in PEFT's format, {at}"
-        return Written(out, name, "adapter", versions, text)
+        return Written(out, name, "adapter", versions, text=text)
     if job.spec.training.model is None:
         try:
-            files = write_tensors(name, model.layout, model.tensors, versions, out)
+            files = write_tensors(name, model.layout, model.tensors, versions, out=out)
         except FileExistsError as error:
             raise ExportFailed(f"{error.filename} {error.strerror}") from error
         except (OSError, SafetensorError) as error:  # safetensors has errors of its own for a disk that is full
@@ -177,7 +177,7 @@ def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Writte
             f"{', '.join(files)}: {len(model.tensors)} tensors of {elements:,} elements in float32, by the names that "
             f"the program's own model gives them"
         )
-        return Written(out, name, "tensors", versions, text)
+        return Written(out, name, "tensors", versions, text=text)
     require_packages("diloco export of a transformers model", ["worker"])
     from diloco_worker.training.export import ExportError, export
 
@@ -185,7 +185,7 @@ def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Writte
         export(job, model.tensors, out, directory=model.directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-    return Written(out, name, "model", versions, f"{out}: the merged model, {at}")
+    return Written(out, name, "model", versions, text=f"{out}: the merged model, {at}")
 
 
 def _write_adapter(model: MergedModel, out: Path) -> int:

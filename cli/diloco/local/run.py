@@ -70,7 +70,7 @@ def run(options: RunOptions) -> int:
         if ignored := without_meaning(job):
             out = sys.stderr if options.as_json else None
             print_lasting(f"ignored, because they are for clusters only: {', '.join(ignored)}", out)
-        result = _run_job(job, workdir, options, schedule, again)
+        result = _run_job(job, workdir, options, schedule, again=again)
         if result.ended.outcome == REFUSED:
             raise CommandError(result.ended.message, result.ended.exit_code)
         # What is complete stays as it was reported: its time, its faults.
@@ -173,8 +173,16 @@ def _run_job(
         learners = job.spec.slots
         starting = f"{job.metadata.name}: {learners} learner{'s' * (learners != 1)} in {workdir.path}"
         starting = f"{'continuing' if again else 'starting'} {starting}"
-        check = StartCheck(job, options.job, workdir, options.force, screen.event)
-        runner = Runner(job, workdir, options.job.absolute().parent, schedule, screen, options.http, options.serving)
+        check = StartCheck(job, options.job, workdir, options.force, tell=screen.event)
+        runner = Runner(
+            job,
+            workdir,
+            options.job.absolute().parent,
+            schedule,
+            screen=screen,
+            http=options.http,
+            serving=options.serving,
+        )
         return asyncio.run(runner.run(starting, None if options.serving is not None else check.check))
     finally:
         screen.close()

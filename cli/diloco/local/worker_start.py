@@ -64,7 +64,7 @@ class WorkerStarter:
         if len(self._gpus) > 1 and self._job.spec.training.device != "cpu":
             gpu = self._gpus[self._workers.index(worker) % len(self._gpus)]
         address = proxy.address if proxy else None
-        env = worker_environment(worker, process_id, self._workdir, self._job_directory, address, gpu)
+        env = worker_environment(worker, process_id, self._workdir, self._job_directory, syncer=address, gpu=gpu)
         if self._serving is None or self._serving.credentials is None:
             env["DILOCO_JOIN_TOKEN_FILE"] = str(self._workdir.join_token)
         elif self._serving.evaluator_credentials is not None:

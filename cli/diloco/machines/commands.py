@@ -170,7 +170,18 @@ def join(
     job = job or file
     if overrides and job is None:
         raise CommandError("--set changes a job file: give JOB.yaml too")
-    return join_job(JoinOptions(address, job, credentials, plaintext, region, workdir, overrides, join_token_file))
+    return join_job(
+        JoinOptions(
+            address,
+            job,
+            credentials,
+            plaintext,
+            region=region,
+            workdir=workdir,
+            overrides=overrides,
+            join_token_file=join_token_file,
+        )
+    )
 
 
 def add_to(app: typer.Typer) -> None:

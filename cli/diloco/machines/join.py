@@ -88,7 +88,7 @@ def join(options: JoinOptions) -> int:
             print_text(
                 f"joining {job.metadata.name} at {options.address} as {region}-{place}, in {workdir.path}", flush=True
             )
-            return _LearnerProcess(job, workdir, options, region, place).run()
+            return _LearnerProcess(job, workdir, options, region, place=place).run()
     except (FileError, OSError) as error:
         raise CommandError(str(error)) from error
 
@@ -192,7 +192,7 @@ class _LearnerProcess:
         worker = WorkerSpec("learner", Kind.LEARNER, region, place)
         self._env = {
             **base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), 1)),
-            **worker_environment(worker, "", workdir, self._directory, options.address, None),
+            **worker_environment(worker, "", workdir, self._directory, syncer=options.address, gpu=None),
         }
         if options.credentials is not None:
             self._env["DILOCO_CREDENTIALS"] = str(options.credentials.absolute())

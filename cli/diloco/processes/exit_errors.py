@@ -117,7 +117,7 @@ class ExitErrors:
         killed = self._unexplained > 0 if self._count_kills() else None
         if killed and _signal(how) == signal.SIGKILL:
             self._unexplained -= 1
-        return error_of_exit(kind, how, self._read_log(name), killed, self._memory_need(), joined)
+        return error_of_exit(kind, how, self._read_log(name), killed, need=self._memory_need(), joined=joined)
 
     def _count_kills(self) -> bool:
         """Take in what the kernel has counted since the last time; False: its counts cannot be read."""

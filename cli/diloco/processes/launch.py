@@ -226,7 +226,7 @@ class ForkServerClient:
             raise StartError(f"{name}: the forkserver did not answer within {START_SECONDS:.0f} s") from error
         finally:
             self._starting.pop(identity, None)
-        return Forked(name, self, identity, pid, ended)
+        return Forked(name, self, identity, pid, ended=ended)
 
     def signal(self, identity: str, number: int) -> None:
         with contextlib.suppress(StartError):  # a forkserver that is gone has taken its children with it

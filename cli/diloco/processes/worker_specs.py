@@ -73,7 +73,7 @@ def worker_specs(job: DiLoCoJob) -> list[WorkerSpec]:
     for region in job.spec.regions:
         for ordinal in range(region.learners):
             name = f"{region.name}-{ordinal}"
-            learners.append(WorkerSpec(name, Kind.LEARNER, region.name, ordinal, len(learners)))
+            learners.append(WorkerSpec(name, Kind.LEARNER, region.name, ordinal, learner=len(learners)))
         for ordinal in range(region.learners, region.learners + region.spares):
             spares.append(WorkerSpec(f"{region.name}-{ordinal}", Kind.LEARNER, region.name, ordinal))
     evaluator = [WorkerSpec(EVALUATOR, Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []

@@ -130,7 +130,7 @@ def _time_plots(curves: RunCurves, marks: list[Mark]) -> Iterator[Plot]:
     named = [("goodput", curves.curve("goodput")), ("uptime", curves.curve("uptime"))]
     yield _plot("Goodput and uptime", share, named, marks)
     active = [("active learners", curves.curve("active"))]
-    yield _plot("Learners that train", Axis(name="learners"), active, marks, "steps")
+    yield _plot("Learners that train", Axis(name="learners"), active, marks, line="steps")
     speed = [("all learners", curves.curve("tokens_per_second"))]
     yield _plot("Tokens per second", Axis(name="tokens per second"), speed, marks)
     carried = [

@@ -35,7 +35,7 @@ class FleetConditions:
     spares: int = 0
 
     def decoupled(self, chips: float, learners: int) -> Fleet:
-        return Fleet(chips, learners, self.mtbi, self.stops, self.slice_chips, self.spares)
+        return Fleet(chips, learners, self.mtbi, self.stops, slice_chips=self.slice_chips, spares=self.spares)
 
     def elastic(self, chips: float) -> Fleet:
         """One learner of all chips that goes on without what failed."""
@@ -43,7 +43,7 @@ class FleetConditions:
 
     def rigid_parallel(self, chips: float) -> Fleet:
         """One learner of all chips that goes on when all of them are there again."""
-        return Fleet(chips, 1, self.mtbi, self.rigid, self.slice_chips, math.inf)
+        return Fleet(chips, 1, self.mtbi, self.rigid, slice_chips=self.slice_chips, spares=math.inf)
 
     def with_faster_recovery(self, factor: float) -> FleetConditions:
         def faster(stops: Stops) -> Stops:

@@ -63,7 +63,7 @@ _OWN_VOLUME = "has(self.claimName) || has(self.uri)"
 def _source(source: str, field: str, empty: str, example: str) -> Iterator[Rule]:
     """``field`` of training.data belongs to ``source`` and to no other. ``empty``: CEL, it is not given."""
     missing = f"is required with source {source}, such as {example}"
-    yield Rule(DATA, f"self.source != '{source}' || !({empty})", missing, f".{field}", _MISSING)
+    yield Rule(DATA, f"self.source != '{source}' || !({empty})", missing, f".{field}", reason=_MISSING)
     needless = f"belongs to source {source}: leave it out or set source: {source}"
     yield Rule(DATA, f"self.source == '{source}' || {empty}", needless, f".{field}")
 
@@ -94,7 +94,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         "has(self.training.model) || has(self.learners.command)",
         "is required by the built-in trainer: give config or from (or learners.command for a program of your own)",
         ".training.model",
-        _MISSING,
+        reason=_MISSING,
     ),
     Rule(
         MODEL,
@@ -107,7 +107,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         " && dyn(self).config.model_type != null && dyn(self).config.model_type != ''",
         "model_type is required: the kind of transformers model, such as llama, mixtral or vit",
         ".config",
-        _MISSING,
+        reason=_MISSING,
     ),
     Rule(MODEL, "!has(self.revision) || has(self.from)", "belongs to from: give that, or leave it out", ".revision"),
     Rule(
@@ -128,7 +128,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         "is required by the built-in trainer, such as {paths: [python-stdlib]} (or learners.command for a "
         "program of your own)",
         ".training.data",
-        _MISSING,
+        reason=_MISSING,
     ),
     *_source("text", "paths", "self.paths.size() == 0", "paths: [python-stdlib]"),
     *_source("datasets", "name", "!has(self.name)", "name: wikitext"),
@@ -212,21 +212,21 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         "self.type != 'External' || has(self.address)",
         "is required with type External: host or host:port that leads to the syncer",
         ".address",
-        _MISSING,
+        reason=_MISSING,
     ),
     Rule(
         SPEC,
         f"has(self.syncer.cluster) || !({_NAMED})",
         "is required where regions name clusters: name it everywhere, or nowhere in a job of one cluster",
         ".syncer.cluster",
-        _MISSING,
+        reason=_MISSING,
     ),
     Rule(
         SPEC,
         f"self.regions.all(r, has(r.cluster)) || !({_NAMED})",
         "cluster is required in every region where the job names clusters: name it everywhere, or nowhere",
         ".regions",
-        _MISSING,
+        reason=_MISSING,
     ),
     Rule(
         SPEC,
@@ -239,7 +239,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         f"has(self.syncer.endpoint.address) || self.syncer.endpoint.type == 'External' || !({_SPANS})",
         f"is required: {_SPANNING}, and learners must know where to connect (host or host:port)",
         ".syncer.endpoint.address",
-        _MISSING,
+        reason=_MISSING,
     ),
     *(
         Rule(
@@ -247,7 +247,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
             f"has(self.{field}) || !({_SPANS})",
             f"is required: {_SPANNING}, and a made secret does not leave its cluster: create one and name it",
             f".{field}",
-            _MISSING,
+            reason=_MISSING,
         )
         for field in ("syncer.tls.secretName", "learners.credentials.secretName")
     ),
@@ -388,7 +388,7 @@ def _after_start(cel: str, path: Path) -> Rule:
         f"!has(oldSelf.status) || !has(oldSelf.status.startTime) || {cel}",
         "cannot change once the job has started: put it back, or apply it as a new job under another name",
         f".spec.{'.'.join(path)}",
-        "FieldValueForbidden",
+        reason="FieldValueForbidden",
     )
 
 

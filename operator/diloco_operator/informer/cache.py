@@ -137,7 +137,7 @@ class Cache:
         blob = zlib.compress(json.dumps(kept, separators=(",", ":")).encode(), 1)
         job = job_of(kind, meta)
         node = (obj.get("spec") or {}).get("nodeName", "") if kind is POD else ""
-        entry = Entry(meta["uid"], meta.get("resourceVersion", ""), job, node, blob)
+        entry = Entry(meta["uid"], meta.get("resourceVersion", ""), job, node, blob=blob)
         with self._lock:
             if self._is_gone(entry):
                 return set()

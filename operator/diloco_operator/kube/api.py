@@ -263,7 +263,7 @@ class Api:
 
     async def write(self, verb: str, resource: str, method: str, path: str, **parts: Unpack[RequestParts]) -> Object:
         """One request that only the leader may send. Raises ApiError."""
-        return await self._run(verb, resource, lambda: self._write(verb, resource, method, path, parts))
+        return await self._run(verb, resource, lambda: self._write(verb, resource, method, path, parts=parts))
 
     def _write(self, verb: str, resource: str, method: str, path: str, parts: RequestParts) -> tuple[int, Object]:
         with self._lock:

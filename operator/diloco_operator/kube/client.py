@@ -93,7 +93,7 @@ class Client:
         try:
             settings = self.config.auth_settings().values()
         except Exception as error:  # whatever a credential plugin raises
-            raise ApiError("", "", 0, f"the credentials cannot be had: {error}", "Credentials") from error
+            raise ApiError("", "", 0, f"the credentials cannot be had: {error}", reason="Credentials") from error
         return {one["key"]: one["value"] for one in settings if one["in"] == "header" and one["value"]}
 
     def request(self, method: str, path: str, *, seconds: float = 30.0, **parts: Unpack[RequestParts]) -> Object:
@@ -153,7 +153,7 @@ class Client:
         try:
             if reply.status >= 300:
                 body, pause = self._body(method, path, reply), reply.headers.get("Retry-After")
-                raise refusal(method.lower(), path, int(reply.status), body, pause)
+                raise refusal(method.lower(), path, int(reply.status), body, retry_after=pause)
             yield reply
         finally:
             # A connection whose reply was not read to its end cannot serve the next request.
@@ -191,7 +191,7 @@ class Client:
 
 
 def _unreadable(method: str, path: str, message: str) -> ApiError:
-    return ApiError(method.lower(), path, 0, message, UNREADABLE)
+    return ApiError(method.lower(), path, 0, message, reason=UNREADABLE)
 
 
 def describe_error(error: Exception) -> str:

@@ -70,7 +70,7 @@ def refusal(verb: str, resource: str, status: int, body: bytes, retry_after: str
     message = str(document.get("message") or f"HTTP status {status}")
     if status == 500 and "failed to create typed patch object" in message:
         status = 422  # how server-side apply says that a field is unknown or of another type
-    error = ApiError(verb, resource, status, message, str(document.get("reason") or ""), document)
+    error = ApiError(verb, resource, status, message, reason=str(document.get("reason") or ""), document=document)
     if status in (429, 503) and retry_after is not None and retry_after.isascii() and retry_after.isdigit():
         error.retry_after = min(float(retry_after), LONGEST_PAUSE)
     return error

@@ -196,7 +196,7 @@ def _region_service(job: Job, region: RegionSpec) -> Object:
             {"name": "status", "port": WORKER_PORT, "targetPort": "status", "protocol": "TCP", "appProtocol": "http"}
         ],
     }
-    return _object(job, names.region_service(job.name, region.name), "learner", {"spec": spec}, region.name)
+    return _object(job, names.region_service(job.name, region.name), "learner", {"spec": spec}, region=region.name)
 
 
 def _budget(job: Job, region: RegionSpec) -> Object:
@@ -208,7 +208,7 @@ def _budget(job: Job, region: RegionSpec) -> Object:
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": _learners(job, region.name)},
     }
-    return _object(job, names.budget(job.name, region.name), "learner", {"spec": spec}, region.name)
+    return _object(job, names.budget(job.name, region.name), "learner", {"spec": spec}, region=region.name)
 
 
 def _learners(job: Job, region: str) -> dict[str, str]:
@@ -260,7 +260,7 @@ def wanted_secrets(job: Job, here: Placement, missed: frozenset[str] = frozenset
     def wanted(role: Any, tls: bool, control_key: bool) -> SecretWanted:
         name = names.secret_name(job.name, role, job.uid)
         head = _object(job, Ref("Secret", name), role, {})
-        return SecretWanted(name, role, head, tls, control_key, name in missed)
+        return SecretWanted(name, role, head, tls, control_key=control_key, missed=name in missed)
 
     if here.syncer:
         found.append(wanted("syncer", secure and spec.syncer.tls.secret_name is None, True))
@@ -354,7 +354,7 @@ def pod_holder_manifest(
     role, region = "learner", ref.name.removeprefix(f"{job.name}-")
     if ref.kind == "Deployment":
         role, region = region, ""
-    manifest = _object(job, ref, role, {"spec": {**spec, "replicas": replicas}}, region or None)
+    manifest = _object(job, ref, role, {"spec": {**spec, "replicas": replicas}}, region=region or None)
     manifest["metadata"]["annotations"] = {
         GENERATION: str(generation),
         RENDERED: json.dumps(spec, sort_keys=True, separators=(",", ":")),

@@ -154,15 +154,23 @@ def syncer_template(job: Job, image: str, settings: PlanSettings) -> Object:
     container["livenessProbe"] = _probe("/healthz", "http", 10, 6)
     container["readinessProbe"] = _probe("/readyz", "http", 2, 3)
     patches = [_defaults(settings), spec.syncer.pod_template]
-    return _template(job, "syncer", container, volumes, patches, syncer_inputs(spec))
+    return _template(job, "syncer", container, volumes, patches=patches, inputs=syncer_inputs(spec))
 
 
 def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSettings) -> Object:
     """The pod template of a region's learners."""
     spec, volumes = job.spec, _worker_volumes(job)
-    container = _worker(job, "learner", image, settings.image_pull_policy, region.name)
+    container = _worker(job, "learner", image, settings.image_pull_policy, region=region.name)
     patches = [_defaults(settings), spec.learners.pod_template, region.pod_template]
-    template = _template(job, "learner", container, volumes, patches, learner_inputs(spec, region.name), region.name)
+    template = _template(
+        job,
+        "learner",
+        container,
+        volumes,
+        patches=patches,
+        inputs=learner_inputs(spec, region.name),
+        region=region.name,
+    )
     # The drain is bounded by the pod's grace period, the user's or ours. A learner that is killed while it still
     # offers its work has not reported which of its tokens are dropped.
     grace = template["spec"].get("terminationGracePeriodSeconds")
@@ -180,7 +188,7 @@ def evaluator_template(job: Job, image: str, settings: PlanSettings) -> Object:
     spec = job.spec
     container = _worker(job, "evaluator", image, settings.image_pull_policy)
     patches = [_defaults(settings), _for_evaluator(spec.learners.pod_template), spec.evaluator.pod_template]
-    return _template(job, "evaluator", container, _worker_volumes(job), patches, evaluator_inputs(spec))
+    return _template(job, "evaluator", container, _worker_volumes(job), patches=patches, inputs=evaluator_inputs(spec))
 
 
 def _template(
@@ -331,8 +339,8 @@ def _worker(job: Job, role: str, image: str, pull: str, region: str | None = Non
     # Not /healthz: a learner that stalls ends by itself, with its stack traces in the log.
     container["startupProbe"] = _probe("/livez", "status", 2, START_SECONDS // 2)
     # Patient: a step that holds the interpreter for long is no reason to kill what trains.
-    container["livenessProbe"] = _probe("/livez", "status", 20, 9, 10)
-    container["readinessProbe"] = _probe("/readyz", "status", 2, 3, 5)
+    container["livenessProbe"] = _probe("/livez", "status", 20, 9, timeout=10)
+    container["readinessProbe"] = _probe("/readyz", "status", 2, 3, timeout=5)
     return container
 
 

@@ -101,9 +101,9 @@ def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> D
         if view.live(ref) is None and not _ready_for(view, ref):
             out.more = True
             continue
-        generation, spec, origin = _rendering(view, decision, ref, ended or refused, out)
+        generation, spec, origin = _rendering(view, decision, ref, ended or refused, out=out)
         replicas = _replicas(decision, job.name, ref) if here.anything else view.replicas(ref) or 0
-        manifest = manifests.pod_holder_manifest(job, ref, spec, generation, origin, replicas)
+        manifest = manifests.pod_holder_manifest(job, ref, spec, generation, origin=origin, replicas=replicas)
         if _needs_nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
         out.apply.append(manifest)
@@ -179,7 +179,7 @@ def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Ori
             return manifests.with_program_inputs(before[1], now.program), kept
     # A template goes with the image of the release that made it.
     images = release.images if release.operator == own.operator else own.images
-    return manifests.render_pod_holder(view.job, view.here, ref, images, view.settings), now
+    return manifests.render_pod_holder(view.job, view.here, ref, images, settings=view.settings), now
 
 
 def _replicas(decision: LifecycleDecision, job: str, ref: Ref) -> int:
@@ -224,6 +224,6 @@ def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: Desired
         if ref.kind == "StatefulSet" and left and rendering is not None:
             generation, spec = rendering
             origin = manifests.stored_origin(live)
-            out.apply.append(manifests.pod_holder_manifest(view.job, ref, spec, generation, origin, 0))
+            out.apply.append(manifests.pod_holder_manifest(view.job, ref, spec, generation, origin=origin, replicas=0))
         elif not left or ref.kind == "StatefulSet":
             out.deletes.append(Delete(ref, live["metadata"]["uid"], "the job does not ask for it any more"))

@@ -72,7 +72,7 @@ def plan_job(observed: Observed, memory: PlanMemory, settings: PlanSettings) -> 
         return _plan_deletion(observed, memory, settings, job)
     if job.document is None:
         return _plan_invalid(observed, memory, job)
-    return _plan_readable(View(observed, memory, settings, job, place_job(job.spec, settings.cluster)))
+    return _plan_readable(View(observed, memory, settings, job, here=place_job(job.spec, settings.cluster)))
 
 
 def _plan_readable(view: View) -> JobPlan:
@@ -100,7 +100,7 @@ def _plan_readable(view: View) -> JobPlan:
     found.syncer_waits = desired.syncer_waits
     conditions = decide_conditions(view, found)
     # Write: one status, and the Events of what differs from the old one.
-    status = build_status(view, found, conditions, replacements, desired.with_pods)
+    status = build_status(view, found, conditions, replacements, with_pods=desired.with_pods)
     events = [*changes.events, *found.node_losses.events, *found.rollout.events]
     events += transition_events(view, found, conditions, status)
     deletes = [*found.node_losses.deletes, *desired.deletes]
@@ -118,7 +118,7 @@ def _plan_readable(view: View) -> JobPlan:
         events=tuple(events),
         delete_job=ttl is not None and ttl <= 0,
         wants_fresh_view=view.wants_fresh,
-        wake_in=_wake_in(view, found, ttl, poll, desired),
+        wake_in=_wake_in(view, found, ttl, poll, desired=desired),
         poll_syncer=poll,
     )
 
@@ -134,7 +134,7 @@ def _plan_invalid(observed: Observed, memory: PlanMemory, job: Job) -> JobPlan:
         message += f"; and {len(job.problems) - 10} more"
     ended = any(c.get("status") == "True" and c.get("type") in ("Complete", "Failed") for c in before)
     phase = str(job.status.get("phase") or "Invalid") if ended else "Invalid"
-    status = _status_not_ready(job, observed.now, phase, "InvalidSpec", message)
+    status = _status_not_ready(job, observed.now, phase, "InvalidSpec", message=message)
     event_log = EventLog(memory)
     old: Object = next((c for c in before if c.get("type") == "Ready"), {})
     was = str(old.get("message")) if old.get("reason") == "InvalidSpec" else ""
@@ -166,7 +166,7 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
     if FINALIZER not in job.finalizers:
         return JobPlan(finalizer=False)
     here = place_job(job.spec, settings.cluster) if job.document is not None else Placement(True, ())
-    view = View(observed, memory, settings, job, here)
+    view = View(observed, memory, settings, job, here=here)
     decision = lifecycle.decide(view)
     losses = node_loss.handle_lost_nodes(view) if job.document is not None else node_loss.NodeLosses()
     replacement.reset(view)
@@ -190,7 +190,7 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
         else:
             why = "the job was deleted, and syncer.storage.onDelete is Delete"
             deletes.append(Delete(ref, claim["metadata"]["uid"], why))
-    status = _status_not_ready(job, observed.now, "Deleting", "Deleting", message)
+    status = _status_not_ready(job, observed.now, "Deleting", "Deleting", message=message)
     was = "deleting" if job.status.get("phase") == "Deleting" else ""
     message = "The job is being deleted: its learners are informed, then its objects are removed."
     event_log.transition(Topic.JOB_END, was, "deleting", "Normal", "Deleting", message)

@@ -167,7 +167,7 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
         def newest(*reasons: str) -> str:
             return newest_message(cluster_events, Ref("Pod", metadata["name"]), *reasons)
 
-        obstacle = _obstacle(status, state, conditions, newest, last, ends)
+        obstacle = _obstacle(status, state, conditions, newest, last=last, ends=ends)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],

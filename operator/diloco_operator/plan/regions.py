@@ -77,9 +77,11 @@ def report_regions(view: View, decision: LifecycleDecision, rolled: Rollout, nod
     before = {row.get("name"): row for row in view.job.status.get("regions") or []}
     for region in view.job.spec.regions:
         if region.name in here:
-            _report_region_here(view, region, decision, rolled, nodes, before.get(region.name) or {}, out)
+            _report_region_here(
+                view, region, decision, rolled, nodes=nodes, before=before.get(region.name) or {}, out=out
+            )
         elif view.here.syncer:
-            _report_region_elsewhere(view, region, decision, before.get(region.name) or {}, out)
+            _report_region_elsewhere(view, region, decision, before.get(region.name) or {}, out=out)
     return out
 
 
@@ -102,7 +104,7 @@ def _report_region_here(
     ready = sum(pod.ready and pod.alive for pod in there)
     causes = []
     for ordinal, pod in enumerate(pods):
-        said = _explain_absence(view, region, ordinal, pod, nodes) if decision.training else ""
+        said = _explain_absence(view, region, ordinal, pod, nodes=nodes) if decision.training else ""
         if said and pod is not None and pod.obstacle is not None:
             out.obstacles[pod.name] = pod.obstacle.kind
         if said and rolled.stopped.get(region.name) != view.place(region.name, ordinal):
@@ -113,7 +115,7 @@ def _report_region_here(
     for pod in excess:
         if pod.name in nodes.reasons:
             causes.append(f"{pod.name}: {nodes.reasons[pod.name]}")
-    lost = _lost_since(view, region, decision, before, taking)
+    lost = _lost_since(view, region, decision, before, taking=taking)
     states = (
         ("Lost", lost is not None),
         ("RolloutStopped", region.name in rolled.stopped),
@@ -136,7 +138,7 @@ def _report_region_elsewhere(
     view: View, region: RegionSpec, decision: LifecycleDecision, before: Object, out: RegionReport
 ) -> None:
     taking = _in_quorum(view, region, decision, before)
-    lost = _lost_since(view, region, decision, before, taking)
+    lost = _lost_since(view, region, decision, before, taking=taking)
     causes = ["no learner there is heard"] if lost is not None else []
     known = any(slot.region == region.name and slot.process for slot in view.slots)
     waiting = decision.training and view.document is not None and lost is None and not known

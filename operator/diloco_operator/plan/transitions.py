@@ -116,7 +116,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
     else:
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
     _report_output(view, event_log)
-    _report_end(view, event_log, found, before, conditions.found)
+    _report_end(view, event_log, found, before, now=conditions.found)
     return event_log.events
 
 

@@ -95,12 +95,12 @@ class Applier:
                 pending.append(wanted)
         if not pending:
             return apply_errors
-        held, faults = await self._try_dry(key, uid, pending, live, memory, now)
+        held, faults = await self._try_dry(key, uid, pending, live, memory=memory, now=now)
         apply_errors |= {apply_error.ref: apply_error for apply_error in faults}
         for wanted in pending:
             ref = ref_of(wanted)
             if ref not in held and ref not in apply_errors:
-                apply_error = await self._one(key, uid, wanted, live.get(ref), memory, now)
+                apply_error = await self._one(key, uid, wanted, live.get(ref), memory=memory, now=now)
                 if apply_error is not None:
                     apply_errors[ref] = apply_error
         return apply_errors
@@ -118,7 +118,7 @@ class Applier:
             made = await self._api.apply(kind, _addressed(wanted, there))
         except ApiError as error:
             if cached and _is_gone(error):
-                return await self._one(key, uid, wanted, None, memory, now)
+                return await self._one(key, uid, wanted, None, memory=memory, now=now)
             return apply_error_of(ref, error)
         self._cache.put(kind, made)
         if there is None or _version(made) != _version(there):

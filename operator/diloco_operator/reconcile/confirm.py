@@ -32,7 +32,7 @@ async def keep_confirmed(api: Api, cache: Cache, key: Key, seen: Observed, calls
     Raises ApiError.
     """
     same = await _is_same_job(api, cache, key, seen) if any(c.method == ControlMethod.ANNOUNCE for c in calls) else True
-    holds = await asyncio.gather(*(_still_holds(api, cache, key, call, same) for call in calls))
+    holds = await asyncio.gather(*(_still_holds(api, cache, key, call, same=same) for call in calls))
     return [call for call, held in zip(calls, holds, strict=True) if held]
 
 

@@ -60,7 +60,7 @@ def state(live: Object) -> str:
 def differences(wanted: Object, live: Object) -> list[str]:
     """Paths of the fields of ``wanted`` that ``live`` has not, or with another value; at most a few."""
     found: list[str] = []
-    _compare(wanted, live, "", found, False)
+    _compare(wanted, live, "", found, quantities=False)
     return found
 
 
@@ -78,9 +78,9 @@ def _compare(wanted: Any, live: Any, path: str, found: list[str], quantities: bo
             return
         for key, value in wanted.items():
             below = quantities or key in _QUANTITIES
-            _compare(value, live.get(key), f"{path}.{key}" if path else key, found, below)
+            _compare(value, live.get(key), f"{path}.{key}" if path else key, found, quantities=below)
     elif isinstance(wanted, list):
-        _compare_lists(wanted, live, path, found, quantities)
+        _compare_lists(wanted, live, path, found, quantities=quantities)
     elif not _same(wanted, live, quantities):
         found.append(path)
 
@@ -93,7 +93,7 @@ def _compare_lists(wanted: Sequence[Any], live: Any, path: str, found: list[str]
     by_key = {_key(item, keys): item for item in live if isinstance(item, Mapping)} if keys is not None else {}
     for i, item in enumerate(wanted):
         key = _key(item, keys) if keys is not None else (i,)
-        _compare(item, live[i] if keys is None else by_key.get(key), f"{path}[{key[0]}]", found, quantities)
+        _compare(item, live[i] if keys is None else by_key.get(key), f"{path}[{key[0]}]", found, quantities=quantities)
 
 
 def _keys(items: Sequence[Any]) -> tuple[str, ...] | None:

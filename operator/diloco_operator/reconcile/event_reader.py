@@ -137,5 +137,5 @@ def _cluster_event(item: Object) -> tuple[ClusterEvent, str] | None:
     if when is None or not about.get("kind") or not about.get("name"):
         return None
     message = str(item.get("message") or "")[:MAX_MESSAGE]
-    event = ClusterEvent(str(about["kind"]), str(about["name"]), str(item.get("reason") or ""), message, when)
+    event = ClusterEvent(str(about["kind"]), str(about["name"]), str(item.get("reason") or ""), message, time=when)
     return event, str(about.get("uid") or "")

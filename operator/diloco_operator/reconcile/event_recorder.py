@@ -82,7 +82,7 @@ class EventRecorder:
             name = f"{key[1]}.{secrets.token_hex(8)}"
             self._remember(what, name, 0, now)
         try:
-            await self._api.create(EVENT, key[0], self._manifest(key, uid, event, name, now))
+            await self._api.create(EVENT, key[0], self._manifest(key, uid, event, name, now=now))
         except ApiError as error:
             if not (sent_before and error.status == 409):
                 raise  # else it is there, and only the answer was lost

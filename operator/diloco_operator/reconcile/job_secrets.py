@@ -67,7 +67,7 @@ def manifest(wanted: SecretWanted, root: RootKey) -> Object:
     if wanted.control_key:
         data["control-key"] = root.control_key(uid)
     if wanted.tls:
-        data |= certificates(root, meta["namespace"], job, uid, wanted.role)
+        data |= certificates(root, meta["namespace"], job, uid, role=wanted.role)
     encoded = {name: base64.b64encode(value).decode() for name, value in data.items()}
     return {**wanted.manifest_head, "type": "Opaque", "data": encoded}
 

@@ -70,4 +70,4 @@ def read_cached_job(cache: Cache, key: Key, nodes_are_read: bool, now: float) ->
         return None
     objects, pods = cache.of_job(key)
     nodes = {str(pod["spec"]["nodeName"]) for pod in pods if pod["spec"].get("nodeName")}
-    return Observed(now, job, objects, pods, cache.nodes(nodes) if nodes_are_read else None)
+    return Observed(now, job, objects, pods, nodes=cache.nodes(nodes) if nodes_are_read else None)

@@ -169,7 +169,7 @@ class Reconciler:
             return AT_ONCE_SECONDS
         record.status.planned(plan.status)
         self._count(record, plan.status)
-        apply_errors = await self._carry_out(key, record, seen, plan, target)
+        apply_errors = await self._carry_out(key, record, seen, plan, target=target)
         root = self.keys.key
         self.poller.schedule(
             key,
@@ -220,16 +220,16 @@ class Reconciler:
         apply_errors: list[ApplyError] = []
         if plan.finalizer and not has and not meta.get("deletionTimestamp"):
             await self._trying(apply_errors, job_ref, self._finalizer(key, seen.job, True))
-        await self._make_secrets(key, record, seen, plan, apply_errors)
+        await self._make_secrets(key, record, seen, plan, apply_errors=apply_errors)
         applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
         apply_errors += applied.values()
         root = self.keys.key
         if target is not None and root is not None:
-            calls = await keep_confirmed(self.api, self.cache, key, seen, plan.calls)
+            calls = await keep_confirmed(self.api, self.cache, key, seen, calls=plan.calls)
             await self.poller.call(key, target[1], root.control_key(record.uid), calls)
         for delete in plan.deletes:
             await self._trying(apply_errors, delete.ref, self._delete(key, delete))
-        writing = write_status(self.api, self.cache, key, record.uid, record.status)
+        writing = write_status(self.api, self.cache, key, record.uid, written=record.status)
         await self._trying(apply_errors, job_ref, writing)
         await self.events.record(key, seen.job, record.events, seen.now)
         if plan.delete_job:

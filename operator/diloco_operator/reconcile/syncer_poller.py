@@ -186,7 +186,9 @@ class SyncerPoller:
         done = 0
         for call in calls:
             try:
-                await self._control(key[0], syncer_ip, control_key, call.method, call.body, self._leads)
+                await self._control(
+                    key[0], syncer_ip, control_key, call.method, body=call.body, may_be_sent=self._leads
+                )
             except _NotLeading:
                 break
             except ControlError as error:
@@ -246,7 +248,7 @@ class SyncerPoller:
         document: StatusDocument | None = None
         error, asked_at = "", time.time()
         try:
-            answer = await self._control(key[0], ip, job.control_key, ControlMethod.STATUS, {})
+            answer = await self._control(key[0], ip, job.control_key, ControlMethod.STATUS, body={})
             document = read_document(StatusDocument, answer)
         except (ControlError, DocumentError) as failed:
             error = str(failed)[:500]
@@ -266,7 +268,7 @@ class SyncerPoller:
         elif job.report is None and job.report_wanted:
             try:
                 job.report = read_document(
-                    Report, await self._control(key[0], ip, job.control_key, ControlMethod.REPORT, {})
+                    Report, await self._control(key[0], ip, job.control_key, ControlMethod.REPORT, body={})
                 )
             except (ControlError, DocumentError) as failed:
                 log.info("the report cannot be read yet: %s", failed, extra=about(key))

@@ -147,7 +147,7 @@ def apply_delta(base: Float32s, buffer: Buffer, encoding: str) -> Float32s:
     scratch = np.empty(min(n, step), np.float32)
     for start in range(0, n, step):
         stop = min(start + step, n)
-        part = decode_range(source, encoding, n, start, stop, scratch[: stop - start])
+        part = decode_range(source, encoding, n, start, last=stop, out=scratch[: stop - start])
         np.add(base[start:stop], part, out=out[start:stop])
     return out
 

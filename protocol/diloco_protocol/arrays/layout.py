@@ -284,7 +284,7 @@ def _fill(
 def _flat(tensors: Sequence[Tensor], ranges: Iterable[_Range]) -> tuple[Piece, ...]:
     pieces, offset = [], 0
     for index, start, stop in sorted(ranges):
-        pieces.append(Piece(tensors[index].name, start, stop, offset, tensors[index].mean))
+        pieces.append(Piece(tensors[index].name, start, stop, offset, mean=tensors[index].mean))
         offset += stop - start
     return tuple(pieces)
 

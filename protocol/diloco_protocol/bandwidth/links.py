@@ -55,23 +55,57 @@ def payload_bytes(encoding: str, elements: int) -> int:
 def traffic(sizes: Sequence[int], up: str, down: str, learners: int) -> Traffic:
     """What merges carry of fragments of ``sizes`` elements, pushed as ``up`` and broadcast as ``down``."""
     header = _upload_header(up, len(sizes))
-    slot = to_wire(SlotReceipt(1, 1 << 63, _COUNT, _COUNT, _COUNT, _COUNT, _COUNT, 1.0))
+    slot = to_wire(
+        SlotReceipt(1, 1 << 63, _COUNT, _COUNT, sequence=_COUNT, version=_COUNT, last_step=_COUNT, compute_seconds=1.0)
+    )
     receipt = learners * (slot.ByteSize() + 2)
     payload = Payload(down, _COUNT, 1 << 63)
     delta = payload if down.startswith("delta-") else None
-    told = Announcement(1, 1, _COUNT, payload, _COUNT, _COUNT, delta=delta, job_tokens=_COUNT, settled=1, progress=1.0)
+    told = Announcement(
+        1,
+        1,
+        _COUNT,
+        payload,
+        merged_sequence=_COUNT,
+        merged_version=_COUNT,
+        delta=delta,
+        job_tokens=_COUNT,
+        settled=1,
+        progress=1.0,
+    )
     download = sync_pb2.DownloadHeader(found=True, total_bytes=_COUNT, bytes=_COUNT, checksum=1 << 63)
     beside = sync_pb2.SyncerMessage(announcement=to_wire(told)).ByteSize() + download.ByteSize()
     beside += receipt if receipt <= limits.MAX_RECEIPT_BYTES else 0
     ups = [payload_bytes(up, size) + header.ByteSize() for size in sizes]
     downs = [payload_bytes(down, size) + beside for size in sizes]
-    return Traffic(max(ups), max(downs), sum(ups), sum(downs), header.push.report.ByteSize())
+    return Traffic(max(ups), max(downs), sum(ups), sum(downs), report=header.push.report.ByteSize())
 
 
 def _upload_header(up: str, fragments: int) -> sync_pb2.UploadHeader:
-    part = FragmentReport(1, 1 << 20, 999, 1 << 27, _COUNT)
-    report = StepReport(_COUNT, _COUNT, _COUNT, (part,) * fragments, 1.0, 1.0, 1.0, 1.0)
-    plan = PushPlan(1, _COUNT, _COUNT, 1, _COUNT, _COUNT, _COUNT, _COUNT, 999, _COUNT, 1.0)
+    part = FragmentReport(1, 1 << 20, 999, 1 << 27, confirmed_tokens=_COUNT)
+    report = StepReport(
+        _COUNT,
+        _COUNT,
+        _COUNT,
+        (part,) * fragments,
+        compute_seconds=1.0,
+        stalled_seconds=1.0,
+        loss=1.0,
+        step_seconds=1.0,
+    )
+    plan = PushPlan(
+        1,
+        _COUNT,
+        _COUNT,
+        1,
+        base_version=_COUNT,
+        oldest_version=_COUNT,
+        first_step=_COUNT,
+        last_step=_COUNT,
+        steps=999,
+        tokens=_COUNT,
+        compute_seconds=1.0,
+    )
     push = to_wire(plan, encoding=up, layout_digest="0" * 64, report=to_wire(report))
     header = sync_pb2.UploadHeader(format=1, job="j" * 30, slot=1, incarnation=1000, process="0" * 32, push=push)
     header.total_bytes, header.offset, header.bytes, header.checksum = _COUNT, 1, _COUNT, 1 << 63
@@ -80,7 +114,7 @@ def _upload_header(up: str, fragments: int) -> sync_pb2.UploadHeader:
 
 def turn(sync: SyncSpec, fragments: int, step_seconds: float, round_trip_seconds: float = 0.0) -> Turn:
     """When the job's exchanges happen; ``fragments`` is the layout's P."""
-    return Turn(fragments, sync.every, sync.overlap, step_seconds, ROUND_TRIPS * round_trip_seconds)
+    return Turn(fragments, sync.every, sync.overlap, step_seconds, between_seconds=ROUND_TRIPS * round_trip_seconds)
 
 
 @dataclass(frozen=True, slots=True)

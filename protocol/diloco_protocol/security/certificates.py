@@ -66,7 +66,10 @@ def issue(
     until = min(now + _days(days), signer.not_valid_after_utc)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = f"{names[0].role} {names[0].namespace}/{names[0].job}"
-    return _issued(leaf_of(key, subject, names, hosts, signer.subject, key_of_signer, now, until), key)
+    return _issued(
+        leaf_of(key, subject, names, hosts, issuer=signer.subject, key_of_issuer=key_of_signer, now=now, until=until),
+        key,
+    )
 
 
 def authority_of(
@@ -74,7 +77,7 @@ def authority_of(
 ) -> x509.Certificate:
     """The self-signed certificate of an authority that has this key."""
     return (
-        _begun(title, common_name(title), key.public_key(), now, until)
+        _begun(title, common_name(title), key.public_key(), now, until=until)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(True), critical=True)
         .sign(key, hashes.SHA256())
@@ -98,7 +101,7 @@ def leaf_of(
     syncer = names[0].role == "syncer"
     usage = ExtendedKeyUsageOID.SERVER_AUTH if syncer else ExtendedKeyUsageOID.CLIENT_AUTH
     return (
-        _begun(subject, issuer, key.public_key(), now, until)
+        _begun(subject, issuer, key.public_key(), now, until=until)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(False), critical=True)

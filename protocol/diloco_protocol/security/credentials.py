@@ -83,7 +83,7 @@ class Credentials:
         certificate, key, authority = (read_secret(directory / name) for name in _TLS_FILES)
         token = _optional_text(directory / "join-token", "")
         name = _optional_text(directory / "server-name", SERVER_NAME)
-        return cls(certificate, key, authority, token, name, directory)
+        return cls(certificate, key, authority, token, server_name=name, directory=directory)
 
     @classmethod
     def from_token_file(cls, path: str | os.PathLike[str]) -> Credentials:

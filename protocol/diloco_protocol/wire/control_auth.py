@@ -65,7 +65,11 @@ def sign_call(key: bytes, method: str, body: bytes, time_ms: int | None = None) 
     stamp = time.time_ns() // 1_000_000 if time_ms is None else time_ms
     nonce = secrets.token_bytes(NONCE_BYTES)
     return sync_pb2.SignedCall(
-        method=method, body=body, time_ms=stamp, nonce=nonce, signature=_signature(key, method, body, stamp, nonce)
+        method=method,
+        body=body,
+        time_ms=stamp,
+        nonce=nonce,
+        signature=_signature(key, method, body, stamp, nonce=nonce),
     )
 
 
@@ -117,7 +121,7 @@ def verify_call(key: bytes, call: sync_pb2.SignedCall, nonces: NonceCache, now_m
     The signature is checked first, so that only holders of the key can fill the nonce cache.
     """
     now = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-    expected = _signature(key, call.method, call.body, call.time_ms, call.nonce)
+    expected = _signature(key, call.method, call.body, call.time_ms, nonce=call.nonce)
     if not hmac.compare_digest(expected, call.signature):
         raise CallRefused("wrong signature: the control keys differ")
     if len(call.nonce) != NONCE_BYTES:

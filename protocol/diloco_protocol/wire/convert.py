@@ -147,9 +147,9 @@ def _shape(kind: type) -> _Shape:
         tuple(hints),
         operator.attrgetter(*hints),
         tuple(inward),
-        tuple(outward),
-        frozenset(optional),
-        all(hint == records.Count for hint in hints.values()),
+        outward=tuple(outward),
+        optional=frozenset(optional),
+        counters_only=all(hint == records.Count for hint in hints.values()),
     )
 
 

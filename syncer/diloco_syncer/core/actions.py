@@ -25,7 +25,7 @@ class Actions:
     def record_event(self, kind: EventKind, slot: Slot | None, message: str, **details: object) -> None:
         """Record a transition for people; ``slot`` None: of the job as a whole."""
         index, incarnation = (-1, 0) if slot is None else (slot.index, slot.holder.incarnation)
-        self.add(RecordEvent(kind, index, incarnation, message, dict(details)))
+        self.add(RecordEvent(kind, index, incarnation, message, details=dict(details)))
 
     def drain(self) -> list[Action]:
         """Hand over what was collected, and begin anew."""

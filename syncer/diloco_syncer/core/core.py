@@ -215,7 +215,7 @@ class Core:
         return documents.status_document(self._state, now, shell)
 
     def report(self, now: float, shell: ShellFigures, spec_digest: str, peak_rss_bytes: int) -> Report:
-        return documents.report(self._state, now, shell, spec_digest, peak_rss_bytes)
+        return documents.report(self._state, now, shell, spec_digest, peak_rss_bytes=peak_rss_bytes)
 
     def state(self, now: float, wall: float = 0.0) -> dict[str, Any]:
         """The durable document (JSON). Accepted pushes that are not offers are not in it: their learners still have
@@ -232,7 +232,7 @@ class Core:
     def apply_recovered_version(self, fragment: int, version: int, origin: int, rows: Receipt, epoch: int) -> None:
         """Apply a record of ``epoch``, newer than the state, of a version that came from a learner, which held it in
         epoch ``origin``; call in the order of the records."""
-        receipts.apply_recovered_version(self._state, fragment, version, origin, rows, epoch)
+        receipts.apply_recovered_version(self._state, fragment, version, origin, rows=rows, epoch=epoch)
         self.record_event(EventKind.RECOVERED, f"fragment {fragment} continues from a learner's version {version}")
 
     def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader], epoch: int) -> None:
@@ -358,7 +358,7 @@ class Core:
             raise ev.BadMessage(f"report: {nonsense}")
         slot.holder.heard_at = now
         slot.reported.batches = report.batches
-        if apply_report(self._state, self._actions, slot, report, now):
+        if apply_report(self._state, self._actions, slot, report, now=now):
             slot.holder.ready = True
 
     def _evaluated(self, connection: int, score: Evaluation) -> None:

@@ -61,7 +61,7 @@ class EncodedDelta:
             return self._encoded.view(np.float32)[start:stop]
         first = start - start % codec_kernels.BLOCK
         last = min(stop + -stop % codec_kernels.BLOCK, self.elements)
-        decoded = codec.decode_range(self._encoded, self._encoding, self.elements, first, last)
+        decoded = codec.decode_range(self._encoded, self._encoding, self.elements, first, last=last)
         return decoded[start - first : stop - first]
 
 
@@ -114,7 +114,9 @@ def merge(
         piece = pieces[index]
         span = slice(piece.offset, piece.offset + piece.elements)
         radial = method != "mean" and not piece.mean
-        cancelled[index] = _piece(deltas, piece.offset, weights, radial, out[span], table[index], threads)
+        cancelled[index] = _piece(
+            deltas, piece.offset, weights, radial, out=out[span], squares=table[index], threads=threads
+        )
 
     def ones(first: int, last: int) -> None:
         for index in small[first:last]:
@@ -156,11 +158,11 @@ def _piece(
     vectors = [deltas[m] for m in counted]
     shares = [weights[m] for m in counted] if len(counted) > 1 else [1.0]
     if radial:
-        square = _radial(vectors, offset, shares, np.sqrt(squares[counted]), out, threads)
+        square = _radial(vectors, offset, shares, np.sqrt(squares[counted]), out=out, threads=threads)
         if square is not None:
             squares[-1] = square
             return False
-    squares[-1] = _combine(vectors, offset, [np.float32(share) for share in shares], out, threads)
+    squares[-1] = _combine(vectors, offset, [np.float32(share) for share in shares], out, threads=threads)
     return radial
 
 
@@ -174,7 +176,7 @@ def _radial(
         return 0.0
     factors = [_factor(share * radius, float(norm)) for share, norm in zip(shares, norms, strict=True)]
     # radius may be infinite or NaN here: then so are the norms, and merge refuses the push.
-    length = math.sqrt(_combine(deltas, offset, factors, out, threads))
+    length = math.sqrt(_combine(deltas, offset, factors, out, threads=threads))
     if length < CANCELLED * radius:
         return None
     factor = np.float32(radius / length)

@@ -151,7 +151,7 @@ class GlobalModel:
         assert self.layout is not None
         pieces = self.layout.fragments[action.fragment]
         weights = [r.weight for r in action.responders]
-        merged = merge.merge(pieces, deltas, weights, self._method, squares, threads=self._threads)
+        merged = merge.merge(pieces, deltas, weights, self._method, squares=squares, threads=self._threads)
         if self._method == "isotropic":
             spans = isotropic.find_matrices(self.layout, pieces)
             isotropic.equalize_singular_values(merged.delta, spans, self._threads)
@@ -206,7 +206,7 @@ class GlobalModel:
         if delta is not None and self.delta_encoding is not None:
             made = Payload(self.delta_encoding, delta.nbytes, bulk.checksum(delta))
         payload = Payload(encoding, full.nbytes, bulk.checksum(full))
-        return Broadcast(record.fragment, record.version, full, payload, delta, made)
+        return Broadcast(record.fragment, record.version, full, payload, delta=delta, delta_payload=made)
 
     def publish(self, record: MergeRecord, broadcast: Broadcast, now: float, receipt: bytes = b"") -> None:
         """Put a durable version in force. ``now``: monotonic seconds; ``receipt``: of the version before."""

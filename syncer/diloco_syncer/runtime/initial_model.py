@@ -98,7 +98,7 @@ class InitialModelUpload:
                 return None
             if part == FROZEN:
                 self._frozen_digest = header.initial.digest[:MAX_DIGEST]
-            await self.store_part(connection, attempt, part, fragment, whole)
+            await self.store_part(connection, attempt, part, fragment, data=whole)
             return upload_reply(True)
         except InitialRefused as error:
             self._give_up(connection, str(error))

@@ -112,7 +112,7 @@ class ReceivedPushes:
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()
-        payload = self._held[handle] = Payload(header, delta, squares, norm, None, verdict)
+        payload = self._held[handle] = Payload(header, delta, squares, norm, encoded=None, verdict=verdict)
         if not header.round:
             # Before the core accepts it: from then on a retry is "repeated", and may be told so only
             # when the bytes are durable, however long the verdict waits behind other actions.
@@ -144,7 +144,7 @@ class ReceivedPushes:
         if offer.encoded_bytes != size or offer.squares.shape != (len(layout.fragments[header.fragment]),):
             raise codec.CodecError(f"{offer.encoded_bytes} bytes as {header.encoding}: its fragment has {size}")
         handle = next(self._numbers)
-        self._held[handle] = Payload(header, None, offer.squares, offer.norm, None, None)
+        self._held[handle] = Payload(header, None, offer.squares, offer.norm, encoded=None, verdict=None)
         return handle
 
     def gradients(self, handles: Iterable[int]) -> tuple[list[Delta], list[Float64s]]:

@@ -70,7 +70,7 @@ def slot_links(
             continue
         known, judged = link.known, links.Verdict()
         if carried is not None:
-            judged = links.judge(carried, spec.sync, len(sizes), pace, known)
+            judged = links.judge(carried, spec.sync, len(sizes), pace, measured=known)
         found[slot.index] = SlotLink(
             up_bytes_per_second=known.up,
             down_bytes_per_second=known.down,

@@ -45,7 +45,7 @@ def read_kept_tokens(job: DiLoCoJob, store: Store) -> KeptTokens | None:
     if layout is None or found.core is None:
         return None
     epoch = epoch_of(found.name) + 1
-    core = Core(CoreConfig.from_job(job), found.core["core"], epoch, time.monotonic(), time.time())
+    core = Core(CoreConfig.from_job(job), found.core["core"], epoch, time.monotonic(), wall=time.time())
     if core.ledger is None:
         return None
     offers = _offers(store)
@@ -59,7 +59,7 @@ def read_kept_tokens(job: DiLoCoJob, store: Store) -> KeptTokens | None:
     tokens = core.ledger.totals()
     steps = max((slot.step for slot in core.slots), default=0)
     lost = before.pending - tokens.pending
-    return KeptTokens(tokens, core.ledger.rows(), lost, core.merges, list(core.versions), steps)
+    return KeptTokens(tokens, core.ledger.rows(), lost, core.merges, versions=list(core.versions), steps=steps)
 
 
 def _offers(store: Store) -> list[PushHeader]:

@@ -77,7 +77,7 @@ def measure(world: World, job: Job) -> Carried:
         {name: row[0] / (now - merges) for name, row in grown.items()},
         plan["merge"]["up_bytes"],
         plan["merge"]["down_bytes"],
-        plan["parameters"],
+        parameters=plan["parameters"],
     )
 
 

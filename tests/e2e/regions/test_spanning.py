@@ -45,7 +45,7 @@ def read_links(world: World, job: Job) -> Reading:
     time.sleep(0.6)  # the syncer keeps its pages for up to half a second: the next are of after the kernel's counts
     after, page = reported_bytes(job), job.training()
     steps = {name: sum(row["steps"] for row in page["slots"] if row["region"] == name) for name in (EU, US)}
-    return Reading(before, kernel, after, time.monotonic(), steps, page["merges"])
+    return Reading(before, kernel, after, time.monotonic(), steps=steps, merges=page["merges"])
 
 
 @pytest.mark.promise(

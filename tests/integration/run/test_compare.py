@@ -32,7 +32,13 @@ def train(name: str, folder: Path, chaos: str, seconds: float) -> ArmResult:
     (folder / "corpus.txt").write_text(words)
     overrides = job_overrides([], seconds, 0)
     plan = Comparison(
-        job_file, overrides, read_job_file(job_file, overrides), parse(chaos), seconds, seconds, Pace(STEP, TOKENS)
+        job_file,
+        overrides,
+        read_job_file(job_file, overrides),
+        parse(chaos),
+        seconds=seconds,
+        mtbf_seconds=seconds,
+        pace=Pace(STEP, TOKENS),
     )
     told: list[float] = []
     record = asyncio.run(run_baseline(name, plan, folder / "arm", told.append))

@@ -65,7 +65,7 @@ def test_one_seed_gives_the_same_bits_and_another_does_not(tmp_path: Path, learn
     # 33 steps do not end with a merge, so that the last offers are part of it; tokens are shared out.
     stop = "steps: 33" if learners == 1 else f"tokens: {3 * 33 * 128 - 5}"
     # The wider model of three has fragments that are large enough for the syncer's pooled memory.
-    first = weights(tmp_path, "a", learners, 7, stop)
-    assert weights(tmp_path, "b", learners, 7, stop) == first
+    first = weights(tmp_path, "a", learners, 7, stop=stop)
+    assert weights(tmp_path, "b", learners, 7, stop=stop) == first
     if learners == 1:
-        assert weights(tmp_path, "c", learners, 8, stop) != first
+        assert weights(tmp_path, "c", learners, 8, stop=stop) != first

@@ -70,7 +70,7 @@ def at_once(work: Callable[[int], object], times: int) -> list[object]:
 
 
 def record(version: int, epoch: int) -> MergeRecord:
-    return MergeRecord("j", epoch, 0, version, np.full(3, version, np.float32), number=version)
+    return MergeRecord("j", epoch, 0, version, theta=np.full(3, version, np.float32), number=version)
 
 
 def test_objects_are_whole_or_absent(where: str) -> None:

@@ -193,7 +193,7 @@ def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing(
             return [push.plan.sequence for push in pushes[before:]]
 
         def answer(sequence: int, accepted: bool | None) -> None:
-            inbox.put(PushAnswered(0, sequence, accepted, "", ""))
+            inbox.put(PushAnswered(0, sequence, accepted, "", message=""))
 
         trainer.train_until(lambda: learner.step >= 2, "the first steps")
         assert pull(7) == [1]

@@ -161,10 +161,10 @@ def test_the_built_in_trainers_step_never_waits_for_the_device(gpu: torch.device
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(0, 256, (6, 8))
     batch = {"input_ids": ids, "labels": ids.clone()}
-    trainer.step(model, optimizer, batch, 3, 1.0, torch.bfloat16)  # libraries are loaded
+    trainer.step(model, optimizer, batch, 3, clip_norm=1.0, dtype=torch.bfloat16)  # libraries are loaded
     with no_waiting():
         keep_busy(gpu)
-        trainer.step(model, optimizer, batch, 3, 1.0, torch.bfloat16)
+        trainer.step(model, optimizer, batch, 3, clip_norm=1.0, dtype=torch.bfloat16)
 
 
 def test_a_donor_without_memory_declines_and_trains_on(gpu: torch.device, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,10 +179,10 @@ def test_a_donor_without_memory_declines_and_trains_on(gpu: torch.device, caplog
     step()
     declined: list[int] = []
     client: Any = SimpleNamespace(decline_state=declined.append)
-    checkpoint = SlotCheckpoint(None, "a", "d", 60.0, 1 << 30)
+    checkpoint = SlotCheckpoint(None, "a", "d", 60.0, limit=1 << 30)
     adoption = Adoption(AdoptionConfig(0, 4, 1))
     adoption.on_step(1, 0.1)
-    handover = OptimizerHandover(inner, adoption, client, checkpoint, 10, lambda step: None)
+    handover = OptimizerHandover(inner, adoption, client, checkpoint, warm_up=10, on_fresh=lambda step: None)
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(gpu)
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(gpu) + (16 << 20)) / total, gpu)

@@ -49,7 +49,7 @@ def test_a_figure_is_shown_beside_its_baseline(capsys: pytest.CaptureFixture[str
     (printed,) = json.loads(capsys.readouterr().out)["rows"]
     assert (printed["name"], printed["against"]) == ("ours", "theirs")
     assert min(printed["value"], printed["baseline"], printed["ratio"]) > 0
-    common.show([common.Row("held", 7.0, "B", "the bound", 8.0, 0.875)], as_json=False)
+    common.show([common.Row("held", 7.0, "B", "the bound", baseline=8.0, ratio=0.875)], as_json=False)
     assert "0.88 x the bound (8)" in capsys.readouterr().out
 
 

@@ -16,7 +16,9 @@ from paced_runs import Found, StatusWatch
 
 
 def found(last: tuple[float, float, float], joined: float | None = None) -> Found:
-    return Found(0.9, last[1] / last[0], last[2], {"whole": 0.75, "half": 0.25}, [(0, 0, 6.0), last], joined)
+    return Found(
+        0.9, last[1] / last[0], last[2], {"whole": 0.75, "half": 0.25}, curve=[(0, 0, 6.0), last], joined=joined
+    )
 
 
 def test_a_curve_goes_as_far_as_all_seeds_do_with_the_least_and_the_greatest() -> None:

@@ -81,7 +81,7 @@ def test_bytes_pass_both_links_no_faster_than_they_carry(latency: float) -> None
             asking.sendall(json.dumps({"near": "0", "far": "1", "target": at}).encode() + b"\n")
             address = asking.makefile().readline().strip()
         begun = time.monotonic()
-        assert exchange(relays, address, target, b"x" * count, b"yes") == b"yes"
+        assert exchange(relays, address, target, b"x" * count, answer=b"yes") == b"yes"
         assert time.monotonic() - begun >= count / 400_000 - BURST_SECONDS + 2 * latency
     assert (near.carried.up, near.carried.down) == (far.carried.down, far.carried.up) == (count, 3)
 

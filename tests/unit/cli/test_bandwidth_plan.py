@@ -160,7 +160,7 @@ def test_a_layout_tells_the_size_of_a_program_of_ones_own(tmp_path: Path) -> Non
     job = EXAMPLES / "custom-loop.yaml"
     tensors = {"body": np.zeros((3000, 10), np.float32), "head": np.zeros((500, 10), np.float32)}
     layout = Layout.build([Tensor(name, values.shape, "float32") for name, values in tensors.items()], 2)
-    write_tensors("own", layout, tensors, [1, 1], tmp_path / "out")
+    write_tensors("own", layout, tensors, [1, 1], out=tmp_path / "out")
     found = planned(job, "--step-seconds", "1", "--layout", str(tmp_path / "out"))
     assert found["parameters"] == 35_000 and found["fragments"] == 8, "the tensors are the layout's, P is the job's"
     assert found == planned(job, "--step-seconds", "1", "--layout", str(tmp_path / "out" / "layout.json"))

@@ -242,7 +242,7 @@ def test_a_certificate_that_names_no_job_is_not_renewed(pki: Path, tmp_path: Pat
 def test_a_leaf_never_outlives_its_authority_and_an_expired_one_signs_nothing() -> None:
     authority = new_authority("short", NOW, 10)
     names = [name("ns", "tiny", "learner", "eu-1")]
-    leaf = describe(issue(authority, names, (), NOW, 90).certificate)
+    leaf = describe(issue(authority, names, (), NOW, days=90).certificate)
     assert leaf.not_after == describe(authority.certificate).not_after and leaf.days_left(NOW) == 10
     with pytest.raises(CertificateError, match="has expired"):
         issue(authority, names, (), NOW + datetime.timedelta(days=11))

@@ -25,7 +25,7 @@ LAYOUT = Layout.build([Tensor(name, (50, 2), "bfloat16") for name in TENSORS], 2
 
 @pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
 def test_parameters_and_layout_are_written_whole(tmp_path: Path) -> None:
-    write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "out")
+    write_tensors("j", LAYOUT, TENSORS, [3, 4], out=tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["layout.json", "model.safetensors"]
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert loaded.keys() == TENSORS.keys()
@@ -33,12 +33,12 @@ def test_parameters_and_layout_are_written_whole(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[name], values)
     assert Layout.from_json((tmp_path / "out" / "layout.json").read_text()) == LAYOUT
     with pytest.raises(FileExistsError, match="exists already: name a new directory"):
-        write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "out")
+        write_tensors("j", LAYOUT, TENSORS, [3, 4], out=tmp_path / "out")
 
 
 @pytest.mark.promise("A job with its own loop can be exported, in shards if it is large, whole or not at all")
 def test_a_large_model_is_written_in_shards_with_their_index(tmp_path: Path) -> None:
-    write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path, shard_bytes=800)
+    write_tensors("j", LAYOUT, TENSORS, [3, 4], out=tmp_path, shard_bytes=800)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 1200
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -50,12 +50,12 @@ def test_a_large_model_is_written_in_shards_with_their_index(tmp_path: Path) -> 
 def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
     wrong = {**TENSORS, "d": np.array(["text"])}
     with pytest.raises(SafetensorError, match="dtype"):
-        write_tensors("j", LAYOUT, wrong, [3, 4], tmp_path / "out")
+        write_tensors("j", LAYOUT, wrong, [3, 4], out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_runs_directory_is_told_by_what_it_is(tmp_path: Path) -> None:
-    write_tensors("j", LAYOUT, TENSORS, [3, 4], tmp_path / "model")
+    write_tensors("j", LAYOUT, TENSORS, [3, 4], out=tmp_path / "model")
     with pytest.raises(CommandError, match=r"is an export already: load model\.safetensors"):
         read_merged(str(tmp_path / "model"))
     with pytest.raises(WorkerError, match="is an export already"):

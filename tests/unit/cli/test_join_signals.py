@@ -55,7 +55,7 @@ def joined(folder: Path, program: str, told: Callable[[], None]) -> int:
     (folder / "program.py").write_text(program)
     (folder / "job.yaml").write_text(JOB)
     options = JoinOptions("127.0.0.1:1", job=folder / "job.yaml")
-    process = joining._LearnerProcess(parse_job(JOB), Workdir(folder), options, "local", 1)
+    process = joining._LearnerProcess(parse_job(JOB), Workdir(folder), options, "local", place=1)
 
     def tell() -> None:
         wait_until((folder / "ready").exists)

@@ -158,7 +158,7 @@ def test_without_certificates_a_served_job_has_a_join_token(tmp_path: Path) -> N
         (ServeOptions("127.0.0.1:0"), ["--join-token-file", str(workdir.join_token)]),
         (ServeOptions("127.0.0.1:0", pki), ["--credentials", str(pki)]),
     ):
-        assert syncer_command(workdir, "a:1", "a:2", "a:3", serving)[-2:] == options
+        assert syncer_command(workdir, "a:1", "a:2", "a:3", serving=serving)[-2:] == options
 
 
 def test_a_serving_machine_runs_the_evaluator_at_most() -> None:

@@ -228,13 +228,13 @@ def test_when_it_is_worth_asking_why() -> None:
     assert names({}, pod("a", "learner", phase="Pending", born=20.0)) == ["a"]
     assert names({}, pod("a", "learner", phase="Pending", born=3.0)) == []
     assert names({}, pod("a", "learner", phase="Pending", born=20.0, ending=True)) == []
-    assert names(child("StatefulSet", "s", 60, {"replicas": 2}, {}), owned) == ["s"]
-    assert names(child("StatefulSet", "s", 60, {"replicas": 1}, {}), owned) == []
-    assert names(child("StatefulSet", "s", 3, {"replicas": 2}, {}), owned) == []
-    assert names(child("Deployment", "d", 60, {"replicas": 1}, {})) == ["d"]
-    assert names(child("Deployment", "d", 60, {"replicas": 0}, {})) == []
-    assert names(child("PersistentVolumeClaim", "c", 60, {}, {"phase": "Pending"})) == ["c"]
-    assert names(child("PersistentVolumeClaim", "c", 60, {}, {"phase": "Bound"})) == []
+    assert names(child("StatefulSet", "s", 60, {"replicas": 2}, status={}), owned) == ["s"]
+    assert names(child("StatefulSet", "s", 60, {"replicas": 1}, status={}), owned) == []
+    assert names(child("StatefulSet", "s", 3, {"replicas": 2}, status={}), owned) == []
+    assert names(child("Deployment", "d", 60, {"replicas": 1}, status={})) == ["d"]
+    assert names(child("Deployment", "d", 60, {"replicas": 0}, status={})) == []
+    assert names(child("PersistentVolumeClaim", "c", 60, {}, status={"phase": "Pending"})) == ["c"]
+    assert names(child("PersistentVolumeClaim", "c", 60, {}, status={"phase": "Bound"})) == []
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_when_it_is_worth_asking_why() -> None:
 def test_an_events_time_however_it_is_told(times: dict[str, Any], when: float) -> None:
     about = {"kind": "Pod", "name": "p", "uid": "u"}
     found = _cluster_event({"involvedObject": about, "reason": "FailedMount", "message": "x" * 5000, **times})
-    assert found == (ClusterEvent("Pod", "p", "FailedMount", "x" * 1000, when), "u")
+    assert found == (ClusterEvent("Pod", "p", "FailedMount", "x" * 1000, time=when), "u")
 
 
 def test_an_event_that_is_none() -> None:

@@ -357,7 +357,7 @@ def render_when_the_generation_changes(patch: Patch) -> None:
             return before[1], origin
         now = manifests.origin_of(view.job, view.here, ref, view.settings.release)
         images = desired.job_release(view).images
-        return manifests.render_pod_holder(view.job, view.here, ref, images, view.settings), now
+        return manifests.render_pod_holder(view.job, view.here, ref, images, settings=view.settings), now
 
     patch.setattr(desired, "_render", render)
 

@@ -45,7 +45,9 @@ class Both:
     def _process(self, name: str, region: str, ordinal: int) -> Process:
         role = "learner" if region else "syncer"
         node = Node("hub", "n0")
-        return Process(name, role, name, name, region, ordinal, node, {"spec": SPEC}, self.now)
+        return Process(
+            name, role, name, name, region=region, ordinal=ordinal, node=node, job={"spec": SPEC}, started=self.now
+        )
 
     def later(self, seconds: float) -> None:
         """Time passes; whoever works is heard."""

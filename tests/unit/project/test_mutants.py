@@ -127,7 +127,7 @@ def test_a_result_holds_as_long_as_what_it_is_of(project: Path) -> None:
     rows = []
     for name, caught in (("least", True), ("same", False)):
         own, tests = mutants.own_digest(project, table[name]), mutants.tests_digest(project, table[name], caught)
-        rows.append(mutants.Result(name, caught, "it", 1.0, own, tests))
+        rows.append(mutants.Result(name, caught, "it", 1.0, digest=own, tests_digest=tests))
     lines = [json.dumps(vars(row)) + "\n" for row in rows]
     (project / mutants.WORK / "results.jsonl").write_text("".join(lines))
     assert known() == {"least", "same"}
@@ -143,7 +143,9 @@ def test_a_result_holds_as_long_as_what_it_is_of(project: Path) -> None:
 
 def test_the_test_that_noticed_a_mutant_is_tried_first_in_a_later_code(project: Path) -> None:
     def noticers(*by: str) -> dict[str, str]:
-        rows = [mutants.Result("least", True, one, 1.0, "of another code", "likewise") for one in by]
+        rows = [
+            mutants.Result("least", True, one, 1.0, digest="of another code", tests_digest="likewise") for one in by
+        ]
         (project / mutants.WORK).mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(vars(row)) + "\n" for row in rows)
         (project / mutants.WORK / "results.jsonl").write_text(text + '{"name": "most", "cau')

@@ -17,7 +17,7 @@ PART = Part("site", "make site", "the site")
 
 
 def outcome(part: str = "site", code: str = "c1", passed: int = 1, failed: int = 0) -> Outcome:
-    return Outcome(part, "0123abcd", code, 60, passed, failed)
+    return Outcome(part, "0123abcd", code, 60, passed=passed, failed=failed)
 
 
 def test_a_part_is_due_until_it_has_passed_on_this_code() -> None:
@@ -42,8 +42,8 @@ def test_a_part_is_due_until_it_has_passed_on_this_code() -> None:
     ],
 )
 def test_what_is_counted(status: int, output: str, passed: int, failed: int) -> None:
-    assert nightly.judge(PART, status, output, 61.4, "0123abcd", "c1") == Outcome(
-        "site", "0123abcd", "c1", 61, passed, failed
+    assert nightly.judge(PART, status, output, 61.4, commit="0123abcd", code="c1") == Outcome(
+        "site", "0123abcd", "c1", 61, passed=passed, failed=failed
     )
 
 

@@ -85,7 +85,10 @@ def test_dilocos_own_settings_are_worse() -> None:
     ],
 )
 def test_a_difference_in_words(ratio: float, interval: float | None, said: str) -> None:
-    assert quality_words.words(TrialRow("", 1.0, "nats", None, 1.0, ratio, interval, 5)) == said
+    assert (
+        quality_words.words(TrialRow("", 1.0, "nats", None, baseline=1.0, ratio=ratio, interval=interval, seeds=5))
+        == said
+    )
 
 
 def test_no_page_says_that_the_paper_prints_dilocos_settings() -> None:

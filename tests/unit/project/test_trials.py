@@ -404,7 +404,9 @@ def test_each_group_of_ablations_has_its_default_as_an_arm() -> None:
             continue  # sparse pushes beside what SparseLoCo merges so, and rules of adoption where exchanges are long
         # At the rate 1.4 its job is that of a file that names nothing.
         settings = (default.at(1.4).sync, {})
-        named, silent = (tasks.make_job("dense", "small", default.trial.learners, 10, 0, sync) for sync in settings)
+        named, silent = (
+            tasks.make_job("dense", "small", default.trial.learners, 10, seed=0, sync=sync) for sync in settings
+        )
         assert choose_merge(named.spec, 100_000) == choose_merge(silent.spec, 100_000)
         settled = {"outer": True, "merge": {"method"}}
         assert named.spec.sync.model_dump(exclude=settled) == silent.spec.sync.model_dump(exclude=settled)
@@ -420,7 +422,7 @@ def test_many_learners_at_once_have_the_losses_and_gradients_of_transformers_mod
     from diloco_worker.training import models as real
     from trials import fleet, models, tasks
 
-    job = tasks.make_job(kind, "small", 4, 10, 0, {})
+    job = tasks.make_job(kind, "small", 4, 10, seed=0, sync={})
     learners = fleet.Fleet(kind, "small", job, 4)
     rows = [learners.open_row() for _ in range(4)]
     data = tasks.TrialData(kind, "small", 0)

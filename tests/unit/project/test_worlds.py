@@ -91,7 +91,7 @@ def test_every_setting_has_recorded_seeds() -> None:
 
 
 def test_a_world_that_fails_says_how_to_repeat_it(capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = Outcome(CASE, 5, 0.1, "AssertionError: lost", ("12.0 a step",))
+    outcome = Outcome(CASE, 5, 0.1, "AssertionError: lost", trace=("12.0 a step",))
     worlds.tell_failure(Verdict.RED, outcome, "abc")
     told = capsys.readouterr().out
     command = "tests/worlds.py --simulation core --setting HARSH --seed 61 --with '{\"fragments\": 1}'"

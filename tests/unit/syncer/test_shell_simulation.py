@@ -211,7 +211,7 @@ def test_the_store_in_memory_does_what_a_directory_does(tmp_path: Path) -> None:
     """Called outside of a job it takes no time and never fails; its promises are those of every store."""
     rng = random.Random(0)
     created: list[str] = []
-    memory = MemoryStore({}, rng, 0.0, 0.0, [0.0, 0.0], lambda objects, name: created.append(name))
+    memory = MemoryStore({}, rng, 0.0, 0.0, out=[0.0, 0.0], on_change=lambda objects, name: created.append(name))
     directory = DirectoryStore(tmp_path)
     names = ["epochs/1", "epochs/2", "state/a.json", "records/f.rec"]
     calls: list[Callable[[Store, str, bytes], object]] = [

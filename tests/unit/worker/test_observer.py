@@ -30,7 +30,16 @@ JOB = {
 
 
 def version(epoch: int, number: int, tokens: int, progress: float) -> Announcement:
-    return Announcement(0, epoch, number, Payload("float32", 40, 1), 0, 0, job_tokens=tokens, progress=progress)
+    return Announcement(
+        0,
+        epoch,
+        number,
+        Payload("float32", 40, 1),
+        merged_sequence=0,
+        merged_version=0,
+        job_tokens=tokens,
+        progress=progress,
+    )
 
 
 @pytest.mark.promise("An evaluator's scores count after the store lost data")

@@ -42,9 +42,9 @@ def load(
     fraction = spec.training.evaluation.fraction if spec.training.evaluation is not None else 0.0
     found: Dataset
     if data.source == "text":
-        found = text.load(data, fraction, held_out, directory, cache_directory)
+        found = text.load(data, fraction, held_out, directory, cache_directory=cache_directory)
     elif data.source == "datasets":
-        found = hf_hub.load(data, fraction, held_out, directory, cache_directory)
+        found = hf_hub.load(data, fraction, held_out, directory, cache_directory=cache_directory)
     else:
         found = python.load(data, held_out, directory)
     check(spec, found, held_out)

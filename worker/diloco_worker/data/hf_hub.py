@@ -65,13 +65,22 @@ def load(
     Raises JobError naming the field if the library, the data set, the split or the column is not there."""
     if _is_text_file(data, directory):
         assert data.name is not None  # a rule of the job spec
-        return of_paths(data, [data.name], fraction, held_out, directory, cache_directory, NAME, data.name)
+        return of_paths(
+            data,
+            [data.name],
+            fraction,
+            held_out,
+            directory=directory,
+            cache_directory=cache_directory,
+            named=NAME,
+            value=data.name,
+        )
     table = _table(data, directory)
     names = list(table.column_names)
     if len(table) == 0:
         raise job_error(NAME, data.name, f"its split {data.split} has no rows")
     if data.text_field in names:
-        return _text(data, table, fraction, held_out, cache_directory)
+        return _text(data, table, fraction, held_out, cache_directory=cache_directory)
     for columns in (("input_ids", "labels"), ("input_ids",), ("pixel_values", "labels")):
         if set(columns) <= set(names):
             return Rows(table, columns, Part.of(len(table), fraction, held_out))
@@ -155,7 +164,17 @@ def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_dir
     # The fingerprint covers where the table came from and what was done to it.
     origin = ["datasets", words.identity, data.name, data.subset, data.split, table._fingerprint, data.text_field]
     unread = Found(records=len(column))
-    return pack(produce, origin, data, fraction, held_out, cache_directory, NAME, data.name, unread)
+    return pack(
+        produce,
+        origin,
+        data,
+        fraction,
+        held_out=held_out,
+        cache_directory=cache_directory,
+        named=NAME,
+        value=data.name,
+        unread=unread,
+    )
 
 
 def _tensor(value: Any) -> torch.Tensor:

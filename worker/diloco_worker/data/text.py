@@ -139,7 +139,16 @@ def load(
 
     ``fraction`` of them is held out (split.py). Raises JobError naming the field."""
     where = "spec.training.data.paths"
-    return of_paths(data, data.paths, fraction, held_out, directory, cache_directory, where, data.paths)
+    return of_paths(
+        data,
+        data.paths,
+        fraction,
+        held_out,
+        directory=directory,
+        cache_directory=cache_directory,
+        named=where,
+        value=data.paths,
+    )
 
 
 def of_paths(
@@ -164,7 +173,17 @@ def of_paths(
 
     origin: list[object] = ["text", words.identity, [_origin(d, data.text_field) for d in listed]]
     plain = Found(files=len(listed))
-    return pack(produce, origin, data, fraction, held_out, cache_directory, named, value, plain)
+    return pack(
+        produce,
+        origin,
+        data,
+        fraction,
+        held_out=held_out,
+        cache_directory=cache_directory,
+        named=named,
+        value=value,
+        unread=plain,
+    )
 
 
 def _origin(document: Document, text_field: str) -> tuple[object, ...]:

@@ -67,7 +67,14 @@ class SyncerClient:
         self._begin_thread = begin_thread
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="diloco-codec", initializer=begin_thread)
         self._connection = SyncerConnection(
-            settings, layout, inbox, self._executor, to_vector, eager, idle, status or ConnectionStatus()
+            settings,
+            layout,
+            inbox,
+            self._executor,
+            to_vector=to_vector,
+            eager=eager,
+            idle=idle,
+            status=status or ConnectionStatus(),
         )
         self._lease_numbers = itertools.count()
         self._loop = asyncio.new_event_loop()

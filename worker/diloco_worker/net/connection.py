@@ -99,7 +99,9 @@ class SyncerConnection:
         self._idle = idle
         self._digests = immutable_digests(settings.job)
         self._cache = FragmentCache(len(layout))
-        self._context = TransferContext(layout, inbox, self.outbox, self._cache, self.feedback, to_vector, eager)
+        self._context = TransferContext(
+            layout, inbox, self.outbox, self._cache, feedback=self.feedback, to_vector=to_vector, eager=eager
+        )
         # What the syncer has said of this process; it outlives sessions.
         self._incarnation = 0
         self._tenure = 0  # the incarnation under which the newest tenure began, over or not
@@ -209,13 +211,15 @@ class SyncerConnection:
             metadata,
             settings.job.metadata.name,
             settings.process,
-            self._executor,
-            self.counts,
-            self.probe.up,
-            self.probe.down,
+            executor=self._executor,
+            counts=self.counts,
+            up=self.probe.up,
+            down=self.probe.down,
         )
         encoding = self._syncer_settings.sync.compression.up
-        self._transfers = Transfers(self._context, bulk_channels, encoding, self._spawn, session.end, pinned)
+        self._transfers = Transfers(
+            self._context, bulk_channels, encoding, self._spawn, end_session=session.end, pinned_server=pinned
+        )
         self.outbox.begin_session()
         self._session = session
         self.connected = True

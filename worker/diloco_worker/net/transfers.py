@@ -78,7 +78,7 @@ class Push:
 
     def answered(self, accepted: bool | None, reason: str, message: str) -> PushAnswered:
         """The answer to this push. ``accepted`` None: none came."""
-        return PushAnswered(self.plan.fragment, self.plan.sequence, accepted, reason, message)
+        return PushAnswered(self.plan.fragment, self.plan.sequence, accepted, reason, message=message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ def origin_of(data: Any) -> Origin | None:
                 len(rows) <= MAX_FRAGMENTS and trained >= 0
             ):
                 versions = tuple((int(epoch), int(version)) for epoch, version in rows)
-                return Origin(job, layout, step, versions, trained)
+                return Origin(job, layout, step, versions, trained=trained)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StateRefused("its origin cannot be read") from error
     raise StateRefused("its origin cannot be read")

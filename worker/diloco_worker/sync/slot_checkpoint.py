@@ -57,7 +57,7 @@ class SlotCheckpoint:
     def origin(self, step: int, versions: Sequence[tuple[int, int]], trained: int) -> Origin:
         """The origin of a state made at this slot step, on these (epoch, version) per fragment, ``trained`` steps after
         it began fresh."""
-        return Origin(self._job, self._layout, step, tuple(versions), trained)
+        return Origin(self._job, self._layout, step, tuple(versions), trained=trained)
 
     @property
     def due(self) -> bool:

@@ -112,7 +112,9 @@ class Synchronizer:
         self._stopping = stopping
         self._deterministic = DeterministicMode(self.adoption) if spec.sync.deterministic else None
         self._frozen = FrozenParameters(model, client)
-        self._handover = OptimizerHandover(inner, self.adoption, client, checkpoint, warm_up, self.rewarm.begin)
+        self._handover = OptimizerHandover(
+            inner, self.adoption, client, checkpoint, warm_up=warm_up, on_fresh=self.rewarm.begin
+        )
         self._draining = False
         self._offered: dict[int, Push] = {}  # per fragment, the offer that was sent and not refused
         self._bases: list[Vector | None] = [None] * len(layout)
@@ -171,7 +173,7 @@ class Synchronizer:
     @property
     def progress(self) -> float:
         """How near the job is to its stop, 0 to 1."""
-        return job_progress(self.spec, self.learners, self.adoption.now.step, self.tokens, self._progress_heard)
+        return job_progress(self.spec, self.learners, self.adoption.now.step, self.tokens, heard=self._progress_heard)
 
     @property
     def must_stop(self) -> bool:

@@ -151,7 +151,7 @@ class _Evaluator:
             if not started:
                 started = True
                 if observer.sum_versions > 0:  # a job that has recorded it ignores it
-                    self._report(observer, initial, 0, 0, False)
+                    self._report(observer, initial, 0, 0, final=False)
             if observer.refreshing:
                 continue
             if observer.evaluating:
@@ -173,7 +173,7 @@ class _Evaluator:
         """Score the model as it is, and report it."""
         tokens, merges, started = observer.job_tokens, observer.sum_versions, time.monotonic()
         loss = self._loss(observer.report_progress) if final else self._loss()
-        self._report(observer, loss, tokens, merges, final, time.monotonic() - started)
+        self._report(observer, loss, tokens, merges, final=final, seconds=time.monotonic() - started)
         return loss
 
     def _report(

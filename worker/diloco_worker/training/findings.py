@@ -53,7 +53,7 @@ class JobFindings:
             tuple(Problem(**one) for one in found["here"]),
             tuple(found["unchecked"]),
             None if model is None else ModelFacts(**{**model, "fragments": tuple(model["fragments"])}),
-            found["device"],
-            found["step_tokens"],
-            found["steps"],
+            device=found["device"],
+            step_tokens=found["step_tokens"],
+            steps=found["steps"],
         )

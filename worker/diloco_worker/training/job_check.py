@@ -52,7 +52,7 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
         facts, tokens = _tried(lambda: _facts(spec, built), wrong), _step_tokens(spec, built)
     steps = None if tokens is None else total_steps(spec.training.stop, 1, tokens)
     kind = "" if where is None else where.type
-    return JobFindings(tuple(wrong), tuple(here), tuple(unchecked), facts, kind, tokens, steps)
+    return JobFindings(tuple(wrong), tuple(here), tuple(unchecked), facts, device=kind, step_tokens=tokens, steps=steps)
 
 
 def main() -> int:
@@ -137,8 +137,8 @@ def _facts(spec: JobSpec, model: nn.Module) -> ModelFacts:
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
         sum(p.numel() * p.element_size() for p in parameters),
-        tuple(layout.elements(p) for p in range(len(layout))),
-        layout.note,
+        fragments=tuple(layout.elements(p) for p in range(len(layout))),
+        note=layout.note,
     )
 
 

@@ -64,7 +64,12 @@ def train(job: DiLoCoJob) -> int:
             torch.manual_seed(learner.seed)
             pace.begin()
             nats = step(
-                model, optimizer, batch, spec.training.batch.accumulation, spec.training.optimizer.clip_norm, dtype
+                model,
+                optimizer,
+                batch,
+                spec.training.batch.accumulation,
+                clip_norm=spec.training.optimizer.clip_norm,
+                dtype=dtype,
             )
             pace.end()
             learner.after_step(tokens=tokens, loss=nats, lr=rate)

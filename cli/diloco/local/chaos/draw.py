@@ -47,7 +47,7 @@ def draw_faults(options: DrawOptions, kills_alone: bool) -> tuple[str, tuple[Fau
         elif kills_alone:
             schedule = draw_kills(options.seed, learners, options.mtbf, seconds)
         else:
-            schedule = draw_schedule(options.seed, learners, options.mtbf, repair, seconds)
+            schedule = draw_schedule(options.seed, learners, options.mtbf, repair, seconds=seconds)
     except ValueError as error:  # ChaosError is one
         raise CommandError(str(error)) from error
     return job.metadata.name, schedule

@@ -131,9 +131,9 @@ class Injector:
             self.view.elapsed,
             fault.action,
             name,
-            None if slot is None else slot.slot,
-            0 if slot is None else slot.incarnation,
-            fault.duration,
+            slot=None if slot is None else slot.slot,
+            incarnation=0 if slot is None else slot.incarnation,
+            duration=fault.duration,
         )
         if fault.action == "cut":
             for link in self.links.values() if name == "syncer" else [self.links[name]]:

@@ -44,7 +44,7 @@ def draw_schedule(
     actions = [field.name for field in fields(mixture)]
     shares = np.array([getattr(mixture, action) for action in actions], dtype=np.float64)
     items = []
-    for failure in draw_failures(random, learners, mtbf, repairs, seconds):
+    for failure in draw_failures(random, learners, mtbf, repairs, until=seconds):
         action = actions[int(random.choice(len(actions), p=shares / shares.sum()))]
         lasting = max(SHORTEST_SECONDS, failure.repair)
         word = f"slow({SLOW_SPEED:g})" if action == "slow" else action
@@ -56,7 +56,7 @@ def draw_kills(seed: int, learners: int, mtbf: float, seconds: float) -> tuple[F
     """Kills alone, for processes that somebody else starts again. Raises ValueError."""
     random = np.random.default_rng(seed)
     at_once = RepairTimes.with_mean(SHORTEST_SECONDS, SHAPE, POWER)
-    failures = draw_failures(random, learners, mtbf, at_once, seconds)
+    failures = draw_failures(random, learners, mtbf, at_once, until=seconds)
     return parse(",".join(f"{failure.at:.3f}s:kill:learner-{failure.unit}" for failure in failures))
 
 

@@ -186,7 +186,17 @@ def _item(item: str, index: int) -> Fault:
         raise _error(index, item, f"{action} takes no duration; write {time}:{action}:{target}")
     learner = int(named[1]) if named is not None and named[1] is not None else None
     name = target if named is None and target != "syncer" else ""
-    return Fault(item, action, after_seconds, at_step, target == "syncer", learner, duration, speed, name)
+    return Fault(
+        item,
+        action,
+        after_seconds,
+        at_step,
+        syncer=target == "syncer",
+        learner=learner,
+        duration=duration,
+        speed=speed,
+        name=name,
+    )
 
 
 def _action(text: str, item: str, index: int) -> tuple[str, float]:

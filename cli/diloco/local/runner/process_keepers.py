@@ -88,7 +88,7 @@ class SyncerKeeper:
 
     async def _start(self) -> Process:
         ports = self.ports
-        command = syncer_command(self.workdir, ports.sync, ports.control, ports.http, self.serving)
+        command = syncer_command(self.workdir, ports.sync, ports.control, ports.http, serving=self.serving)
         env = syncer_environment(self.environment, os.environ)
         self.errors.begin("syncer")
         return await Child.start("syncer", command, env, self.workdir.log("syncer"))

@@ -47,7 +47,7 @@ def count_error(view: View, place: str, error: str) -> None:
     times = memory.errors.add(place, error)
     if times >= SAME_ERRORS:
         pod = view.learners.get(place)
-        memory.repeated_error = RepeatedError(place, times, error, view.now, "" if pod is None else pod.process)
+        memory.repeated_error = RepeatedError(place, times, error, view.now, process="" if pod is None else pod.process)
 
 
 def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | None:

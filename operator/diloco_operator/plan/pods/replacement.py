@@ -119,7 +119,7 @@ def _track_place(view: View, place: str, pod: Pod | None, out: PodChanges) -> No
     """Compare the pod of a place with its snapshot of the last turn, and take a new one."""
     before = view.memory.snapshots.get(place)
     if before is not None and (pod is None or pod.uid != before.uid):
-        _handle_gone_pod(view, place, before, pod, out)
+        _handle_gone_pod(view, place, before, pod, out=out)
         before = None
     if pod is None:
         return
@@ -172,7 +172,7 @@ def _snapshot(view: View, pod: Pod) -> PodSnapshot:
     slot = view.slot_of(pod)
     process = slot.process if slot is not None else ""
     joined = view.is_listed(pod.process) or (before is not None and before.uid == pod.uid and before.joined)
-    return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause, process, joined)
+    return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause=cause, process=process, joined=joined)
 
 
 def _never_joined(view: View, pod: Pod, before: PodSnapshot) -> bool:

@@ -110,7 +110,7 @@ class LeaseBook:
             self._order = (data_epoch, order_blocks(self.seed, data_epoch, self.blocks))
         block = self._order[1][place]
         end = min(self.block_size, self.sequences - block * self.block_size)  # the last block may be short
-        return self.grant(OpenLease(slot, data_epoch, block, 0, end))
+        return self.grant(OpenLease(slot, data_epoch, block, 0, end=end))
 
     def grant(self, held: OpenLease) -> Lease:
         """Lease a block, or what is left of one, under a new number."""
@@ -120,7 +120,7 @@ class LeaseBook:
         return self._as_grant(lease, held)
 
     def _as_grant(self, lease: int, held: OpenLease) -> Lease:
-        return Lease(lease, held.data_epoch, held.block, held.position, held.end, self.block_size)
+        return Lease(lease, held.data_epoch, held.block, held.position, end=held.end, block_size=self.block_size)
 
     def grant_lease(self, slot: int, lost: Collection[int] = ()) -> Lease:
         """One more block for the slot. ``lost``: slots without a process."""

@@ -244,8 +244,8 @@ class RoundBook:
                     self.rules.grace_cap,
                     self.rules.overlap,
                     self.step_seconds.value,
-                    self.quorum_seconds.value,
-                    self.sync_seconds,
+                    quorum=self.quorum_seconds.value,
+                    sync=self.sync_seconds,
                 )
         return replaced
 

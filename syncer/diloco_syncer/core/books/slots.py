@@ -386,7 +386,9 @@ class SlotTable:
         self.next_incarnation += 1
         slot.incarnations += 1
         slot.state = SlotState.ACTIVE
-        slot.holder = Holder(join.process, join.region, join.ordinal, incarnation, join.connection, now)
+        slot.holder = Holder(
+            join.process, join.region, join.ordinal, incarnation, connection=join.connection, heard_at=now
+        )
         self.seen_regions.add(join.region)
         return incarnation
 

@@ -250,7 +250,9 @@ class Admission:
         self.initial_model.offer(slot, now)
         leases = state.leases.leases_of(slot.index) if state.leases else ()
         tokens = state.ledger.trained(slot.index) if state.ledger else 0
-        seat = Seat(slot.index, incarnation, continuing, slot.step, tokens, leases, slot.tenure)
+        seat = Seat(
+            slot.index, incarnation, continuing, slot.step, slot_tokens=tokens, leases=leases, tenure=slot.tenure
+        )
         self.actions.add(ev.Persist())
         if promote:
             self.actions.add(ev.Promote(join.connection, seat))

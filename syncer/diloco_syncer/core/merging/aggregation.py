@@ -61,7 +61,7 @@ class Aggregator:
         assert state.rounds
         state.norm_gate.record_pass(header.fragment)
         slot = state.members.slots[header.slot]
-        apply_report(state, self._actions, slot, header.report, now)
+        apply_report(state, self._actions, slot, header.report, now=now)
         slot.pushes.mark_accepted(header.fragment, header.sequence)
         push = Accepted(header, event.handle, event.norm)
         opened = state.rounds.open.get(header.fragment)

@@ -343,7 +343,9 @@ class VersionRecovery:
             return
         connection, (version, epoch, _) = min(free), newest
         deadline = now + ANSWER_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
-        request = VersionRequest(connection, fragment, epoch, version, deadline, now + ANSWER_SECONDS)
+        request = VersionRequest(
+            connection, fragment, epoch, version, deadline=deadline, idle_until=now + ANSWER_SECONDS
+        )
         self._requests[fragment] = request
         self._actions.add(ev.RequestVersion(connection, fragment, epoch, version))
 

@@ -65,10 +65,10 @@ def make_receipt(state: JobState, fragment: int) -> Receipt:
                 tenure_hash(state, slot),
                 cell.merged,
                 cell.tenure_merged,
-                newest.sequence,
-                newest.version,
-                slot.merged_last_step.get(fragment, 0),
-                cell.compute_seconds,
+                sequence=newest.sequence,
+                version=newest.version,
+                last_step=slot.merged_last_step.get(fragment, 0),
+                compute_seconds=cell.compute_seconds,
             )
         )
     return tuple(rows)

@@ -51,8 +51,8 @@ def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Dur
                 epoch,
                 model.layout,
                 [record.theta for record in newest],
-                [record.version for record in newest],
-                await durability.read_blob(model.frozen) if model.frozen else None,
+                versions=[record.version for record in newest],
+                frozen=await durability.read_blob(model.frozen) if model.frozen else None,
             )
             checksum = await asyncio.to_thread(file.checksum)
         except BaseException:

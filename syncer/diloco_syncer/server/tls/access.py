@@ -59,7 +59,7 @@ class CallAuthorizer:
         assert peer is not None
         if not self._accepts_token(context.invocation_metadata()):
             code, message = grpc.StatusCode.UNAUTHENTICATED, "the join token is missing or wrong"
-            await self.refuse(context, peer, ConnectionRefusal.WRONG_TOKEN, code, message, requests)
+            await self.refuse(context, peer, ConnectionRefusal.WRONG_TOKEN, code, message=message, requests=requests)
         return peer
 
     def assign_place(self, context: Any, place: str) -> None:

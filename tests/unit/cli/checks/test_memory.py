@@ -13,7 +13,7 @@ from diloco_worker.training.findings import ModelFacts
 from repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "minimal.yaml"
-MILLION = ModelFacts("Model", 1_000_000, 1_000_000, 4_000_000, (500_000, 500_000))
+MILLION = ModelFacts("Model", 1_000_000, 1_000_000, 4_000_000, fragments=(500_000, 500_000))
 
 
 def test_every_process_of_the_run_counts() -> None:
@@ -34,7 +34,7 @@ def test_every_process_of_the_run_counts() -> None:
 
 def test_frozen_parameters_are_held_by_every_learner_on_the_cpu() -> None:
     job = load_job(EXAMPLE, ["training.device=cpu"])
-    frozen = ModelFacts("Model", 9_000_000, 1_000_000, 4_000_000 + 2 * 8_000_000, (500_000, 500_000))
+    frozen = ModelFacts("Model", 9_000_000, 1_000_000, 4_000_000 + 2 * 8_000_000, fragments=(500_000, 500_000))
     assert estimate_memory(job, frozen, "cpu").learner == estimate_memory(job, MILLION, "cpu").learner + 16_000_000
     assert "9,000,000 (20 MB), 1,000,000 of them trained; per learner about " in size_line(
         frozen, estimate_memory(job, frozen, "cpu")

@@ -235,7 +235,7 @@ def test_the_fork_server_is_asked_and_what_cannot_fit_needs_force(tmp_path: Path
     async def check(file: Path, force: bool) -> None:
         job = load_job(file)
         workdir.job.write_text(job_to_json(job))
-        await StartCheck(job, file, workdir, force, said.append).check(server)
+        await StartCheck(job, file, workdir, force, tell=said.append).check(server)
 
     async def refusal(file: Path, force: bool = False) -> str:
         with pytest.raises(CommandError) as caught:

@@ -328,7 +328,7 @@ def test_waiting_outlives_an_api_server_that_is_away(serve: Callable[[Answer], C
     cluster = serve(in_turn((200, a_job()), busy, busy, busy, (200, a_job("Complete"))))
     said: list[str] = []
     pauses: list[float] = []
-    ((_, outcome, _),) = follow([cluster], "tiny", ended, 60, said.append, sleep=pauses.append)
+    ((_, outcome, _),) = follow([cluster], "tiny", ended, 60, say=said.append, sleep=pauses.append)
     assert outcome == (0, "is complete")
     assert len([line for line in said if "asking again" in line]) == 1  # said once
     assert said[-1] == "Complete: so it is"
@@ -337,20 +337,20 @@ def test_waiting_outlives_an_api_server_that_is_away(serve: Callable[[Answer], C
 
 def test_waiting_ends_with_the_time(serve: Callable[[Answer], Cluster], clock: Clock) -> None:
     cluster = serve(in_turn((200, a_job())))
-    ((_, outcome, job),) = follow([cluster], "tiny", ended, 7.0, lambda line: None)
+    ((_, outcome, job),) = follow([cluster], "tiny", ended, 7.0, say=lambda line: None)
     assert outcome is None and job is not None and clock.now == pytest.approx(7.0)
 
 
 def test_waiting_for_every_copy(serve: Callable[[Answer], Cluster]) -> None:
     first, second = (serve(in_turn((200, a_job("Complete")))), serve(in_turn((200, a_job()), (200, a_job("Failed")))))
-    found = follow([first, second], "tiny", ended, 60, lambda line: None, sleep=lambda seconds: None)
+    found = follow([first, second], "tiny", ended, 60, say=lambda line: None, sleep=lambda seconds: None)
     assert [outcome and outcome[0] for _, outcome, _ in found] == [0, 1]
 
 
 def test_waiting_where_asking_is_forbidden_ends_at_once(serve: Callable[[Answer], Cluster]) -> None:
     cluster = serve(in_turn((403, a_status("Forbidden", "no"))))
     with pytest.raises(ClusterError, match="no"):
-        follow([cluster], "tiny", seen, 60, lambda line: None)
+        follow([cluster], "tiny", seen, 60, say=lambda line: None)
 
 
 def test_a_job_that_is_gone_or_another_by_now(serve: Callable[[Answer], Cluster]) -> None:
@@ -359,7 +359,7 @@ def test_a_job_that_is_gone_or_another_by_now(serve: Callable[[Answer], Cluster]
     for last in ((200, other), missing):
         cluster = serve(in_turn((200, a_job()), last))
         judge = gone_within({"u"})
-        ((_, outcome, _),) = follow([cluster], "tiny", judge, 60, lambda line: None, sleep=lambda s: None)
+        ((_, outcome, _),) = follow([cluster], "tiny", judge, 60, say=lambda line: None, sleep=lambda s: None)
         assert outcome == (0, "is deleted")
 
 
@@ -384,7 +384,7 @@ def test_a_job_that_failed_is_resumed_by_a_suspension_that_its_operator_has_seen
         return 200, job
 
     serve(answer)
-    assert change.suspend(Where(kubeconfig=tmp_path / "config"), "tiny", False, False, None) == 0
+    assert change.suspend(Where(kubeconfig=tmp_path / "config"), "tiny", False, False, timeout=None) == 0
     assert patches == [True, False] and looks >= 3 and job["spec"]["suspend"] is False
 
 

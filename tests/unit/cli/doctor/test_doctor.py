@@ -64,8 +64,8 @@ def test_exit_code_1_where_something_would_fail(tmp_path: Path, monkeypatch: pyt
 def test_a_line_for_each_with_its_fix() -> None:
     text = findings_text(
         [
-            Finding("machine", "disk", "warning", "3 GB free", "make room"),
-            Finding("job", "file", "error", "wrong " * 40, "diloco validate"),
+            Finding("machine", "disk", "warning", "3 GB free", fix="make room"),
+            Finding("job", "file", "error", "wrong " * 40, fix="diloco validate"),
         ]
     )
     assert text.startswith("machine\n  warning  disk        3 GB free\n                       fix: make room\n\njob\n")

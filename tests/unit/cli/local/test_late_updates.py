@@ -47,7 +47,7 @@ def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     workdir, told, now = Workdir(tmp_path), Told(), [1000.0]
     client = Canned(workdir.address, workdir.control_key)
     supervisor = Supervisor(3, random.Random(0))
-    watch = StatusWatch(client, RunView("tiny"), told, supervisor, [], tmp_path, lambda: None)
+    watch = StatusWatch(client, RunView("tiny"), told, supervisor, workers=[], store=tmp_path, on_merge=lambda: None)
     monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def look(seconds: float, **slot: Any) -> list[str]:

@@ -26,7 +26,7 @@ class Printed:
 
     def tell(self, seconds: float, **status: Any) -> None:
         self.now += seconds
-        self.screen.update(RunView("tiny", ("tokens", 2000), status_document(**status), {}, {}, serving=True))
+        self.screen.update(RunView("tiny", ("tokens", 2000), status_document(**status), {}, notes={}, serving=True))
 
     @property
     def lines(self) -> list[str]:

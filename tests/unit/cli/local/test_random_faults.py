@@ -25,8 +25,8 @@ def at(fault: Fault) -> float:
 def test_a_schedule_is_a_function_of_its_seed_and_can_be_replayed(
     seed: int, learners: int, mtbf: float, repair: float
 ) -> None:
-    schedule = draw_schedule(seed, learners, mtbf, repair, 300.0)
-    assert draw_schedule(seed, learners, mtbf, repair, 300.0) == schedule
+    schedule = draw_schedule(seed, learners, mtbf, repair, seconds=300.0)
+    assert draw_schedule(seed, learners, mtbf, repair, seconds=300.0) == schedule
     assert parse(text_of(schedule)) == schedule
     check(schedule, [f"local-{index}" for index in range(learners)])
     times = [at(fault) for fault in schedule]
@@ -40,14 +40,14 @@ def test_a_schedule_is_a_function_of_its_seed_and_can_be_replayed(
 
 
 def test_another_seed_is_another_schedule() -> None:
-    assert draw_schedule(1, 4, 60, 10, 300) != draw_schedule(2, 4, 60, 10, 300)
+    assert draw_schedule(1, 4, 60, 10, seconds=300) != draw_schedule(2, 4, 60, 10, seconds=300)
 
 
 @pytest.mark.parametrize(("mtbf", "repair"), [(50.0, 5.0), (20.0, 20.0)])
 def test_failures_come_at_the_rate_that_was_asked_for(mtbf: float, repair: float) -> None:
     """A learner's faults are a renewal process: one in mtbf + repair seconds. Within five standard errors."""
     learners, seconds = 8, 8_000.0
-    schedule = draw_schedule(3, learners, mtbf, repair, seconds)
+    schedule = draw_schedule(3, learners, mtbf, repair, seconds=seconds)
     expected = learners * seconds / (mtbf + repair)
     assert abs(len(schedule) - expected) < 5 * math.sqrt(expected)
     mean = sum(fault.duration for fault in schedule) / len(schedule)
@@ -57,7 +57,7 @@ def test_failures_come_at_the_rate_that_was_asked_for(mtbf: float, repair: float
 
 
 def test_the_mixture_says_what_breaks() -> None:
-    schedule = draw_schedule(5, 4, 20, 2, 2000, Mixture(kill=0, pause=0, cut=1, slow=1))
+    schedule = draw_schedule(5, 4, 20, 2, seconds=2000, mixture=Mixture(kill=0, pause=0, cut=1, slow=1))
     assert {fault.action for fault in schedule} == {"cut", "slow"}
 
 

@@ -57,7 +57,7 @@ STATUS: dict[str, Any] = {
 def view(**changes: Any) -> RunView:
     names = {("local", 0): "local-0", ("local", 1): "local-1"}
     status = status_document(**{**STATUS, **changes})
-    return RunView("tiny", ("tokens", 2_000_000), status, names, {"local-1": "starting"}, True)
+    return RunView("tiny", ("tokens", 2_000_000), status, names, notes={"local-1": "starting"}, serving=True)
 
 
 def test_the_strip_shows_who_is_ahead() -> None:

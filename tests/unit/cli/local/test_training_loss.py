@@ -55,7 +55,16 @@ def test_it_is_the_mean_of_the_learners_first_and_last_steps(tmp_path: Path) -> 
 def test_the_report_of_a_run_has_it_where_nobody_scored_the_model(tmp_path: Path, scored: bool) -> None:
     write(tmp_path, 0, [6.0, 2.0])
     report = job_report(**({"initial_loss": 5.5, "final_loss": 1.5} if scored else {}))
-    result = RunResult(RunOutcome("complete", 0), report, None, [], [], 0, 0, 1.0)
+    result = RunResult(
+        RunOutcome("complete", 0),
+        report,
+        None,
+        [],
+        events=[],
+        syncer_restarts=0,
+        syncer_peak_rss_bytes=0,
+        wall_seconds=1.0,
+    )
     completed = complete_report(result, JOB, tmp_path)
     if scored:
         assert completed.training_loss is None
@@ -68,14 +77,32 @@ def test_the_report_of_a_run_has_it_where_nobody_scored_the_model(tmp_path: Path
 
 def test_a_report_without_any_loss_has_no_row_of_it(tmp_path: Path) -> None:
     trained = job_report(tokens={"trained": 9, "merged": 9, "pending": 0, "dropped": 0})
-    result = RunResult(RunOutcome("failed", 1), trained, None, [], [], 0, 0, 1.0)
+    result = RunResult(
+        RunOutcome("failed", 1),
+        trained,
+        None,
+        [],
+        events=[],
+        syncer_restarts=0,
+        syncer_peak_rss_bytes=0,
+        wall_seconds=1.0,
+    )
     text = shown(complete_report(result, JOB, tmp_path))
     assert "9 trained" in text and "loss" not in text
 
 
 def test_of_learners_on_other_machines_the_syncers_is_taken(tmp_path: Path) -> None:
     known = job_report(training_loss={"first": 6.0, "last": 2.0})
-    result = RunResult(RunOutcome("complete", 0), known, None, [], [], 0, 0, 1.0)
+    result = RunResult(
+        RunOutcome("complete", 0),
+        known,
+        None,
+        [],
+        events=[],
+        syncer_restarts=0,
+        syncer_peak_rss_bytes=0,
+        wall_seconds=1.0,
+    )
     assert complete_report(result, JOB, tmp_path).training_loss == TrainingLoss(first=6.0, last=2.0)
 
 

@@ -50,7 +50,9 @@ def client(tmp_path: Path) -> KeepsItsStatus:
 @pytest.fixture
 def watch(tmp_path: Path, client: KeepsItsStatus) -> StatusWatch:
     supervisor = Supervisor(3, random.Random(0))
-    return StatusWatch(client, RunView("j"), Lines(io.StringIO()), supervisor, [], tmp_path, lambda: None)
+    return StatusWatch(
+        client, RunView("j"), Lines(io.StringIO()), supervisor, workers=[], store=tmp_path, on_merge=lambda: None
+    )
 
 
 def test_a_look_that_must_be_of_now_is_not_at_the_page(watch: StatusWatch) -> None:

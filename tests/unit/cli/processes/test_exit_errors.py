@@ -30,7 +30,7 @@ class Shown:
 
 
 def text_of(how: Exit, log: list[str], killed: bool | None = False, joined: bool = True) -> str | None:
-    found = error_of_exit(Kind.LEARNER, how, log, killed, "each needs 8 GB", joined)
+    found = error_of_exit(Kind.LEARNER, how, log, killed, need="each needs 8 GB", joined=joined)
     return None if found is None else found.text
 
 
@@ -61,14 +61,14 @@ def test_a_kill_that_the_kernel_does_not_count_is_a_persons_or_a_services() -> N
     text = text_of(Exit(signal=SIGKILL), TRACE, False)
     assert text is not None and text.startswith("killed by a person, or by a service that watches memory")
     assert text.endswith("(SIGKILL); the kernel counts no kill for want of memory; each needs 8 GB")
-    found = error_of_exit(Kind.LEARNER, Exit(signal=SIGKILL), TRACE, False, "each needs 8 GB")
+    found = error_of_exit(Kind.LEARNER, Exit(signal=SIGKILL), TRACE, False, need="each needs 8 GB")
     assert found is not None and found.brief == "killed by a person, or by a service that watches memory"
 
 
 def test_a_program_that_never_joined_and_ended_well_is_told_how_to_join() -> None:
     assert text_of(Exit(code=0), [], joined=False) == NEVER_JOINED
     assert "Learner.from_environment" in NEVER_JOINED
-    assert error_of_exit(Kind.EVALUATOR, Exit(code=0), [], False, "", joined=False) is None
+    assert error_of_exit(Kind.EVALUATOR, Exit(code=0), [], False, need="", joined=False) is None
     assert text_of(Exit(signal=SIGTERM), [], joined=False) is None, "it was told to end"
 
 

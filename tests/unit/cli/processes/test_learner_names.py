@@ -46,7 +46,7 @@ def test_metrics_and_logs_are_called_as_the_process_is(tmp_path: Path) -> None:
     with locked(tmp_path / "run") as workdir:
         claim(workdir, job, tmp_path)
         for worker in worker_specs(job):
-            environ = worker_environment(worker, "", workdir, tmp_path, "127.0.0.1:1", None)
+            environ = worker_environment(worker, "", workdir, tmp_path, syncer="127.0.0.1:1", gpu=None)
             metrics = WorkerSettings.from_environment(environ).metrics_path()
             assert metrics is not None and metrics.parent == workdir.metrics
             assert metrics.stem == workdir.log(worker.name).stem == worker.name

@@ -69,11 +69,11 @@ def test_the_syncer_has_no_learners_share_of_threads() -> None:
 def test_a_worker_is_told_who_it_is_and_where_the_syncer_is() -> None:
     workdir = Workdir(Path("/run"))
     learner = worker_specs(job())[2]
-    env = worker_environment(learner, "ab12", workdir, Path("/jobs"), None, None)
+    env = worker_environment(learner, "ab12", workdir, Path("/jobs"), syncer=None, gpu=None)
     assert env["DILOCO_ROLE"] == "learner" and env["DILOCO_REGION"] == "west" and env["DILOCO_ORDINAL"] == "0"
     assert env["DILOCO_PROCESS"] == "ab12" and env["DILOCO_JOB_DIRECTORY"] == "/jobs"
     assert env["DILOCO_SYNCER_FILE"] == "/run/address.json" and "DILOCO_SYNCER" not in env
-    env = worker_environment(worker_specs(job())[-1], "ab12", workdir, Path("/jobs"), "127.0.0.1:5", "1")
+    env = worker_environment(worker_specs(job())[-1], "ab12", workdir, Path("/jobs"), syncer="127.0.0.1:5", gpu="1")
     assert env["DILOCO_ROLE"] == "evaluator" and env["DILOCO_SYNCER"] == "127.0.0.1:5"
     assert env["CUDA_VISIBLE_DEVICES"] == "1"
 

@@ -42,7 +42,7 @@ def test_a_parameter_that_is_none_is_named(wrong: float) -> None:
 @given(st.integers(0, 2**32), st.integers(1, 8), st.floats(1, 500))
 def test_a_unit_under_repair_does_not_fail(seed: int, units: int, mtbi: float) -> None:
     def drawn() -> list[Failure]:
-        return list(draw_failures(np.random.default_rng(seed), units, mtbi, REPAIRS, 1000.0))
+        return list(draw_failures(np.random.default_rng(seed), units, mtbi, REPAIRS, until=1000.0))
 
     failures = drawn()
     assert failures == drawn()
@@ -56,7 +56,7 @@ def test_a_unit_under_repair_does_not_fail(seed: int, units: int, mtbi: float) -
 
 def test_failures_come_at_the_rate_of_what_is_up() -> None:
     units, mtbi, until = 20, 500.0, 2e5
-    failures = list(draw_failures(np.random.default_rng(3), units, mtbi, REPAIRS, until))
+    failures = list(draw_failures(np.random.default_rng(3), units, mtbi, REPAIRS, until=until))
     down = sum(min(failure.repair, until - failure.at) for failure in failures)
     expected = (units * until - down) / mtbi
     assert len(failures) == pytest.approx(expected, abs=4 * math.sqrt(expected))
@@ -67,6 +67,6 @@ def test_failures_come_at_the_rate_of_what_is_up() -> None:
 
 def test_what_cannot_be_simulated_is_named() -> None:
     with pytest.raises(ValueError, match="units"):
-        next(draw_failures(np.random.default_rng(0), 0, 1.0, REPAIRS, 1.0))
+        next(draw_failures(np.random.default_rng(0), 0, 1.0, REPAIRS, until=1.0))
     with pytest.raises(ValueError, match="mtbi"):
-        next(draw_failures(np.random.default_rng(0), 1, 0.0, REPAIRS, 1.0))
+        next(draw_failures(np.random.default_rng(0), 1, 0.0, REPAIRS, until=1.0))

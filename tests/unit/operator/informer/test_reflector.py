@@ -80,9 +80,9 @@ class World:
             None,
             self.api,
             self.cache,
-            self.metrics,
-            self.changed.update,
-            lambda stream: self.states.append((stream.synced, stream.denied)),
+            metrics=self.metrics,
+            changed=self.changed.update,
+            state_changed=lambda stream: self.states.append((stream.synced, stream.denied)),
         )
 
     @staticmethod

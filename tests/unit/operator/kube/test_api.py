@@ -104,7 +104,7 @@ async def test_no_request_is_sent_before_the_api_server_wants_one_again(
     [(429, "3", 3.0), (503, "1", 1.0), (429, "86400", LONGEST_PAUSE), (429, "Wed, 21 Oct", 0.0), (404, "3", 0.0)],
 )
 def test_how_long_the_api_server_asks_to_be_left_alone(status: int, header: str, seconds: float) -> None:
-    assert refusal("get", "pods", status, b"{}", header).retry_after == seconds
+    assert refusal("get", "pods", status, b"{}", retry_after=header).retry_after == seconds
 
 
 @pytest.mark.promise(

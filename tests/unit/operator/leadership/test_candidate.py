@@ -179,7 +179,7 @@ async def test_a_leader_that_stood_still_writes_nothing_when_it_goes_on(server: 
 @pytest.mark.promise("A standby sends no control call to a syncer")
 async def test_calls_to_the_syncer_are_the_leaders(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Process(server, "first")
-    poller = SyncerPoller(Metrics(), 1, 0.2, lambda key: None, first.candidate.leads)
+    poller = SyncerPoller(Metrics(), 1, 0.2, lambda key: None, leads=first.candidate.leads)
     calls = [Call("process-ended", {"process": "p"})]
     assert await poller.call(("ns", "j"), "127.0.0.1", b"k", calls) == 0
     asked = poller._metrics.syncer_calls.labels("process-ended", "unreachable")
@@ -255,7 +255,9 @@ def test_who_leads_is_waited_for_and_not_asked_for_again_and_again(monkeypatch: 
 
     async def scenario() -> None:
         reached = True
-        api = SimulatedApi(server, random.Random(0), lambda: reached, at_once, lambda *act: None, lambda: 0.0)
+        api = SimulatedApi(
+            server, random.Random(0), lambda: reached, at_once, acted=lambda *act: None, seconds_for_a_write=lambda: 0.0
+        )
         candidate = Candidate(SimulatedLease(api, "ns", "diloco-operator"), "one", clock)  # type: ignore[arg-type]
         made.append(candidate)
         queue = WorkQueue(turn, 1, clock=now)

@@ -35,8 +35,8 @@ def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[
     claim = manifests.claim_manifest(given, None)
     found += [claim] if claim is not None and here.syncer else []
     for ref in manifests.pod_holders(given, here):
-        spec = manifests.render_pod_holder(given, here, ref, IMAGES, settings)
-        found.append(manifests.pod_holder_manifest(given, ref, spec, 1, None, 1))
+        spec = manifests.render_pod_holder(given, here, ref, IMAGES, settings=settings)
+        found.append(manifests.pod_holder_manifest(given, ref, spec, 1, origin=None, replicas=1))
     return {Ref(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -363,7 +363,7 @@ def test_an_origin_changes_where_and_only_where_a_template_does(spec: dict[str, 
         here = place_job(given.spec, None)
         return {
             ref: (
-                manifests.render_pod_holder(given, here, ref, IMAGES, SETTINGS),
+                manifests.render_pod_holder(given, here, ref, IMAGES, settings=SETTINGS),
                 manifests.origin_of(given, here, ref, "1"),
             )
             for ref in manifests.pod_holders(given, here)
@@ -596,9 +596,9 @@ def test_addresses(address: str, wanted: str) -> None:
 def test_what_was_rendered_can_be_read_back() -> None:
     given = job()
     ref = names.stateful_set("job", "local")
-    spec = manifests.render_pod_holder(given, place_job(given.spec, None), ref, IMAGES, SETTINGS)
+    spec = manifests.render_pod_holder(given, place_job(given.spec, None), ref, IMAGES, settings=SETTINGS)
     origin = manifests.origin_of(given, place_job(given.spec, None), ref, "1")
-    manifest = manifests.pod_holder_manifest(given, ref, spec, 7, origin, 3)
+    manifest = manifests.pod_holder_manifest(given, ref, spec, 7, origin=origin, replicas=3)
     assert manifests.stored_origin(manifest) == origin and manifests.stored_origin({"metadata": {}}) is None
     assert manifests.stored_rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
     assert "replicas" not in spec

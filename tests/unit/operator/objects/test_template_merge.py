@@ -137,7 +137,9 @@ def test_null_takes_away_what_a_pod_can_do_without() -> None:
 
 # ------------------------------------------------------------------ what is refused
 
-OURS = Protected("learner", {"diloco.io/job"}, {"DILOCO_JOB_FILE"}, {"/etc/diloco/settings"}, {"settings"}, "no")
+OURS = Protected(
+    "learner", {"diloco.io/job"}, {"DILOCO_JOB_FILE"}, {"/etc/diloco/settings"}, volumes={"settings"}, command="no"
+)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def says_for_ever(world: World, phase: str) -> None:
 
 def view_of(world: World) -> View:
     job = read_job(world.job)
-    return View(world.observed(), world.memory, world.settings, job, place_job(job.spec, None))
+    return View(world.observed(), world.memory, world.settings, job, here=place_job(job.spec, None))
 
 
 def test_a_failed_jobs_learners_go_though_its_syncer_never_says_that_it_has_failed() -> None:

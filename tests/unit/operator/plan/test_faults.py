@@ -140,7 +140,7 @@ any_speed = settings(deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_happens_it_comes_back(
     story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int
 ) -> None:
-    comes_back(story, seed, quorum, policy, spares)
+    comes_back(story, seed, quorum, policy, spares=spares)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_whatever_happens_it_comes_back(
 def test_whatever_happens_in_many_jobs_they_come_back(
     story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int
 ) -> None:
-    comes_back(story, seed, quorum, policy, spares)
+    comes_back(story, seed, quorum, policy, spares=spares)
 
 
 def comes_back(story: list[tuple[str, int, float]], seed: int, quorum: int, policy: str, spares: int) -> None:

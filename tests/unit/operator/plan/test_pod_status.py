@@ -47,7 +47,7 @@ def ended(code: int, reason: str = "Error", message: str = "", **more: Any) -> d
 
 
 def event(reason: str, message: str, name: str = "job-local-2") -> ClusterEvent:
-    return ClusterEvent("Pod", name, reason, message, 1.0)
+    return ClusterEvent("Pod", name, reason, message, time=1.0)
 
 
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}

@@ -149,7 +149,7 @@ def test_a_missing_secret_is_made_again() -> None:
             "job-local-0",
             "FailedMount",
             f'MountVolume.SetUp failed for volume "credentials" : secret "{name}" not found',
-            world.now,
+            time=world.now,
         )
     )
     made = world.turn()

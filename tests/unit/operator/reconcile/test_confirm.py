@@ -62,7 +62,7 @@ def ended(name: str = "job-local-0") -> Call:
 
 
 def confirmed(api: Any, call: Call, cache: Cache | None = None) -> list[Call]:
-    return asyncio.run(keep_confirmed(api, cache or Cache(), KEY, Observed(0.0, job()), [call]))
+    return asyncio.run(keep_confirmed(api, cache or Cache(), KEY, Observed(0.0, job()), calls=[call]))
 
 
 @pytest.mark.promise(

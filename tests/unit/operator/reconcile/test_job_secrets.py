@@ -85,7 +85,7 @@ def test_the_control_key_is_one_as_the_syncer_reads_it(tmp_path: Path) -> None:
 
 def test_certificates_say_who_and_for_what() -> None:
     made = {
-        role: x509.load_pem_x509_certificate(certificates(ROOT, "ns", "tiny", UID, role)["tls.crt"])
+        role: x509.load_pem_x509_certificate(certificates(ROOT, "ns", "tiny", UID, role=role)["tls.crt"])
         for role in ("syncer", "learner")
     }
     names = {
@@ -111,7 +111,7 @@ def test_certificates_say_who_and_for_what() -> None:
         assert now + datetime.timedelta(days=3650) < cert.not_valid_after_utc
         assert cert.not_valid_before_utc < now - datetime.timedelta(hours=12)
         assert isinstance(cert.public_key(), ec.EllipticCurvePublicKey)
-    again = x509.load_pem_x509_certificate(certificates(ROOT, "ns", "tiny", UID, "syncer")["tls.crt"])
+    again = x509.load_pem_x509_certificate(certificates(ROOT, "ns", "tiny", UID, role="syncer")["tls.crt"])
     assert again.serial_number != made["syncer"].serial_number
 
 

@@ -290,10 +290,10 @@ def test_a_range_decodes_to_the_bits_that_the_whole_has_there(encoding: str) -> 
     encoded = codec.encode(normal(n), encoding)
     whole = codec.decode(encoded, encoding, n)
     for first, last in ((0, n), (0, 128), (256, 512), (384, n), (640, n), (128, 128)):
-        assert codec.decode_range(encoded, encoding, n, first, last).tobytes() == whole[first:last].tobytes()
+        assert codec.decode_range(encoded, encoding, n, first, last=last).tobytes() == whole[first:last].tobytes()
     for first, last in ((1, 128), (0, 100), (256, 128), (0, n + 128), (-128, 128)):
         with pytest.raises(codec.CodecError):
-            codec.decode_range(encoded, encoding, n, first, last)
+            codec.decode_range(encoded, encoding, n, first, last=last)
 
 
 def test_apply_delta_of_nothing() -> None:

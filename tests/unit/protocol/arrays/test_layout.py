@@ -193,7 +193,7 @@ def test_fragments_are_lowered_and_said() -> None:
     assert len(small) == 2 and "from 24 to 2" in small.note and "100" in small.note
     steps = Layout.build(transformer(), 24, 6)
     assert len(steps) == 6 and "from 24 to 6" in steps.note
-    assert Layout.build([Tensor("w", (), "float32")], 3).fragments == ((Piece("w", 0, 1, 0, False),),)
+    assert Layout.build([Tensor("w", (), "float32")], 3).fragments == ((Piece("w", 0, 1, 0, mean=False),),)
 
 
 def test_merge_kind_by_flag_or_pattern_and_in_the_digest() -> None:

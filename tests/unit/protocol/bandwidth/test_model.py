@@ -91,7 +91,7 @@ def test_the_run_is_as_if_gone_through_step_by_step() -> None:
             every,
             draw.randint(0, every - 1),
             draw.choice([0.05, 1.0, 3.0]),
-            draw.choice([0.0, 0.3]),
+            between_seconds=draw.choice([0.0, 0.3]),
         )
         up, down = draw.random() * 4 * turn.step_seconds, draw.random() * 4 * turn.step_seconds
         steps = every * draw.randint(1, 4)
@@ -185,9 +185,9 @@ def test_a_broken_transfer_says_nothing_and_old_ones_fade() -> None:
 def verdict(rate: float, round_trip: float = 0.02, step: float = 1.0) -> links.Verdict:
     """Of a symmetric link of so many times the bytes per second that the job needs down."""
     carried = links.traffic(even_sizes(10**8, 24), "int4", "bfloat16", 4)
-    needed = links.judge(carried, SyncSpec(), 24, step, Measured()).down
+    needed = links.judge(carried, SyncSpec(), 24, step, measured=Measured()).down
     assert needed is not None
-    return links.judge(carried, SyncSpec(), 24, step, Measured(rate * needed, rate * needed, round_trip))
+    return links.judge(carried, SyncSpec(), 24, step, measured=Measured(rate * needed, rate * needed, round_trip))
 
 
 def test_a_link_is_slow_below_what_the_job_needs() -> None:
@@ -198,7 +198,9 @@ def test_a_link_is_slow_below_what_the_job_needs() -> None:
     # The same link is fast enough where steps take longer, and too slow where they are shorter.
     carried = links.traffic(even_sizes(10**8, 24), "int4", "bfloat16", 4)
     measured = Measured(10e6, 10e6, 0.0)
-    judged = {step: links.judge(carried, SyncSpec(), 24, step, measured).too_slow for step in (0.1, 0.5, 2.0, 10.0)}
+    judged = {
+        step: links.judge(carried, SyncSpec(), 24, step, measured=measured).too_slow for step in (0.1, 0.5, 2.0, 10.0)
+    }
     assert judged == {0.1: True, 0.5: True, 2.0: False, 10.0: False}
 
 
@@ -206,17 +208,17 @@ def test_an_exchange_longer_than_its_overlap_comes_late() -> None:
     """Each way has room in the two steps until the next; both together have not."""
     sync = SyncSpec(fragments=12, every=24)
     carried = links.traffic(even_sizes(10**8, 12), "int4", "bfloat16", 4)
-    late = links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.9))
+    late = links.judge(carried, sync, 12, 1.0, measured=Measured(carried.up / 0.5, carried.down / 1.9))
     assert late.too_slow and "longer than the 2 steps that it overlaps: merges come late" in late.message
-    assert not links.judge(carried, sync, 12, 1.0, Measured(carried.up / 0.5, carried.down / 1.5)).too_slow
+    assert not links.judge(carried, sync, 12, 1.0, measured=Measured(carried.up / 0.5, carried.down / 1.5)).too_slow
 
 
 def test_a_busy_machine_is_not_called_a_slow_link() -> None:
     """Steps of 10 ms on a loaded machine: an exchange of 40 ms waits for processors."""
     carried = links.traffic(even_sizes(200_000, 4), "int4", "bfloat16", 2)
     sync = SyncSpec(fragments=4, every=4)
-    assert not links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.01, carried.down / 0.03)).too_slow
-    assert links.judge(carried, sync, 4, 0.01, Measured(carried.up / 0.02, carried.down / 0.06)).too_slow
+    assert not links.judge(carried, sync, 4, 0.01, measured=Measured(carried.up / 0.01, carried.down / 0.03)).too_slow
+    assert links.judge(carried, sync, 4, 0.01, measured=Measured(carried.up / 0.02, carried.down / 0.06)).too_slow
 
 
 def test_a_far_link_is_not_called_slow() -> None:
@@ -225,8 +227,8 @@ def test_a_far_link_is_not_called_slow() -> None:
 
 def test_nothing_is_judged_before_anything_is_known() -> None:
     carried = links.traffic(even_sizes(10**8, 24), "int4", "bfloat16", 4)
-    assert links.judge(carried, SyncSpec(), 24, 0.0, Measured(1.0, 1.0)) == links.Verdict()
-    unmeasured = links.judge(carried, SyncSpec(), 24, 1.0, Measured())
+    assert links.judge(carried, SyncSpec(), 24, 0.0, measured=Measured(1.0, 1.0)) == links.Verdict()
+    unmeasured = links.judge(carried, SyncSpec(), 24, 1.0, measured=Measured())
     assert not unmeasured.too_slow and unmeasured.up is not None
 
 

@@ -84,7 +84,18 @@ def test_a_counter_out_of_range_is_refused_by_its_name(kind: type) -> None:
             convert.from_wire(kind, message)
 
 
-REPORT = StepReport(4, 4, 40, (FragmentReport(1, 0, 4, 40),), 1.0, 0.5, 2.5, 0.25, (LeaseCursor(1, 3),), link=Link(5.0))
+REPORT = StepReport(
+    4,
+    4,
+    40,
+    (FragmentReport(1, 0, 4, 40),),
+    compute_seconds=1.0,
+    stalled_seconds=0.5,
+    loss=2.5,
+    step_seconds=0.25,
+    cursors=(LeaseCursor(1, 3),),
+    link=Link(5.0),
+)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,10 @@ def test_a_push_has_the_identity_of_its_header() -> None:
 
 
 def test_a_receipt_is_returned_as_it_was_given() -> None:
-    rows = tuple(SlotReceipt(slot, (1 << 64) - 1, 1 << 40, 1 << 39, 7, 6, 99, 1.5) for slot in range(500))
+    rows = tuple(
+        SlotReceipt(slot, (1 << 64) - 1, 1 << 40, 1 << 39, sequence=7, version=6, last_step=99, compute_seconds=1.5)
+        for slot in range(500)
+    )
     assert convert.parse_receipt(convert.receipt_bytes(rows)) == rows
     assert convert.receipt_bytes(rows * 3) == b"", "larger than a header has room for"
     with pytest.raises(limits.WireError, match="last_step"):
@@ -128,8 +142,8 @@ def test_a_receipt_is_returned_as_it_was_given() -> None:
 
 
 def test_seats_are_read_with_their_leases() -> None:
-    lease = Lease(1, 0, 2, 3, 8, 8)
-    seat = records.Seat(1, 2, True, 30, 300, (lease, lease))
+    lease = Lease(1, 0, 2, 3, end=8, block_size=8)
+    seat = records.Seat(1, 2, True, 30, slot_tokens=300, leases=(lease, lease))
     assert convert.from_wire(records.Seat, convert.to_wire(seat)) == seat
     with pytest.raises(limits.WireError, match=r"^block_size is"):
         convert.from_wire(records.Seat, convert.to_wire(replace(seat, leases=(replace(lease, block_size=1 << 63),))))

@@ -26,7 +26,24 @@ def test_data_whose_steps_are_in_a_record_or_an_offer_are_not_leased_again(offer
     saved = json.loads(json.dumps(core.state(0.0)))
     # After this state its learner trains four sequences of the block, and their steps are merged, or kept as an offer.
     report = counted(seat.tenure, 4, 4, cursors=(LeaseCursor(grant.lease, grant.start + 4),))
-    header = PushHeader(0, 1, 0 if offer else 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", report, 0, seat.incarnation)
+    header = PushHeader(
+        0,
+        1,
+        0 if offer else 1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=40,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=report,
+        slot=0,
+        incarnation=seat.incarnation,
+    )
     again = Core(CONFIG, saved, 2, 0.0)
     if offer:
         assert again.restore_offer(header, 7, 1.0)

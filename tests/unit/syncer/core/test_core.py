@@ -528,7 +528,7 @@ def test_a_newcomer_initialises_rather_than_who_failed() -> None:
 def test_stop_drains_merges_evaluates_and_completes() -> None:
     desk = Desk(config(slots=2, stop=("tokens", 100), evaluated=True))
     desk.begin(2)
-    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=()))
     desk.report(1, 4)
     actions = desk.report(2, 6)
     assert desk.core.phase is JobPhase.DRAINING and of(actions, ev.SetPhase)
@@ -557,7 +557,7 @@ def evaluating() -> Desk:
     """A job of one learner that waits for its final score; the evaluator has connection 8."""
     desk = Desk(config(slots=1, stop=("tokens", 40), evaluated=True))
     desk.begin(1)
-    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=()))
     desk.report(1, 4)
     assert reason(desk.push(0, 4, round=0)) is None
     (merge,) = of(desk.do(ev.Drained(1)), ev.Merge)
@@ -606,7 +606,7 @@ def test_one_row_per_version_that_was_scored() -> None:
     desk.report(1, 8)
     assert desk.core._state.rounds is not None
     desk.core._state.rounds.versions[0] = 3
-    evaluator = ev.Join(8, "e", "r", 0, True, "L", {}, 0, ())
+    evaluator = ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=())
     desk.do(evaluator)
 
     def score(desk: Desk, tokens: int, loss: float, merges: int) -> list[tuple[int, float | None]]:
@@ -637,7 +637,7 @@ def test_a_score_of_tokens_that_only_the_syncer_before_knew_is_taken() -> None:
     desk.report(1, 12)
     known = desk.core.trained_tokens
     again = Desk(config(slots=2, evaluated=True), saved, 2)
-    again.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    again.do(ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=()))
     again.do(ev.Evaluated(8, Evaluation(known, 4.0, 0, False)))
     assert again.core.report(0.0, SHELL, "", 0).eval_loss == [(again.core.trained_tokens, 4.0)]
     assert 0 < again.core.trained_tokens < known

@@ -12,7 +12,7 @@ from shell_figures import SHELL
 
 
 def outcome(desk: Desk) -> str:
-    return report(desk.core._state, desk.now, SHELL, "digest", 0).outcome
+    return report(desk.core._state, desk.now, SHELL, "digest", peak_rss_bytes=0).outcome
 
 
 def test_a_job_is_running_until_its_phase_is_an_end() -> None:

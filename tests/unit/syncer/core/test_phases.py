@@ -20,7 +20,9 @@ from shell_figures import SHELL
 
 
 def join_of(region: str, ordinal: int = 0) -> ev.Join:
-    return ev.Join(7, f"{region}{ordinal}", region, ordinal, False, "L", {}, 0, ())
+    return ev.Join(
+        7, f"{region}{ordinal}", region, ordinal, evaluator=False, layout_digest="L", digests={}, sequences=0, held=()
+    )
 
 
 def test_a_hold_that_ended_has_its_end_in_the_report() -> None:
@@ -100,7 +102,7 @@ def test_a_job_without_version_0_is_suspended_at_once() -> None:
 def test_a_score_that_comes_on_for_ever_is_waited_for_so_long_and_no_longer() -> None:
     desk = Desk(config(slots=1, stop=("tokens", 40), evaluated=True, most_evaluation_seconds=1000.0))
     desk.begin(1)
-    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=()))
     desk.report(1, 4)
     desk.push(0, 4, round=0)
     (merge,) = of(desk.do(ev.Drained(1)), ev.Merge)
@@ -142,7 +144,7 @@ def test_an_offer_that_comes_after_the_last_merges_is_refused() -> None:
 def test_only_the_score_of_the_end_is_final_and_only_version_0s_is_the_first() -> None:
     desk = Desk(config(evaluated=True))
     desk.begin(1)
-    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=()))
     desk.report(1, 4)
     desk.push(0, 4)
     desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,)))
@@ -172,7 +174,7 @@ def test_the_report_has_the_learners_training_loss_until_the_model_is_scored() -
     saved = json.loads(json.dumps(desk.core.state(desk.now)))
     restarted = Core(config(evaluated=True), saved, 2, 0.0)
     assert [slot.first_loss for slot in restarted.slots[:2]] == [6.0, 4.0]
-    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=()))
     desk.do(ev.Evaluated(8, Evaluation(0, 5.5, 0, True)))
     assert training_loss() is None
 
@@ -263,7 +265,21 @@ def test_no_version_is_taken_back_once_the_last_merges_begin() -> None:
     first_persist = next(i for i, action in enumerate(actions) if isinstance(action, ev.Persist))
     assert first_persist < actions.index(merge) and core.newest_settled_epoch == 2
     held = (Held(1, merge.version, 1),)  # it had been made before, and the store has lost it
-    actions = core.handle(ev.Join(5, "p1", "r", 0, False, "L", {}, 0, held, previous_incarnation=1), 1.0)
+    actions = core.handle(
+        ev.Join(
+            5,
+            "p1",
+            "r",
+            0,
+            evaluator=False,
+            layout_digest="L",
+            digests={},
+            sequences=0,
+            held=held,
+            previous_incarnation=1,
+        ),
+        1.0,
+    )
     assert not of(actions + core.handle(ev.Tick(), 2.0), ev.RequestVersion)
     core.handle(ev.MergeDurable(0, merge.version, 0.1, (1.0,)), 3.0)
     assert core.phase is JobPhase.COMPLETE

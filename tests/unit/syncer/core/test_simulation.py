@@ -33,7 +33,7 @@ def test_no_step_is_merged_twice_or_lost(
 ) -> None:
     """Under any order of late, lost, repeated and refused messages, kills, freezes and crashes."""
     quorum = data.draw(st.integers(1, slots))
-    world = World(Setup(seed, slots, fragments, every, overlap, quorum, rule))
+    world = World(Setup(seed, slots, fragments, every, overlap=overlap, quorum=quorum, rule=rule))
     world.run()
     settle(world)
 
@@ -53,7 +53,7 @@ def test_a_store_that_loses_its_newest_content_keeps_the_books_exact(
 ) -> None:
     """As above, and what is lost is taken from learners or given up: nothing counts twice."""
     quorum = data.draw(st.integers(1, slots))
-    setup = Setup(seed, slots, fragments, every, 2, quorum, rule, losses=0.7)
+    setup = Setup(seed, slots, fragments, every, overlap=2, quorum=quorum, rule=rule, losses=0.7)
     world = World(replace(setup, crashes=6.0, refusals=refusals))
     world.run()
     settle(world)

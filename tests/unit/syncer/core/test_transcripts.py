@@ -92,7 +92,7 @@ class Story:
     def begin(self) -> list[ev.Action]:
         """A syncer process starts, and reads the store as ``store/restore.py`` does."""
         self.epoch += 1
-        self.core = Core(self.config, self.saved, self.epoch, self.now, self.now)
+        self.core = Core(self.config, self.saved, self.epoch, self.now, wall=self.now)
         versions = self.core.versions
         newer = {key: headers for key, headers in sorted(self.records.items()) if key[1] > versions[key[0]]}
         self.core.close_superseded_tenures([*sum(newer.values(), ()), *self.offers.values()], [])
@@ -126,7 +126,18 @@ class Story:
         self, connection: int, process: str, ordinal: int, held: list[list[int]] | None = None, **other: Any
     ) -> ev.Event:
         versions = tuple(Held(epoch, version) for epoch, version in held or ())
-        return ev.Join(connection, process, "r", ordinal, False, LAYOUT, {}, 0, versions, **other)
+        return ev.Join(
+            connection,
+            process,
+            "r",
+            ordinal,
+            evaluator=False,
+            layout_digest=LAYOUT,
+            digests={},
+            sequences=0,
+            held=versions,
+            **other,
+        )
 
     def make_InitialModelStored(self) -> ev.Event:
         return ev.InitialModelStored(LAYOUT, (8,))
@@ -140,7 +151,9 @@ class Story:
         trained = step - since
         pending = trained - confirmed - dropped
         tokens = [steps * TOKENS_PER_STEP for steps in (trained, pending, confirmed, dropped)]
-        row = FragmentReport(self.epoch if base else 1, base, trained, tokens[1], tokens[2], dropped_stale=tokens[3])
+        row = FragmentReport(
+            self.epoch if base else 1, base, trained, tokens[1], confirmed_tokens=tokens[2], dropped_stale=tokens[3]
+        )
         return StepReport(step, trained, tokens[0], (row,), step_seconds=SECONDS_PER_STEP)
 
     def make_PushReceived(
@@ -158,18 +171,18 @@ class Story:
             sequence,
             round,
             self.epoch,
-            base,
-            base,
-            first,
-            last,
-            count,
-            count * TOKENS_PER_STEP,
-            1.0,
-            ENCODING,
-            LAYOUT,
-            self.counts(last, since, base),
-            slot,
-            incarnation,
+            base_version=base,
+            oldest_version=base,
+            first_step=first,
+            last_step=last,
+            steps=count,
+            tokens=count * TOKENS_PER_STEP,
+            compute_seconds=1.0,
+            encoding=ENCODING,
+            layout_digest=LAYOUT,
+            report=self.counts(last, since, base),
+            slot=slot,
+            incarnation=incarnation,
         )
         self.handles += 1
         self.received[self.handles] = header

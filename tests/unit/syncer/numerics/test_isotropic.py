@@ -81,5 +81,5 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
 )
 def test_what_is_a_matrix(shape: tuple[int, ...], start: int, stop: int, expected: Sequence[tuple[int, ...]]) -> None:
     layout = Layout.build([Tensor("w", shape, "float32"), Tensor("e", (40, 8), "float32", mean=True)], 1)
-    pieces = [Piece("w", start, stop, 7, False), Piece("e", 0, 320, 7 + stop - start, True)]
+    pieces = [Piece("w", start, stop, 7, mean=False), Piece("e", 0, 320, 7 + stop - start, mean=True)]
     assert find_matrices(layout, pieces) == [Span(*each) for each in expected]

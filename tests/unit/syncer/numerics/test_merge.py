@@ -20,7 +20,7 @@ from example_counts import share_of
 def pieces_of(sizes: list[int], mean: tuple[int, ...] = ()) -> list[Piece]:
     pieces, offset = [], 0
     for i, size in enumerate(sizes):
-        pieces.append(Piece(f"tensor{i}", 0, size, offset, i in mean))
+        pieces.append(Piece(f"tensor{i}", 0, size, offset, mean=i in mean))
         offset += size
     return pieces
 
@@ -29,7 +29,7 @@ def merge(
     pieces: list[Piece], deltas: list[np.ndarray], shares: list[float], method: str, threads: int = 1
 ) -> MergeResult:
     squares = [piece_squares(pieces, delta) for delta in deltas]
-    return numerics.merge(pieces, deltas, shares, method, squares, threads=threads)
+    return numerics.merge(pieces, deltas, shares, method, squares=squares, threads=threads)
 
 
 def pushes(count: int, elements: int, seed: int = 0, scales: bool = True) -> list[np.ndarray]:
@@ -89,7 +89,7 @@ def test_merge_is_the_algorithm_of_section_5(
     for norm, delta in zip(result.norms, deltas, strict=True):
         assert norm == pytest.approx(np.linalg.norm(delta.astype(np.float64)), rel=1e-12)
     squares = [piece_squares(pieces, delta, threads=threads) for delta in deltas]
-    again = numerics.merge(pieces, deltas, shares, method, squares)
+    again = numerics.merge(pieces, deltas, shares, method, squares=squares)
     assert again.delta.tobytes() == result.delta.tobytes()
     assert (again.norms, again.norm, again.cancelled) == (result.norms, result.norm, result.cancelled)
 
@@ -186,14 +186,14 @@ def test_encoded_pushes_are_merged_to_the_same_bits(encoding: str, method: str) 
     shares = [0.5, 0.2, 0.3]
     squares = [piece_squares(pieces, delta) for delta in decoded]
     waiting = [EncodedDelta(data, encoding, elements) for data in encoded]
-    expected = numerics.merge(pieces, decoded, shares, method, squares)
+    expected = numerics.merge(pieces, decoded, shares, method, squares=squares)
     for deltas in (waiting, [decoded[0], *waiting[1:]]):
-        merged = numerics.merge(pieces, deltas, shares, method, squares, threads=3)
+        merged = numerics.merge(pieces, deltas, shares, method, squares=squares, threads=3)
         assert merged.delta.tobytes() == expected.delta.tobytes() and merged.norms == expected.norms
     with pytest.raises(codec.CodecError):
         EncodedDelta(encoded[0], encoding, elements + 128)
     with pytest.raises(ValueError, match="push 0"):
-        numerics.merge(pieces_of([4]), waiting[:1], [1.0], method, [np.ones(1)])
+        numerics.merge(pieces_of([4]), waiting[:1], [1.0], method, squares=[np.ones(1)])
 
 
 @pytest.mark.parametrize("method", ["rda", "mean"])
@@ -222,14 +222,14 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         (pieces, [deltas[0], deltas[1].astype(np.float64)], [0.5, 0.5], "rda", "push 1: float64"),
     ]:
         with pytest.raises(ValueError, match=what):
-            numerics.merge(bad_pieces, bad_deltas, shares, method, [np.zeros(2)] * len(bad_deltas))
+            numerics.merge(bad_pieces, bad_deltas, shares, method, squares=[np.zeros(2)] * len(bad_deltas))
     with pytest.raises(ValueError, match="squares: not one array per push"):
-        numerics.merge(pieces, deltas, [0.5, 0.5], "rda", [np.zeros(2)])
+        numerics.merge(pieces, deltas, [0.5, 0.5], "rda", squares=[np.zeros(2)])
     squares = [piece_squares(pieces, delta) for delta in deltas]
     with pytest.raises(ValueError, match="shares memory"):
-        numerics.merge(pieces, deltas, [0.5, 0.5], "rda", squares, out=deltas[0])
+        numerics.merge(pieces, deltas, [0.5, 0.5], "rda", squares=squares, out=deltas[0])
     out = np.empty(300, np.float32)
-    assert numerics.merge(pieces, deltas, [0.5, 0.5], "rda", squares, out=out).delta is out
+    assert numerics.merge(pieces, deltas, [0.5, 0.5], "rda", squares=squares, out=out).delta is out
 
 
 def test_weights_are_quantity_times_quality() -> None:

@@ -45,7 +45,7 @@ def test_it_is_the_model_whatever_the_fragments(count: int, monkeypatch: pytest.
         "z.ids": torch.arange(5),
     }
     blob = np.frombuffer(safetensors.torch.save(frozen), np.uint8)
-    file = ModelFile("tiny", 3, layout, fragments(layout, whole), [4] * count, blob)
+    file = ModelFile("tiny", 3, layout, fragments(layout, whole), versions=[4] * count, frozen=blob)
     data = b"".join(bytes(chunk) for chunk in file.chunks())
     assert len(data) == file.length
     assert xxhash.xxh3_64_intdigest(data) == file.checksum()

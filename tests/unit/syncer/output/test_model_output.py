@@ -48,7 +48,7 @@ def job(place: Path, name: str = "job") -> DiLoCoJob:
 def model(value: float, name: str = "job") -> ModelFile:
     thetas = [np.arange(LAYOUT.elements(p), dtype=np.float32) + np.float32(value) for p in range(len(LAYOUT))]
     blob = np.frombuffer(safetensors.numpy.save(FROZEN), np.uint8)
-    return ModelFile(name, 1, LAYOUT, thetas, [4] * len(LAYOUT), blob)
+    return ModelFile(name, 1, LAYOUT, thetas, versions=[4] * len(LAYOUT), frozen=blob)
 
 
 def written(output: ModelOutput, value: float = 0.0) -> ModelOutput:
@@ -211,7 +211,7 @@ def test_files_that_were_changed_are_not_read(tmp_path: Path) -> None:
 def test_the_model_is_not_in_memory_twice(tmp_path: Path) -> None:
     layout = Layout.build([Tensor("w", (4_000_000,), "float32")], 4)
     thetas = [np.ones(layout.elements(p), np.float32) for p in range(4)]
-    file = ModelFile("job", 1, layout, thetas, [1] * 4, None)
+    file = ModelFile("job", 1, layout, thetas, versions=[1] * 4, frozen=None)
     output = made(tmp_path / "out")
     gc.collect()
     tracemalloc.start()

@@ -54,11 +54,28 @@ def squares(deltas: list[Floats], fragment: int = 0) -> list[Float64s]:
 def action(fragment: int, version: int, pushes: int = 2) -> ev.Merge:
     report = StepReport(1, 1, 10, ())
     headers = [
-        PushHeader(fragment, version, 1, 1, version - 1, version - 1, 1, 1, 1, 10, 0.1, "int4", "", report, m, 1)
+        PushHeader(
+            fragment,
+            version,
+            1,
+            1,
+            base_version=version - 1,
+            oldest_version=version - 1,
+            first_step=1,
+            last_step=1,
+            steps=1,
+            tokens=10,
+            compute_seconds=0.1,
+            encoding="int4",
+            layout_digest="",
+            report=report,
+            slot=m,
+            incarnation=1,
+        )
         for m in range(pushes)
     ]
     responders = tuple(ev.Responder(h, i, 1 / pushes, 0) for i, h in enumerate(headers))
-    return ev.Merge(fragment, version, 1, responders, 0.1, 0.2, 20)
+    return ev.Merge(fragment, version, 1, responders, quorum_seconds=0.1, waited_seconds=0.2, job_tokens=20)
 
 
 def merge(made: GlobalModel, fragment: int, seed: int) -> MergeRecord:

@@ -52,7 +52,7 @@ def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: ob
 
     async def run() -> None:
         made = MultipartUploads()
-        results = await asyncio.gather(*(part(made, "k", data, a, n) for a, n in ranges))
+        results = await asyncio.gather(*(part(made, "k", data, a, size=n) for a, n in ranges))
         assert [r for r in results if r is not None] == [data]
         assert len(made) == 0
 
@@ -62,13 +62,13 @@ def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: ob
 def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
     async def run() -> None:
         made, data = MultipartUploads(), bytes(range(100))
-        assert await part(made, "good", data, 0, 50) is None
-        assert await part(made, "bad", data, 0, 50) is None
+        assert await part(made, "good", data, 0, size=50) is None
+        assert await part(made, "bad", data, 0, size=50) is None
         with pytest.raises(bulk.ChecksumError):
-            await part(made, "bad", data, 50, 50, sent=bytes(50))
-        assert await part(made, "good", data, 50, 50) == data
-        assert await part(made, "bad", data, 50, 50) is None  # it starts over
-        assert await part(made, "bad", data, 0, 50) == data
+            await part(made, "bad", data, 50, size=50, sent=bytes(50))
+        assert await part(made, "good", data, 50, size=50) == data
+        assert await part(made, "bad", data, 50, size=50) is None  # it starts over
+        assert await part(made, "bad", data, 0, size=50) == data
 
     asyncio.run(run())
 
@@ -80,10 +80,10 @@ def test_a_payload_in_many_small_parts_is_refused() -> None:
     async def run() -> None:
         made, data = MultipartUploads(), bytes(2000)
         for offset in range(multipart.SPARE_PARTS):
-            assert await part(made, "k", data, offset, 1) is None
+            assert await part(made, "k", data, offset, size=1) is None
         with pytest.raises(WireError, match="send fewer, larger ones"):
-            await part(made, "k", data, multipart.SPARE_PARTS, 1)
-        assert await part(made, "other", data, 0, 2000) == data
+            await part(made, "k", data, multipart.SPARE_PARTS, size=1)
+        assert await part(made, "other", data, 0, size=2000) == data
 
     asyncio.run(run())
 
@@ -97,11 +97,11 @@ def test_a_part_that_is_under_way_ends_when_its_payload_is_started_over() -> Non
         )
         while not len(made):
             await asyncio.sleep(0)
-        assert await part(made, "k", data, 0, 50) is None
+        assert await part(made, "k", data, 0, size=50) is None
         gate.set()
         with pytest.raises(WireError, match="started over"):
             await late
-        assert await part(made, "k", data, 50, 50) == data, "the new one goes on"
+        assert await part(made, "k", data, 50, size=50) == data, "the new one goes on"
 
     asyncio.run(run())
 
@@ -109,9 +109,9 @@ def test_a_part_that_is_under_way_ends_when_its_payload_is_started_over() -> Non
 def test_starting_over_replaces_what_is_there() -> None:
     async def run() -> None:
         made, old, new = MultipartUploads(), bytes(100), bytes(range(100))
-        assert await part(made, "k", old, 0, 50) is None
-        assert await part(made, "k", new, 0, 50) is None  # the same range again
-        assert await part(made, "k", new, 50, 50) == new
+        assert await part(made, "k", old, 0, size=50) is None
+        assert await part(made, "k", new, 0, size=50) is None  # the same range again
+        assert await part(made, "k", new, 50, size=50) == new
 
     asyncio.run(run())
 
@@ -144,11 +144,11 @@ def test_ranges_are_checked_before_a_byte_is_read(change: dict[str, int], messag
 def test_a_part_that_names_another_size_ends_its_payload() -> None:
     async def run() -> None:
         made, data = MultipartUploads(), bytes(range(100))
-        assert await part(made, "k", data, 0, 50) is None
+        assert await part(made, "k", data, 0, size=50) is None
         with pytest.raises(WireError, match="total_bytes is 99; this payload has 100"):
-            await part(made, "k", data[:99], 50, 49)
+            await part(made, "k", data[:99], 50, size=49)
         assert len(made) == 0
-        assert await part(made, "k", data[:99], 0, 99) == data[:99]
+        assert await part(made, "k", data[:99], 0, size=99) == data[:99]
 
     asyncio.run(run())
 
@@ -159,14 +159,14 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         made, data = MultipartUploads(), bytes(100)
         for number in range(multipart.MAX_PER_PROCESS):
-            await part(made, f"k{number}", data, 0, 50)
+            await part(made, f"k{number}", data, 0, size=50)
         with pytest.raises(TooManyUploads):
-            await part(made, "more", data, 0, 50)
-        assert await part(made, "other", data, 0, 50, process="q") is None
+            await part(made, "more", data, 0, size=50)
+        assert await part(made, "other", data, 0, size=50, process="q") is None
         with pytest.raises(TooManyUploads):
-            await part(made, "of all", data, 0, 50, process="r")
-        assert await part(made, "k0", data, 50, 50) == data  # room for one
-        assert await part(made, "more", data, 0, 50) is None
+            await part(made, "of all", data, 0, size=50, process="r")
+        assert await part(made, "k0", data, 50, size=50) == data  # room for one
+        assert await part(made, "more", data, 0, size=50) is None
 
     asyncio.run(run())
 
@@ -198,7 +198,7 @@ def test_every_chunk_counts_as_progress_of_its_upload() -> None:
 def test_idle_uploads_are_dropped() -> None:
     async def run() -> None:
         made, data = MultipartUploads(), bytes(100)
-        await part(made, "k", data, 0, 50)
+        await part(made, "k", data, 0, size=50)
         # Not of this machine's clock: with its bits the sum less the moment may be more than what was added.
         made._open["k"].touched = 100.0
         assert made.sweep(100.0 + multipart.IDLE_SECONDS) == 0

@@ -747,8 +747,8 @@ async def test_a_control_call_cannot_be_made_again_to_the_syncer_that_follows(tm
             syncer.core,
             syncer.driver.handle,
             syncer.durability.checkpoint,
-            syncer.status_page.status,
-            syncer.fetch_report,
+            status=syncer.status_page.status,
+            report=syncer.fetch_report,
         )
         return await control.call(call.SerializeToString(), Context())
 
@@ -900,7 +900,9 @@ async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
 )
 async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(tmp_path: Path) -> None:
     def record(version: int) -> MergeRecord:
-        return MergeRecord("shell", 1, 0, version, np.full(LAYOUT.elements(0), version, np.float32), number=version)
+        return MergeRecord(
+            "shell", 1, 0, version, theta=np.full(LAYOUT.elements(0), version, np.float32), number=version
+        )
 
     predecessor = Tape(DirectoryStore(tmp_path))
     async with Bench(tmp_path) as bench:

@@ -159,7 +159,7 @@ async def test_secrets_that_the_operator_makes_are_good_for_all_regions(parties:
     for role in ("syncer", "learner"):
         folders[role] = tmp_path / role
         folders[role].mkdir()
-        for file, content in certificates(root, "ns", "tiny", "0b0a7f3e", role).items():
+        for file, content in certificates(root, "ns", "tiny", "0b0a7f3e", role=role).items():
             (folders[role] / file).write_bytes(content)
     there = await Place(parties, folders["syncer"]).start()
     assert await there.vouch(folders["learner"]) == "ok"

@@ -49,7 +49,7 @@ def opened() -> BucketStore:
 
 
 def record(version: int) -> MergeRecord:
-    return MergeRecord("j", 1, 0, version, np.full(3, version, np.float32), number=version)
+    return MergeRecord("j", 1, 0, version, theta=np.full(3, version, np.float32), number=version)
 
 
 def test_large_objects_and_small(relay: Relay) -> None:

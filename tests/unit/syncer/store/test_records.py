@@ -32,9 +32,31 @@ FROZEN = safetensors.numpy.save({"embed": np.ones(3, np.float32)})
 
 
 def header(fragment: int = 0, sequence: int = 1) -> PushHeader:
-    counts = tuple(FragmentReport(1, 0, 2, 200, 0, 0, 0, 0) for _ in range(2))
-    report = StepReport(2, 2, 200, counts, 0.5, 0.1, 2.5, 0.2, ((1, 7),))
-    return PushHeader(fragment, sequence, 4, 1, 0, 0, 1, 2, 2, 200, 0.5, "int4", "f" * 64, report, 0, 3)
+    counts = tuple(
+        FragmentReport(1, 0, 2, 200, confirmed_tokens=0, dropped_overlap=0, dropped_stale=0, dropped_rolled_back=0)
+        for _ in range(2)
+    )
+    report = StepReport(
+        2, 2, 200, counts, compute_seconds=0.5, stalled_seconds=0.1, loss=2.5, step_seconds=0.2, cursors=((1, 7),)
+    )
+    return PushHeader(
+        fragment,
+        sequence,
+        4,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=2,
+        steps=2,
+        tokens=200,
+        compute_seconds=0.5,
+        encoding="int4",
+        layout_digest="f" * 64,
+        report=report,
+        slot=0,
+        incarnation=3,
+    )
 
 
 def record(fragment: int, version: int, epoch: int = 1, number: int = 0) -> MergeRecord:
@@ -319,7 +341,7 @@ def test_a_gap_is_never_jumped(store: Store) -> None:
 
 def taken(version: int, follows: int, epoch: int) -> MergeRecord:
     """Fragment 0's version as a learner had it in epoch 1."""
-    rows = (SlotReceipt(0, (1 << 64) - 1, 100, 50, 3, version, 10, 1.5),)
+    rows = (SlotReceipt(0, (1 << 64) - 1, 100, 50, sequence=3, version=version, last_step=10, compute_seconds=1.5),)
     recovered = Recovered(follows, 1, rows)
     return dataclasses.replace(record(0, version, epoch), responders=(), recovered=recovered)
 

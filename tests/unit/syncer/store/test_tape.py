@@ -22,14 +22,31 @@ from recorded_disk import RecordedDisk
 
 def record(fragment: int, version: int) -> MergeRecord:
     report = StepReport(2, 2, 200, (FragmentReport(1, 0, 2, 200),) * 2)
-    header = PushHeader(fragment, version, 4, 1, version - 1, version - 1, 1, 2, 2, 200, 0.5, "int4", "", report, 0, 3)
+    header = PushHeader(
+        fragment,
+        version,
+        4,
+        1,
+        base_version=version - 1,
+        oldest_version=version - 1,
+        first_step=1,
+        last_step=2,
+        steps=2,
+        tokens=200,
+        compute_seconds=0.5,
+        encoding="int4",
+        layout_digest="",
+        report=report,
+        slot=0,
+        incarnation=3,
+    )
     theta = np.full(3, version, np.float32)
     return MergeRecord(
         "j",
         1,
         fragment,
         version,
-        theta,
+        theta=theta,
         responders=(RecordedPush(header, 1.0, 0, 0.25),),
         number=2 * version - 1 + fragment,
         time=1.5e9,

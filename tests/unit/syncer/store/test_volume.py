@@ -38,7 +38,9 @@ def test_the_records_that_are_kept_fit_the_volume(tmp_path: Path, fragments: int
         versions[fragment] += 1
         theta = np.zeros(layout.elements(fragment), np.float32)
         outer = {"momentum": theta} if record_floats(spec.sync) == 2 else {}
-        checkpoints.write_record(MergeRecord("job", 1, fragment, versions[fragment], theta, outer, number=number))
+        checkpoints.write_record(
+            MergeRecord("job", 1, fragment, versions[fragment], theta=theta, outer=outer, number=number)
+        )
         most = max(most, sum(path.stat().st_size for path in (tmp_path / "store" / "records").iterdir()))
         since += 1
         if since >= max(STATE_EVERY, fragments):  # as Merger does

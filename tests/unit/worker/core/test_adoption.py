@@ -120,7 +120,7 @@ class World(RuleBasedStateMachine):
 
     @initialize(max_versions=st.integers(1, 4))
     def begin(self, max_versions: int) -> None:
-        self.config = AdoptionConfig(1, 4, 1, self.mode, 0.5, max_versions=max_versions, max_steps=10**9)
+        self.config = AdoptionConfig(1, 4, 1, self.mode, alpha=0.5, max_versions=max_versions, max_steps=10**9)
         self.syncer = Syncer(max_versions)
         self.adoption = Adoption(self.config)
         self.adoption.begin_tenure(slot_step=7)

@@ -15,7 +15,7 @@ from example_counts import share_of
 
 
 def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int = 10, epoch: int = 0) -> Lease:
-    return Lease(lease, epoch, block, start, end, size)
+    return Lease(lease, epoch, block, start, end=end, block_size=size)
 
 
 def test_the_order_is_pinned() -> None:
@@ -49,7 +49,7 @@ def test_blocks_are_covered_once_over_processes_that_die(
         leases = Leases(5, sequences)
         for b in range(blocks):
             if cursors[b] < ends[b]:
-                leases.add(Lease(b + 1, 0, b, cursors[b], ends[b], size))
+                leases.add(Lease(b + 1, 0, b, cursors[b], end=ends[b], block_size=size))
         ahead: deque[Draw] = deque()
         for _ in range(data.draw(st.integers(1, 8), label="steps until it dies")):
             while len(ahead) < 3 and leases.remaining:

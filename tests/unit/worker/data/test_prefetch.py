@@ -41,10 +41,12 @@ class Bench:
     def __init__(self, reserve: int = 0) -> None:
         self.data = Numbers()
         self.requests: list[int] = []
-        self.feed = BatchPrefetcher(self.data, 2, 7, self.requests.append, lambda: None, list, reserve)
+        self.feed = BatchPrefetcher(
+            self.data, 2, 7, self.requests.append, notify=lambda: None, collate=list, reserve=reserve
+        )
 
     def lease(self, number: int) -> Lease:
-        return Lease(number, 0, number, 0, BLOCK, BLOCK)
+        return Lease(number, 0, number, 0, end=BLOCK, block_size=BLOCK)
 
     def grant(self, *numbers: int) -> None:
         for number in numbers:

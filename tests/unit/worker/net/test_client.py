@@ -63,13 +63,22 @@ def made(tmp_path: Path) -> Iterator[tuple[SyncerConnection, inbox.Inbox]]:
 def connection(settings: WorkerSettings, layout: Layout, box: inbox.Inbox) -> SyncerConnection:
     """Which downloads what it is asked to."""
     status = ConnectionStatus()
-    return SyncerConnection(settings, layout, box, ThreadPoolExecutor(1), Vector.from_array, False, False, status)
+    return SyncerConnection(
+        settings,
+        layout,
+        box,
+        ThreadPoolExecutor(1),
+        to_vector=Vector.from_array,
+        eager=False,
+        idle=False,
+        status=status,
+    )
 
 
 def begin_session(one: SyncerConnection) -> None:
     """One in which nothing is carried."""
-    channels = BulkChannels([], (), "a", "b", ThreadPoolExecutor(1), one.counts)
-    one._transfers = Transfers(one._context, channels, "float32", lambda *work: None, lambda reason: None)
+    channels = BulkChannels([], (), "a", "b", executor=ThreadPoolExecutor(1), counts=one.counts)
+    one._transfers = Transfers(one._context, channels, "float32", lambda *work: None, end_session=lambda reason: None)
 
 
 # ------------------------------------------------------------------ what is to be said
@@ -296,27 +305,58 @@ async def test_a_report_that_was_made_before_a_new_tenure_is_not_sent(
     one, box = made
     for incarnation in (3, 4):
         begin_session(one)
-        one._on_seat(Seat(0, incarnation, incarnation == 4, 0, 0, (), tenure=3))
+        one._on_seat(Seat(0, incarnation, incarnation == 4, 0, slot_tokens=0, leases=(), tenure=3))
         one.put_report(StepReport(slot_step=7, tenure=3))
         assert one.outbox.has_new_report
     # The training thread has read of neither seat of the tenure that begins now, and reports once more.
     for incarnation, continuing in ((5, False), (6, True)):
-        one._on_seat(Seat(0, incarnation, continuing, 7, 70, (), tenure=5))
+        one._on_seat(Seat(0, incarnation, continuing, 7, slot_tokens=70, leases=(), tenure=5))
     one.put_report(StepReport(slot_step=8, tenure=3))
     assert not one.outbox.has_new_report
     zeros = Vector.from_array(np.zeros(10, np.float32))
-    one.push(Push(PushPlan(0, 3, 1, 1, 0, 0, 1, 4, 4, 128, 0.1), zeros, zeros, StepReport(tenure=3)))
-    assert inbox.PushAnswered(0, 3, None, "", "its tenure is over") in box._messages.values()
+    one.push(
+        Push(
+            PushPlan(
+                0,
+                3,
+                1,
+                1,
+                base_version=0,
+                oldest_version=0,
+                first_step=1,
+                last_step=4,
+                steps=4,
+                tokens=128,
+                compute_seconds=0.1,
+            ),
+            zeros,
+            zeros,
+            StepReport(tenure=3),
+        )
+    )
+    assert inbox.PushAnswered(0, 3, None, "", message="its tenure is over") in box._messages.values()
     seat = next(message for message in box.take_all() if isinstance(message, Seat))
     assert (seat.incarnation, seat.continuing, seat.tenure) == (6, False, 5), "its reports will name 5"
 
 
 def test_a_push_without_a_session_has_an_open_fate(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
     one, box = made
-    plan = PushPlan(0, 3, 1, 1, 0, 0, 1, 4, 4, 128, 0.1)
+    plan = PushPlan(
+        0,
+        3,
+        1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=128,
+        compute_seconds=0.1,
+    )
     zeros = Vector.from_array(np.zeros(10, np.float32))
     one.push(Push(plan, zeros, zeros, StepReport()))
-    assert box.take_all() == [inbox.PushAnswered(0, 3, None, "", "there is no connection")]
+    assert box.take_all() == [inbox.PushAnswered(0, 3, None, "", message="there is no connection")]
 
 
 # ------------------------------------------------------------------ credentials that cannot be used
@@ -353,7 +393,7 @@ def spoil(folder: Path, parties: Parties, how: str) -> str:
     if how == "no pem":
         (folder / "tls.crt").write_bytes(b"hello")
         return "tls.crt"
-    (folder / "tls.key").write_bytes(issue(parties.authority, [parties.named("local")], (), now(), 1).key)
+    (folder / "tls.key").write_bytes(issue(parties.authority, [parties.named("local")], (), now(), days=1).key)
     return "a certificate and its key"
 
 

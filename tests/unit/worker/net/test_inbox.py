@@ -18,7 +18,7 @@ def announcement(fragment: int, version: int) -> Announcement:
 
 
 def seated(incarnation: int, continuing: bool) -> Seat:
-    return Seat(0, incarnation, continuing, 0, 0, ())
+    return Seat(0, incarnation, continuing, 0, slot_tokens=0, leases=())
 
 
 def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
@@ -42,7 +42,11 @@ def test_a_learner_that_does_not_look_gets_the_newest_of_each() -> None:
 
 def test_what_is_no_state_is_kept_in_order() -> None:
     box = inbox.Inbox()
-    put = [inbox.PushAnswered(0, 1, True, "", ""), inbox.StateRequested(1), inbox.PushAnswered(0, 2, None, "", "")]
+    put = [
+        inbox.PushAnswered(0, 1, True, "", message=""),
+        inbox.StateRequested(1),
+        inbox.PushAnswered(0, 2, None, "", message=""),
+    ]
     for item in put:
         box.put(item)
     assert box.take_all() == put

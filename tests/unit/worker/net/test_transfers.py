@@ -30,7 +30,7 @@ class Broken(BulkChannels):
     """The connections of a session that carry nothing."""
 
     def __init__(self) -> None:
-        super().__init__([], (), "a", "b" * 32, ThreadPoolExecutor(1), ByteCounts())
+        super().__init__([], (), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
         self.tries = 0
 
     async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
@@ -52,15 +52,31 @@ class Session:
         layout = build_layout(torch.nn.Linear(4, 2), 1)
         feedback = ErrorFeedback(1, False)
         self.outbox = Outbox()
-        context = TransferContext(layout, self.box, self.outbox, self.cache, feedback, to_vector, eager=False)
-        self.one = Transfers(context, self.channels, "float32", lambda *work: None, self.end, pinned)
+        context = TransferContext(
+            layout, self.box, self.outbox, self.cache, feedback=feedback, to_vector=to_vector, eager=False
+        )
+        self.one = Transfers(
+            context, self.channels, "float32", lambda *work: None, end_session=self.end, pinned_server=pinned
+        )
 
     def end(self, reason: str) -> None:
         self.reason = reason
 
 
 def a_push(sequence: int = 1) -> Push:
-    plan = PushPlan(0, sequence, 1, 1, 0, 0, 1, 4, 4, 128, 0.1)
+    plan = PushPlan(
+        0,
+        sequence,
+        1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=128,
+        compute_seconds=0.1,
+    )
     zeros = np.zeros(10, np.float32)
     return Push(plan, Vector.from_array(zeros + 0.37), Vector.from_array(zeros), StepReport())
 
@@ -68,7 +84,7 @@ def a_push(sequence: int = 1) -> Push:
 def test_a_push_without_an_answer_has_an_open_fate() -> None:
     session = Session()
     asyncio.run(session.one._send_push(a_push()))
-    assert session.box.take_all() == [inbox.PushAnswered(0, 1, None, "", "no answer came")]
+    assert session.box.take_all() == [inbox.PushAnswered(0, 1, None, "", message="no answer came")]
 
 
 @pytest.mark.promise(
@@ -154,7 +170,7 @@ def test_a_push_that_is_queued_when_its_session_ends_has_an_open_fate() -> None:
     session.one.push(a_push(2))
     assert session.box.take_all() == []
     session.one.close()
-    assert session.box.take_all() == [inbox.PushAnswered(0, 2, None, "", "the connection broke")]
+    assert session.box.take_all() == [inbox.PushAnswered(0, 2, None, "", message="the connection broke")]
 
 
 def test_channels_that_believe_one_certificate_are_doubted() -> None:

@@ -41,10 +41,15 @@ class Process:
         self.model, self.said, self.fresh = model, list[ev.Event](), False
         self.given: dict[int, Callable[[], Any]] = {}
         self.adoption = Adoption(AdoptionConfig(1, 4, 1))
-        checkpoint = SlotCheckpoint(file, "a", "d", 1e-9, max_state_bytes(model))
+        checkpoint = SlotCheckpoint(file, "a", "d", 1e-9, limit=max_state_bytes(model))
         client: Any = self
         self.handover = OptimizerHandover(
-            InnerOptimizers(model, self.optimizer), self.adoption, client, checkpoint, WARM_UP, self.begin_fresh
+            InnerOptimizers(model, self.optimizer),
+            self.adoption,
+            client,
+            checkpoint,
+            warm_up=WARM_UP,
+            on_fresh=self.begin_fresh,
         )
         self.checkpoint = checkpoint
 

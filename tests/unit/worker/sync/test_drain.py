@@ -145,7 +145,7 @@ def test_a_merge_that_takes_in_everything_leaves_nothing_to_offer(monkeypatch: p
 def test_patience_ends_without_progress_and_begins_anew_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Scripted(2, lambda fragment, n: None)
     late = 0.9 * PATIENCE_SECONDS
-    one.at[late] = lambda: one.push_answers.update({(0, 1): PushAnswered(0, 1, True, "", "")})
+    one.at[late] = lambda: one.push_answers.update({(0, 1): PushAnswered(0, 1, True, "", message="")})
     assert one.drain(monkeypatch) == [(1, 16, "no acknowledgement in time")]
     assert one.seconds == pytest.approx(late + PATIENCE_SECONDS, abs=0.2)
 
@@ -218,7 +218,7 @@ def test_an_offer_whose_bytes_move_is_waited_for(monkeypatch: pytest.MonkeyPatch
         one.chunks_up += moves
 
     def arrive() -> None:
-        one.push_answers[0, 1] = PushAnswered(0, 1, True, "", "")
+        one.push_answers[0, 1] = PushAnswered(0, 1, True, "", message="")
 
     one.at = {float(second): send for second in range(0, int(seconds), 10)} | {seconds: arrive}
     given_up = one.drain(monkeypatch)

@@ -67,13 +67,18 @@ class Newcomer:
             self.adoption.on_broadcast(Announcement(fragment, 1, 6, Payload("float32", 4, 4)))
         self.limit = max_state_bytes(self.model)
         path = folder / "local-0.safetensors"
-        self.checkpoint = checkpoint = SlotCheckpoint(path, "a", "d", 60.0, self.limit)
+        self.checkpoint = checkpoint = SlotCheckpoint(path, "a", "d", 60.0, limit=self.limit)
         if own is not None:
             path.write_bytes(state(0.25, checkpoint.origin(9, own, trained)))
         self.asked, self.fresh = Asked(), list[int]()
         client: Any = self.asked
         self.handover = OptimizerHandover(
-            InnerOptimizers(self.model, self.optimizer), self.adoption, client, checkpoint, WARM_UP, self.fresh.append
+            InnerOptimizers(self.model, self.optimizer),
+            self.adoption,
+            client,
+            checkpoint,
+            warm_up=WARM_UP,
+            on_fresh=self.fresh.append,
         )
 
     def train_a_step(self) -> None:
@@ -109,11 +114,11 @@ def test_a_peers_state_comes_first(newcomer: Callable[..., Newcomer]) -> None:
     ("own", "job", "taken"),
     [
         (((1, 5), (1, 5)), None, OWN),
-        (((1, 5), (1, 5)), Origin("a", "d", 8, ((1, 5), (1, 4)), 99), OWN),
-        (((1, 5), (1, 5)), Origin("a", "d", 9, ((1, 5), (1, 5)), 99), JOB),
-        (((1, 6), (1, 6)), Origin("a", "d", 2, ((2, 0), (1, 1)), 99), JOB),
-        (((9, 6), (9, 6)), Origin("a", "d", 8, ((1, 5), (1, 4)), 99), JOB),
-        (None, Origin("a", "d", 8, ((1, 5), (1, 4)), 99), JOB),
+        (((1, 5), (1, 5)), Origin("a", "d", 8, ((1, 5), (1, 4)), trained=99), OWN),
+        (((1, 5), (1, 5)), Origin("a", "d", 9, ((1, 5), (1, 5)), trained=99), JOB),
+        (((1, 6), (1, 6)), Origin("a", "d", 2, ((2, 0), (1, 1)), trained=99), JOB),
+        (((9, 6), (9, 6)), Origin("a", "d", 8, ((1, 5), (1, 4)), trained=99), JOB),
+        (None, Origin("a", "d", 8, ((1, 5), (1, 4)), trained=99), JOB),
     ],
     ids=["no job's", "own newer", "the same", "a later epoch", "own of no known versions", "no own"],
 )
@@ -306,7 +311,7 @@ def test_a_peers_state_that_holds_less_of_the_warm_up_goes_behind_the_slots_own(
 ) -> None:
     one = newcomer(((1, 5), (1, 5)), own)
     one.handover.request_state(False)
-    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, peers)), HELD))
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, trained=peers)), HELD))
     one.handover.apply_when_ready(HELD)
     assert one.moment == {OWN: 0.25, PEER: 0.5}[taken] and not one.handover.is_waiting
 
@@ -314,7 +319,7 @@ def test_a_peers_state_that_holds_less_of_the_warm_up_goes_behind_the_slots_own(
 def test_an_own_state_that_does_not_fit_leaves_a_younger_peers(newcomer: Callable[..., Newcomer]) -> None:
     one = newcomer(((9, 9), (9, 9)))  # of versions that this job has not
     one.handover.request_state(False)
-    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, 3)), HELD))
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, trained=3)), HELD))
     for _ in range(2):
         one.handover.apply_when_ready(HELD)
     assert one.moment == 0.5 and not one.fresh
@@ -330,7 +335,9 @@ def test_of_stored_states_the_one_with_more_of_the_warm_up_goes_before_the_newer
     one = newcomer(((1, 6), (1, 6)), 3)
     one.handover.request_state(True)
     one.handover.receive_state(inbox.StateDownloaded(True, None))
-    one.handover.receive_state(inbox.StateDownloaded(False, state(0.75, Origin("a", "d", 2, ((1, 1), (1, 1)), 99))))
+    one.handover.receive_state(
+        inbox.StateDownloaded(False, state(0.75, Origin("a", "d", 2, ((1, 1), (1, 1)), trained=99)))
+    )
     one.handover.apply_when_ready(HELD)
     assert one.moment == 0.75
 
@@ -345,7 +352,7 @@ def test_a_process_keeps_its_state_rather_than_take_a_younger_one(newcomer: Call
         one.train_a_step()
     moment = one.moment
     one.handover.request_state(True)
-    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, 3)), HELD))
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, Origin("a", "d", 9, HELD, trained=3)), HELD))
     assert one.moment == moment and not one.handover.is_waiting and not one.fresh
 
 
@@ -368,7 +375,7 @@ def test_a_learner_is_young_until_it_is_beyond_its_warm_up_and_says_in_its_state
     assert not first.handover.is_young
     other = newcomer()
     other.handover.request_state(False)
-    origin = Origin("a", "d", 120, HELD, WARM_UP)
+    origin = Origin("a", "d", 120, HELD, trained=WARM_UP)
     other.handover.receive_state(inbox.StateDownloaded(True, state(0.5, origin), HELD))
     other.handover.apply_when_ready(HELD)
     other.train_a_step()

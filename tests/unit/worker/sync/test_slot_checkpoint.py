@@ -39,7 +39,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def place(folder: Path, job: str = "a", layout: str = "d" * 64, limit: int | None = None) -> SlotCheckpoint:
     path = folder / "state" / "local-0.safetensors"
-    return SlotCheckpoint(path, job, layout, 1e-6, limit or max_state_bytes(trained()[0]))
+    return SlotCheckpoint(path, job, layout, 1e-6, limit=limit or max_state_bytes(trained()[0]))
 
 
 def written(checkpoint: SlotCheckpoint, step: int = 7) -> None:
@@ -65,7 +65,7 @@ def test_a_replacement_finds_what_its_predecessor_left(tmp_path: Path) -> None:
     written(checkpoint, step=8)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["local-0.safetensors"]
     found = place(tmp_path).load()
-    assert found is not None and found[1] == Origin("a", "d" * 64, 8, VERSIONS, 5)
+    assert found is not None and found[1] == Origin("a", "d" * 64, 8, VERSIONS, trained=5)
     model, optimizer = trained()
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
     restore(found[0], InnerOptimizers(model, fresh))
@@ -138,7 +138,7 @@ def test_one_write_at_a_time_and_a_hundredth_of_the_time(tmp_path: Path) -> None
 
 
 def test_nothing_is_kept_without_a_working_directory() -> None:
-    checkpoint = SlotCheckpoint(None, "a", "d", 1e-6, 1000)
+    checkpoint = SlotCheckpoint(None, "a", "d", 1e-6, limit=1000)
     CLOCK[0] += 1.0
     assert not checkpoint.due
     assert checkpoint.load() is None

@@ -63,7 +63,9 @@ class Evaluation:
     def merge(self, number: int, tokens: int) -> None:
         """A version whose model is no other version's comes."""
         payload = Payload("float32", 4, 1)
-        announced = Announcement(0, 1, number, payload, 0, 0, job_tokens=tokens, progress=0.0)
+        announced = Announcement(
+            0, 1, number, payload, merged_sequence=0, merged_version=0, job_tokens=tokens, progress=0.0
+        )
         values = np.random.default_rng(number).standard_normal(self.observer.layout.elements(0)) * 0.1
         self.observer._inbox.put(announced)
         self.observer._inbox.put(Downloaded(announced, Vector.from_array(values.astype(np.float32))))

@@ -119,7 +119,7 @@ def test_the_transposition_of_a_layer_that_is_not_square() -> None:
 
 def merged_model(of: DiLoCoJob, tensors: dict[str, np.ndarray], directory: Path) -> MergedModel:
     layout = Layout.build([Tensor("any", (4,), "float32")], 1)  # of which an export of adapters asks nothing
-    return MergedModel(of, layout, tensors, [3, 4], directory)
+    return MergedModel(of, layout, tensors, [3, 4], directory=directory)
 
 
 def test_adapters_in_the_form_that_peft_reads(base: Path, kind: str, tmp_path: Path) -> None:

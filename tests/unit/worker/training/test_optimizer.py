@@ -66,7 +66,7 @@ def test_the_rate_follows_the_job_and_not_the_slots_share(paces: tuple[int, ...]
     while heard < 1:
         for slot, pace in enumerate(paces):
             for _ in range(pace):
-                progress = job_progress(spec, len(paces), steps[slot], steps[slot] * tokens, heard)
+                progress = job_progress(spec, len(paces), steps[slot], steps[slot] * tokens, heard=heard)
                 place = schedule_step(spec, steps[slot], progress, total)
                 last[slot] = learning_rate(optimizer, steps[slot], place, total)
                 rates.append((progress, last[slot]))
@@ -140,7 +140,7 @@ def test_accumulation_is_the_step_of_the_whole_batch(accumulation: int) -> None:
     for passes in (1, accumulation):
         model = models.build(job(steps=1), 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        loss = trainer.step(model, optimizer, batch(6), passes, 1.0, torch.float32)
+        loss = trainer.step(model, optimizer, batch(6), passes, clip_norm=1.0, dtype=torch.float32)
         results.append((loss, dict(model.named_parameters())))
     (loss, one), (other_loss, other) = results
     torch.testing.assert_close(loss, other_loss)
@@ -166,7 +166,7 @@ def test_a_step_never_waits_for_the_device(accumulation: int) -> None:
     """The device `meta` has no values, so whoever would wait for one of them fails."""
     model = Scorer().to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = trainer.step(model, optimizer, batch(6), accumulation, 1.0, torch.float32)
+    loss = trainer.step(model, optimizer, batch(6), accumulation, clip_norm=1.0, dtype=torch.float32)
     assert loss.device.type == "meta" and loss.shape == ()
 
 
@@ -174,9 +174,14 @@ def test_bfloat16_keeps_weights_and_loss_in_float32() -> None:
     model = models.build(job(steps=1), 0)
     optimizer = build_optimizer(model, OptimizerSpec())
     exact = trainer.step(
-        models.build(job(steps=1), 0), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), batch(4), 1, None, torch.float32
+        models.build(job(steps=1), 0),
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+        batch(4),
+        1,
+        clip_norm=None,
+        dtype=torch.float32,
     )
-    loss = trainer.step(model, optimizer, batch(4), 1, None, torch.bfloat16)
+    loss = trainer.step(model, optimizer, batch(4), 1, clip_norm=None, dtype=torch.bfloat16)
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(exact), rel=0.02)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
@@ -185,7 +190,7 @@ def test_bfloat16_keeps_weights_and_loss_in_float32() -> None:
 def test_a_few_steps_learn_a_batch_by_heart() -> None:
     model = models.build(job(steps=1), 0)
     optimizer = build_optimizer(model, OptimizerSpec(lr=0.02))
-    losses = [float(trainer.step(model, optimizer, batch(4), 1, 1.0, torch.float32)) for _ in range(30)]
+    losses = [float(trainer.step(model, optimizer, batch(4), 1, clip_norm=1.0, dtype=torch.float32)) for _ in range(30)]
     assert losses[-1] < losses[0] / 2
 
 

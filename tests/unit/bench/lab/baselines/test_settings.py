@@ -10,7 +10,17 @@ from lab.baselines.settings import VARIABLE, BaselineSettings, daly_interval
 
 
 def test_settings_survive_the_environment() -> None:
-    told = BaselineSettings("rank", "/arm", "/dev/shm/x", 2, 4, 300.0, 1000, 15.0, "127.0.0.1:1")
+    told = BaselineSettings(
+        "rank",
+        "/arm",
+        "/dev/shm/x",
+        2,
+        learners=4,
+        stop_seconds=300.0,
+        score_tokens=1000,
+        mtbf_seconds=15.0,
+        store="127.0.0.1:1",
+    )
     assert BaselineSettings.from_json(told.to_environment()[VARIABLE]) == told
     endless = BaselineSettings("rank", "/arm")
     assert BaselineSettings.from_json(endless.to_environment()[VARIABLE]) == endless

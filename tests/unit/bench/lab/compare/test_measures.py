@@ -16,7 +16,7 @@ def steps(learner: int, *times: float) -> list[StepEnd]:
 
 def test_goodput_is_kept_compute_of_all_learners_time() -> None:
     # 30 steps of 100 tokens at 0.5 s are 15 s; two learners had 10 s each.
-    assert measures.goodput(3000, 100, 0.5, 2, 10.0) == pytest.approx(0.75)
+    assert measures.goodput(3000, 100, 0.5, 2, wall=10.0) == pytest.approx(0.75)
 
 
 def test_uptime_is_where_somebody_ends_a_step_within_two() -> None:
@@ -31,23 +31,27 @@ def test_uptime_is_where_somebody_ends_a_step_within_two() -> None:
 
 def test_recovery_of_a_fault_that_others_do_not_notice() -> None:
     records = [*steps(0, 1, 2, 3, 12, 13), *steps(1, *range(1, 14))]
-    (row,) = measures.recoveries([Hit("kill", 0, 3.5, 5.0)], records, 0.0, 14.0, 1.0)
-    assert row == Recovery("kill", 3.5, 5.0, 0.0, 3.5)
+    (row,) = measures.recoveries([Hit("kill", 0, 3.5, 5.0)], records, 0.0, 14.0, step_seconds=1.0)
+    assert row == Recovery("kill", 3.5, 5.0, 0.0, back_seconds=3.5)
 
 
 def test_recovery_of_a_fault_that_stops_all() -> None:
     records = [*steps(0, 1, 2, 3, 10), *steps(1, 1, 2, 3, 10)]
-    (row,) = measures.recoveries([Hit("kill", 0, 3.0, 5.0)], records, 0.0, 12.0, 1.0)
+    (row,) = measures.recoveries([Hit("kill", 0, 3.0, 5.0)], records, 0.0, 12.0, step_seconds=1.0)
     assert row.stall_seconds == 6.0 and row.back_seconds == 2.0
     # That the other one still ends the step that was under way changes nothing.
-    (row,) = measures.recoveries([Hit("kill", 0, 3.0, 5.0)], [*records, *steps(1, 3.1)], 0.0, 12.0, 1.0)
+    (row,) = measures.recoveries([Hit("kill", 0, 3.0, 5.0)], [*records, *steps(1, 3.1)], 0.0, 12.0, step_seconds=1.0)
     assert row.stall_seconds == pytest.approx(5.9)
 
 
 def test_a_fault_that_is_not_over_at_the_end() -> None:
     records = [*steps(0, 1, 2), *steps(1, 1, 2, 3, 4, 5)]
     rows = measures.recoveries(
-        [Hit("kill", 0, 2.5, 5.0), Hit("kill", 1, 99.0, 1.0), Hit("kill", None, 1.0, 1.0)], records, 0.0, 5.0, 1.0
+        [Hit("kill", 0, 2.5, 5.0), Hit("kill", 1, 99.0, 1.0), Hit("kill", None, 1.0, 1.0)],
+        records,
+        0.0,
+        5.0,
+        step_seconds=1.0,
     )
     assert [row.back_seconds for row in rows] == [None], "after the end, and on no learner, are none"
 

@@ -24,7 +24,9 @@ JOB = ROOT / "examples" / "minimal.yaml"
 @pytest.fixture
 def plan() -> Comparison:
     overrides = job_overrides([], 60.0, 3)
-    return Comparison(JOB, overrides, read_job_file(JOB, overrides), (), 60.0, 60.0, Pace(0.5, 1024))
+    return Comparison(
+        JOB, overrides, read_job_file(JOB, overrides), (), seconds=60.0, mtbf_seconds=60.0, pace=Pace(0.5, 1024)
+    )
 
 
 @pytest.fixture

@@ -26,21 +26,40 @@ JOB = ROOT / "examples" / "minimal.yaml"
 
 def plan(**changes: float) -> Comparison:
     overrides = job_overrides([], 60.0, 3)
-    schedule = draw_schedule(3, 2, 20.0, 4.0, 60.0)
-    made = Comparison(JOB, overrides, read_job_file(JOB, overrides), schedule, 60.0, 30.0, Pace(0.5, 1024, 0.2))
+    schedule = draw_schedule(3, 2, 20.0, 4.0, seconds=60.0)
+    made = Comparison(
+        JOB,
+        overrides,
+        read_job_file(JOB, overrides),
+        schedule,
+        seconds=60.0,
+        mtbf_seconds=30.0,
+        pace=Pace(0.5, 1024, 0.2),
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def arm(name: str, kept: int, stall: float) -> ArmResult:
     return ArmResult(
-        name, 60.0, kept / 1e5, 0.9, kept, kept, kept / 60, 10 * kept, 2.0, 0.6,
-        [Recovery("kill", 5.0, 4.0, stall, 1.0)], [(0, 0.0, 5.0), (kept, 60.0, 2.0)], [(0.0, 0.0), (60.0, float(kept))],
-    )  # fmt: skip
+        name,
+        60.0,
+        kept / 1e5,
+        0.9,
+        kept_tokens=kept,
+        trained_tokens=kept,
+        tokens_per_second=kept / 60,
+        bytes=10 * kept,
+        final_loss=2.0,
+        cpu_share=0.6,
+        recoveries=[Recovery("kill", 5.0, 4.0, stall, back_seconds=1.0)],
+        losses=[(0, 0.0, 5.0), (kept, 60.0, 2.0)],
+        tokens=[(0.0, 0.0), (60.0, float(kept))],
+    )
 
 
 def test_rows_have_ours_theirs_and_the_ratio() -> None:
     arms = {"ours": arm("ours", 80_000, 0.0), "ddp": arm("ddp", 20_000, 9.0)}
-    report = document(plan(), arms, {}, {"ddp": ["training.optimizer.lr=0.006"]}, 2)
+    report = document(plan(), arms, {}, {"ddp": ["training.optimizer.lr=0.006"]}, cores=2)
     rows = {row["name"]: row for row in report["rows"]}
     assert rows["goodput"] == {
         "name": "goodput", "value": 0.8, "unit": "share",
@@ -59,7 +78,7 @@ def test_rows_have_ours_theirs_and_the_ratio() -> None:
 
 def test_the_page_says_that_pace_is_emulated_what_failed_and_how_to_replay_it() -> None:
     busy = replace(arm("ddp", 20_000, 9.0), cpu_share=0.8)
-    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": busy}, {"torchft": "no agents"}, {}, 2)
+    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": busy}, {"torchft": "no agents"}, {}, cores=2)
     said = render_markdown(ResultDocument.model_validate(report))
     assert "The pace is emulated" in said and "Above 70% of the cores: ddp" in said
     assert "torchft could not be run: no agents" in said
@@ -68,14 +87,14 @@ def test_the_page_says_that_pace_is_emulated_what_failed_and_how_to_replay_it() 
 
 
 def test_every_arm_has_every_figure_under_one_name() -> None:
-    many = [Recovery("kill", float(n), 1.0, 0.1 * n, 2.0 * n) for n in range(1, 22)]
+    many = [Recovery("kill", float(n), 1.0, 0.1 * n, back_seconds=2.0 * n) for n in range(1, 22)]
     few = [*many[:18], *(replace(row, back_seconds=None) for row in many[18:])]
     arms = {
         "ours": replace(arm("ours", 80_000, 0.0), recoveries=many),
         "ddp": replace(arm("ddp", 20_000, 9.0), recoveries=many),
         "ddp-elastic": replace(arm("ddp-elastic", 40_000, 4.0), recoveries=few),
     }
-    (table,) = document(plan(), arms, {}, {}, 2)["tables"]
+    (table,) = document(plan(), arms, {}, {}, cores=2)["tables"]
     figures = {row["figure"]: row for row in table["rows"]}
     assert all(row[name] is not None for row in figures.values() for name in arms)
     back = figures["a learner is back after its repair, maximum"]
@@ -85,7 +104,7 @@ def test_every_arm_has_every_figure_under_one_name() -> None:
 
 def test_a_baseline_that_reached_nothing_has_no_ratio() -> None:
     nothing = replace(arm("ddp", 0, 60.0), goodput=0.0, losses=[], final_loss=None)
-    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": nothing}, {}, {}, 2)
+    report = document(plan(), {"ours": arm("ours", 80_000, 0.0), "ddp": nothing}, {}, {}, cores=2)
     row = next(row for row in report["rows"] if row["name"] == "goodput")
     assert (row["baseline"], row["ratio"]) == (0.0, None)
     assert "–" in render_markdown(ResultDocument.model_validate(report))
@@ -94,9 +113,16 @@ def test_a_baseline_that_reached_nothing_has_no_ratio() -> None:
 def test_an_arm_is_measured_by_its_record() -> None:
     steps = [StepEnd(learner, 1000.0 + 0.5 * n) for learner in (0, 1) for n in range(1, 121)]
     record = Record(
-        steps, [Hit("pause", 0, 1010.0, 1.0)], 1000.0, 1024 * 180, 1024 * 240, 77, [(0, 1000.0, 5.0), (9, 1060.0, 2.5)],
-        {"merges": 3}, lambda start, end: 0.5,
-    )  # fmt: skip
+        steps,
+        [Hit("pause", 0, 1010.0, 1.0)],
+        1000.0,
+        1024 * 180,
+        trained_tokens=1024 * 240,
+        bytes=77,
+        scores=[(0, 1000.0, 5.0), (9, 1060.0, 2.5)],
+        own={"merges": 3},
+        cpu=lambda start, end: 0.5,
+    )
     got = measure_arm("ours", plan(), record)
     assert got.wall_seconds == 60.0 and got.goodput == pytest.approx(0.75) and got.uptime == 1.0
     assert got.final_loss == 2.5 and got.losses[-1] == (9, 60.0, 2.5)

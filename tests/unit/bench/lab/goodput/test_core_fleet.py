@@ -25,7 +25,7 @@ def silent(share: float) -> None:
 
 def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp_path: Path) -> None:
     world = CoreFleet(
-        Fleet(1_200_000, 4, parameters.YEAR, parameters.STOPS), parameters.REPAIRS, Sync(), 3, time.perf_counter
+        Fleet(1_200_000, 4, parameters.YEAR, parameters.STOPS), parameters.REPAIRS, Sync(), 3, clock=time.perf_counter
     )
     result = world.run(1000.0)
     assert world.core.ledger is not None
@@ -39,7 +39,7 @@ def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp
 @pytest.mark.untimed
 def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
     run = CoreRun(repetitions=4, failures=300, steps=2000, learner_steps=8000)
-    rows = core_rows((1_200_000,), (1, 2, 4), PAPER, run, CellCache(tmp_path, []), silent)
+    rows = core_rows((1_200_000,), (1, 2, 4), PAPER, run, cells=CellCache(tmp_path, []), told=silent)
     assert [row["agrees"] for row in rows] == [True] * 3, rows
 
 
@@ -58,9 +58,9 @@ def test_what_the_core_did_is_shown_to_people_too(tmp_path: Path) -> None:
     run, cells = CoreRun(repetitions=3, failures=10, steps=16, learner_steps=32), CellCache(tmp_path, [])
     fleet = Run(repetitions=3, failures=20, seed=0)
     rows = [
-        *goodput_rows((1_200_000,), (2,), PAPER, fleet, silent),
+        *goodput_rows((1_200_000,), (2,), PAPER, fleet, on_progress=silent),
         *uneven_rows(fleet),
-        *core_rows((1_200_000,), (2,), PAPER, run, cells, silent),
+        *core_rows((1_200_000,), (2,), PAPER, run, cells=cells, told=silent),
         *uneven_core_rows(PAPER, run, cells, silent),
     ]
     document = {

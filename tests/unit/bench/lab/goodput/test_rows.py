@@ -24,7 +24,7 @@ def silent(share: float) -> None:
 
 
 def test_the_whole_table_is_met_with_one_set_of_parameters() -> None:
-    rows = goodput_rows(published.CHIPS, (2, 4, 8, 16), PAPER, Run(4, 800), silent)
+    rows = goodput_rows(published.CHIPS, (2, 4, 8, 16), PAPER, Run(4, 800), on_progress=silent)
     assert sum("published" in row for row in rows) == 30
     error = root_mean_square_error(rows)
     assert error is not None and error <= 1.5
@@ -54,9 +54,9 @@ def test_learners_of_unequal_speed() -> None:
         assert row["value"] == pytest.approx(row["published"], abs=1.5)
     # Without variation everybody comes to the slowest's pace.
     steps, random = pace.uneven_steps(8, 2, 0.25), np.random.default_rng(0)
-    share = pace.simulate_uneven(steps, 0.0, pace.Quorum(8, 0.0, 2), 500, 1, random)
+    share = pace.simulate_uneven(steps, 0.0, pace.Quorum(8, 0.0, 2), 500, repetitions=1, random=random)
     assert share == pytest.approx(steps.mean() / steps.max(), abs=0.005)
-    sixth = pace.simulate_uneven(steps, 0.0, pace.Quorum(6, 0.0, 2), 500, 1, random)
+    sixth = pace.simulate_uneven(steps, 0.0, pace.Quorum(6, 0.0, 2), 500, repetitions=1, random=random)
     assert sixth == pytest.approx(1.0, abs=1e-3)
 
 

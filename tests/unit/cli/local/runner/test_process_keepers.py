@@ -147,7 +147,7 @@ def test_a_learner_that_chaos_told_to_leave_does_not_come_back_to_a_job_that_end
     run.syncer.page = status_document(phase="draining")  # which nobody has heard yet
     run.script("east-0", (1.0, Exit(code=0)))
     run.runner.injector._open["east-0"] = 0
-    run.runner.injector.done.append(Injected(0.0, 0.0, "term", "east-0", None, 0, duration=0.0))
+    run.runner.injector.done.append(Injected(0.0, 0.0, "term", "east-0", slot=None, incarnation=0, duration=0.0))
     keep(run, "east-0")
     assert len(run.starts) == 1
 
@@ -189,7 +189,7 @@ def test_an_end_by_chaos_is_no_error_and_its_process_stays_away(make_run: MakeRu
     run.syncer.page = status_document(phase="training")
     run.script("east-0", (1.0, KILLED))
     run.runner.injector._open["east-0"] = 0
-    run.runner.injector.done.append(Injected(0.0, 0.0, "kill", "east-0", None, 0, duration=20.0))
+    run.runner.injector.done.append(Injected(0.0, 0.0, "kill", "east-0", slot=None, incarnation=0, duration=20.0))
     run.runner.injector._away["east-0"] = 20.0
     keep(run, "east-0", seconds=19.0)
     assert len(run.starts) == 1 and not any("killed by" in text for text in run.screen.said)

@@ -20,7 +20,7 @@ class Unread(list):
 
 
 def report(step: int, dropped: int = 0) -> StepReport:
-    row = FragmentReport(1, 0, step, 10 * step - dropped, 0, dropped)
+    row = FragmentReport(1, 0, step, 10 * step - dropped, confirmed_tokens=0, dropped_overlap=dropped)
     return StepReport(step, step, 10 * step, (row,) * 4)
 
 
@@ -47,12 +47,29 @@ def test_totals_follow_reports_without_a_walk_through_every_cell() -> None:
 
 def trained(tokens: int, dropped: tuple[int, ...]) -> StepReport:
     """A learner's report: of each fragment some tokens were dropped as overlap."""
-    rows = tuple(FragmentReport(1, 0, 1, tokens - lost, 0, lost) for lost in dropped)
+    rows = tuple(FragmentReport(1, 0, 1, tokens - lost, confirmed_tokens=0, dropped_overlap=lost) for lost in dropped)
     return StepReport(1, 1, tokens, rows)
 
 
 def header(fragment: int, tokens: int, report: StepReport) -> PushHeader:
-    return PushHeader(fragment, 1, 1, 1, 0, 0, 1, 1, 1, tokens, 1.0, "float32", "L", report, 0, 1)
+    return PushHeader(
+        fragment,
+        1,
+        1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=1,
+        steps=1,
+        tokens=tokens,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=report,
+        slot=0,
+        incarnation=1,
+    )
 
 
 def test_no_token_is_pending_once_every_part_is_merged_or_dropped() -> None:

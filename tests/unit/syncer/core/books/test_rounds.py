@@ -37,18 +37,18 @@ def push(slot: int, fragment: int = 0, round: int = 1, first: int = 1, last: int
         sequence,
         round,
         1,
-        0,
-        0,
-        first,
-        last,
-        last - first + 1,
-        10,
-        1.0,
-        "float32",
-        "L",
-        REPORT,
-        slot,
-        slot + 1,
+        base_version=0,
+        oldest_version=0,
+        first_step=first,
+        last_step=last,
+        steps=last - first + 1,
+        tokens=10,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=REPORT,
+        slot=slot,
+        incarnation=slot + 1,
     )
     return Accepted(header, handle=slot, norm=1.0)
 
@@ -67,7 +67,7 @@ def test_first_turn_is_staggered() -> None:
         assert fragment is not None
         book.open_round(fragment, 0.0, [at(0, step, book.versions)])
         taken = book.open[fragment]
-        book.accept(taken, push(0, fragment, taken.id, 1, step), 0.0)
+        book.accept(taken, push(0, fragment, taken.id, 1, last=step), 0.0)
         book.begin_merge(taken, 0.1)
         book.complete_merge(fragment, 1, 0.0, 0.0)
         opened.append(fragment)
@@ -79,7 +79,7 @@ def test_period_counts_from_the_snapshot_not_the_adoption() -> None:
     book.begin_progress(0, 0)
     book.open_round(0, 0.0, [at(0, 10, [0])])
     opened = book.open[0]
-    book.accept(opened, push(0, 0, opened.id, 1, 10), 0.0)
+    book.accept(opened, push(0, 0, opened.id, 1, last=10), 0.0)
     book.begin_merge(opened, 0.1)
     book.complete_merge(0, 1, 0.0, 0.0)  # adopted at step 12, say
     assert book.next_due([at(0, 19, [1])]) is None
@@ -101,7 +101,7 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     book.begin_progress(1, 0)
     book.open_round(0, 0.0, [at(0, 4, [0]), at(1, 3, [0])])
     opened = book.open[0]
-    book.accept(opened, push(0, 0, opened.id, 1, 4), 0.0)
+    book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
     book.begin_merge(opened, 0.1)
     book.complete_merge(0, 1, 0.0, 0.0)
     assert book.next_due([at(0, 5, [1]), at(1, 5, [1])]) is None
@@ -153,11 +153,11 @@ def turns(draw: st.DrawFn) -> Turn:
         draw(st.integers(0, 2 * every)),
         draw(st.integers(1, learners + 1)),
         each(fragments, st.integers(0, 1)),
-        draw(st.lists(st.integers(0, fragments - 1), max_size=2, unique=True)),
-        each(learners, st.integers(every, 2 * every)),
-        each(learners, st.integers(0, every)),
-        [each(learners, st.integers(0, every)) for _ in range(fragments)],
-        [each(learners, st.sampled_from([True, True, True, False])) for _ in range(fragments)],
+        open=draw(st.lists(st.integers(0, fragments - 1), max_size=2, unique=True)),
+        steps=each(learners, st.integers(every, 2 * every)),
+        openings=each(learners, st.integers(0, every)),
+        marks=[each(learners, st.integers(0, every)) for _ in range(fragments)],
+        current=[each(learners, st.sampled_from([True, True, True, False])) for _ in range(fragments)],
     )
 
 
@@ -227,7 +227,7 @@ def test_a_merge_does_not_move_the_mark_of_a_newcomer_back() -> None:
     book = RoundBook(2, rules(every=4), Mode())
     book.begin_progress(0, 0)
     opened = book.open_round(0, 0.0, [at(0, 4, [0, 0])])
-    book.accept(opened, push(0, 0, opened.id, 1, 4), 0.0)
+    book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
     book.begin_merge(opened, 0.1)
     assert not book.is_ready(opened, 100.0, set()), "it is merged once"
     book.begin_progress(0, 10)  # a new process has the slot, which it begins at a later step
@@ -323,9 +323,9 @@ def test_deterministic_waits_for_all_and_ignores_grace() -> None:
     sync=st.floats(0, 10),
 )
 def test_grace_is_equation_3(factor: float, cap: float, overlap: int, step: float, quorum: float, sync: float) -> None:
-    got = grace_seconds(factor, cap, overlap, step, quorum, sync)
+    got = grace_seconds(factor, cap, overlap, step, quorum=quorum, sync=sync)
     assert got == max(0.0, min(cap, factor * (overlap * step - quorum - sync)))
-    assert grace_seconds(factor, cap, overlap, None, quorum, sync) == cap
+    assert grace_seconds(factor, cap, overlap, None, quorum=quorum, sync=sync) == cap
 
 
 def test_moving_average_has_a_half_life_of_eight_samples() -> None:

@@ -8,14 +8,31 @@ from diloco_syncer.core.books.ledger import Ledger
 
 def report(trained: int, confirmed: int = 0, epoch: int = 1, fragments: int = 1) -> StepReport:
     """Of ``trained`` tokens, ten a step."""
-    row = FragmentReport(epoch, 0, trained // 10, trained - confirmed, confirmed)
+    row = FragmentReport(epoch, 0, trained // 10, trained - confirmed, confirmed_tokens=confirmed)
     return StepReport(trained // 10, trained // 10, trained, (row,) * fragments)
 
 
 def header(tokens: int, incarnation: int = 1) -> PushHeader:
     told = report(tokens)
     steps = tokens // 10
-    return PushHeader(0, 1, 1, 1, 0, 0, 1, steps, steps, tokens, 1.0, "float32", "L", told, 0, incarnation)
+    return PushHeader(
+        0,
+        1,
+        1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=steps,
+        steps=steps,
+        tokens=tokens,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=told,
+        slot=0,
+        incarnation=incarnation,
+    )
 
 
 def opened(fragments: int = 1) -> Ledger:

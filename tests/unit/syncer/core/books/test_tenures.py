@@ -31,7 +31,24 @@ def test_a_push_of_the_tenure_before_is_fenced_under_whatever_incarnation() -> N
     seat = join(core, 2)
     core.handle(ev.Reported(2, counted(seat.tenure, 6, 0, base=1)), 0.0)
     late = counted(first.tenure, 6, 6, base=1, confirmed=40)  # planned before it heard, sent after it did
-    header = PushHeader(0, 2, 0, 1, 1, 1, 5, 6, 2, 20, 1.0, "float32", "L", late, 0, seat.incarnation)
+    header = PushHeader(
+        0,
+        2,
+        0,
+        1,
+        base_version=1,
+        oldest_version=1,
+        first_step=5,
+        last_step=6,
+        steps=2,
+        tokens=20,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=late,
+        slot=0,
+        incarnation=seat.incarnation,
+    )
     refusal = core.check_push(header)
     assert refusal is not None and refusal[0] is PushRefusal.FENCED and "tenure" in refusal[1]
 

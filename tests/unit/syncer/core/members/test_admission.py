@@ -66,7 +66,9 @@ def test_pods_and_places_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPa
     table = SlotTable([("r", i) for i in range(4)])
 
     def come(ordinal: int, pod: str) -> bool:
-        return table.register_pod(ev.Join(1, pod, "r", ordinal, False, "L", {}, 0, (), pod=pod))
+        return table.register_pod(
+            ev.Join(1, pod, "r", ordinal, evaluator=False, layout_digest="L", digests={}, sequences=0, held=(), pod=pod)
+        )
 
     assert all(come(0, f"pod-{i}") for i in range(5))
     assert table.pods == {("r", 0): ["pod-2", "pod-3", "pod-4"]}

@@ -49,7 +49,7 @@ class Job:
         self.now += 1.0
         self.connections.clear()
         state = None if self.state is None else json.loads(self.state)
-        self.core = Core(config(regions), state, self.epoch, self.now, self.now)
+        self.core = Core(config(regions), state, self.epoch, self.now, wall=self.now)
         self.core.start(self.now)
 
     def join(self, region: str, ordinal: int, process: str = "") -> Seat | None:
@@ -61,11 +61,11 @@ class Job:
             process,
             region,
             ordinal,
-            False,
-            "L",
-            {},
-            0,
-            (),
+            evaluator=False,
+            layout_digest="L",
+            digests={},
+            sequences=0,
+            held=(),
             previous_incarnation=self.incarnations.get(process, 0),
         )
         actions = self.core.handle(join, self.now)
@@ -77,7 +77,7 @@ class Job:
     def report(self, process: str, step: int, trained: int | None = None) -> None:
         """``step`` of the slot, ``trained`` of them by this tenure."""
         steps = step if trained is None else trained
-        counts = FragmentReport(self.epoch, 0, steps, 10 * steps, 0)
+        counts = FragmentReport(self.epoch, 0, steps, 10 * steps, confirmed_tokens=0)
         told = StepReport(step, steps, 10 * steps, (counts,), compute_seconds=float(steps), step_seconds=1.0)
         self.core.handle(ev.Reported(self.connections[process], told), self.now)
 
@@ -232,7 +232,7 @@ def test_goodput_is_judged_by_the_slots_that_there_were() -> None:
 def test_an_idle_learner_takes_nothing_and_hears_the_phase() -> None:
     job = Job({"a": 2})
     before = job.core.status(job.now, SHELL)
-    join = ev.Join(99, "ff", "a", 1, False, "L", {}, 0, (), idle=True)
+    join = ev.Join(99, "ff", "a", 1, evaluator=False, layout_digest="L", digests={}, sequences=0, held=(), idle=True)
     (admit,) = [a for a in job.core.handle(join, job.now) if isinstance(a, ev.Admit)]
     assert (admit.seat, admit.observer, admit.phase) == (None, False, job.core.phase)
     after = job.core.status(job.now, SHELL)

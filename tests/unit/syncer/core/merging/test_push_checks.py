@@ -104,7 +104,7 @@ def test_a_new_tenures_pushes_are_numbered_anew() -> None:
     assert reason(desk.push(0, 4, sequence=5)) is None
     desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,)))
     desk.join(9, 0)
-    told = StepReport(5, 1, 10, (FragmentReport(1, 1, 1, 10, 0),))
+    told = StepReport(5, 1, 10, (FragmentReport(1, 1, 1, 10, confirmed_tokens=0),))
     desk.do(ev.Reported(9, told))
     changes = {"first_step": 5, "steps": 1, "tokens": 10, "base_version": 1, "oldest_version": 1}
     assert reason(desk.push(0, 5, **changes, round=0, sequence=1, report=told)) is None
@@ -186,7 +186,7 @@ def test_two_offers_of_one_slot_are_no_quorum_of_two() -> None:
     assert reason(desk.push(0, 2, round=0)) is None
     desk.do(ev.Drained(1))
     desk.join(9, 0)  # goes on where that one left
-    told = StepReport(3, 1, 10, (FragmentReport(1, 0, 1, 10, 0),))
+    told = StepReport(3, 1, 10, (FragmentReport(1, 0, 1, 10, confirmed_tokens=0),))
     desk.do(ev.Reported(9, told))
     desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
     assert reason(desk.push(0, 3, round=0, first_step=3, steps=1, tokens=10, report=told)) is None

@@ -28,7 +28,7 @@ CONFIG = CoreConfig(
 
 
 def counts(epoch: int, base: int, tokens: int, confirmed: int = 0) -> FragmentReport:
-    return FragmentReport(epoch, base, tokens // 10, tokens, confirmed)
+    return FragmentReport(epoch, base, tokens // 10, tokens, confirmed_tokens=confirmed)
 
 
 def report(*fragments: FragmentReport) -> StepReport:
@@ -38,7 +38,18 @@ def report(*fragments: FragmentReport) -> StepReport:
 
 
 def a_join(connection: int, ordinal: int, **changes: Any) -> ev.Join:
-    base = ev.Join(connection, f"p{ordinal}", "r", ordinal, False, "L", {}, 0, (), previous_incarnation=1)
+    base = ev.Join(
+        connection,
+        f"p{ordinal}",
+        "r",
+        ordinal,
+        evaluator=False,
+        layout_digest="L",
+        digests={},
+        sequences=0,
+        held=(),
+        previous_incarnation=1,
+    )
     held = changes.pop("held", ())
     settled = changes.pop("settled", (1,) * len(held))
     rows = tuple(Held(*version, known) for version, known in zip(held, settled, strict=True))
@@ -49,7 +60,7 @@ class Life:
     """A syncer's core from one of its starts on; two fragments, two slots."""
 
     def __init__(self, state: dict[str, Any] | None, epoch: int, made: tuple[int, ...] = (), behind: bool = False):
-        self.core = Core(CONFIG, None if state is None else json.loads(json.dumps(state)), epoch, 0.0, 0.0)
+        self.core = Core(CONFIG, None if state is None else json.loads(json.dumps(state)), epoch, 0.0, wall=0.0)
         self.now = 0.0
         self.log = self.core.start(0.0, made, behind)
 
@@ -77,18 +88,18 @@ class Life:
             version,
             opened.id,
             self.core.epoch,
-            version - 1,
-            version - 1,
-            first,
-            last,
-            last - first + 1,
-            10 * (last - first + 1),
-            1.0,
-            "float32",
-            "L",
-            told,
-            slot,
-            incarnation,
+            base_version=version - 1,
+            oldest_version=version - 1,
+            first_step=first,
+            last_step=last,
+            steps=last - first + 1,
+            tokens=10 * (last - first + 1),
+            compute_seconds=1.0,
+            encoding="float32",
+            layout_digest="L",
+            report=told,
+            slot=slot,
+            incarnation=incarnation,
         )
         (verdict, *_) = of(self.do(ev.PushReceived(header, 1.0, True, 7)), ev.AnswerPush)
         assert verdict.reason is None
@@ -152,7 +163,7 @@ def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_r
     (begin,) = of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
     assert begin.above == 0
 
-    again = Core(CONFIG, life.core.state(0.0), 3, 0.0, 0.0)
+    again = Core(CONFIG, life.core.state(0.0), 3, 0.0, wall=0.0)
     again.close_superseded_tenures([], [receipts[0]])
     again.apply_recovered_version(0, 1, 1, receipts[0], 2)
     again.start(0.0, (1, 1))
@@ -169,7 +180,7 @@ def test_the_newest_is_asked_for_when_everybody_is_back_and_the_rest_follows_a_r
 def test_a_receipt_tells_of_more_than_was_told() -> None:
     """The state knows of 70 trained tokens; 100 were merged: at least so many were trained."""
     state, receipts = trained()
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.close_superseded_tenures([], [receipts[0]])
     core.apply_recovered_version(0, 1, 1, receipts[0], 2)
     core.start(0.0, (1, 1))
@@ -181,7 +192,7 @@ def test_a_tenure_that_the_state_has_not_heard_of() -> None:
     """Its merged tokens count as merged and trained, to the token, and its process begins anew."""
     state, receipts = trained()
     rows = tuple(replace(row, tenure=77) if row.slot == 0 else row for row in receipts[0])
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.close_superseded_tenures([], [rows])
     core.apply_recovered_version(0, 1, 1, rows, 2)
     core.start(0.0, (1, 1))
@@ -352,19 +363,60 @@ def test_a_newer_header_ends_the_tenure_that_the_state_knows_if_it_is_of_another
     began: int, tenure: int, dropped: dict[str, int]
 ) -> None:
     """The same process may have come back since, under another incarnation."""
-    core = Core(CONFIG, trained()[0], 2, 0.0, 0.0)
+    core = Core(CONFIG, trained()[0], 2, 0.0, wall=0.0)
     told = replace(report(counts(1, 0, 80), counts(1, 0, 80)), slot_step=8 + began, tenure=tenure)
-    header = PushHeader(0, 1, 1, 1, 0, 0, 1 + began, 8 + began, 8, 80, 1.0, "float32", "L", told, 0, 9)
+    header = PushHeader(
+        0,
+        1,
+        1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1 + began,
+        last_step=8 + began,
+        steps=8,
+        tokens=80,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=told,
+        slot=0,
+        incarnation=9,
+    )
     core.close_superseded_tenures([header], [])
     assert core.ledger is not None and core.ledger.dropped(0, 0) == dropped
 
 
 def test_a_version_that_the_store_has_is_not_recovered_once_more() -> None:
     state, receipts = trained()
-    core = Core(CONFIG, state, 3, 0.0, 0.0)
+    core = Core(CONFIG, state, 3, 0.0, wall=0.0)
     core.close_superseded_tenures([], [receipts[0]])
     told = report(counts(1, 0, 100), counts(1, 0, 100))
-    core.apply_record(0, 1, [PushHeader(0, 1, 1, 1, 0, 0, 1, 10, 10, 100, 1.0, "float32", "L", told, 0, 1)], 1)
+    core.apply_record(
+        0,
+        1,
+        [
+            PushHeader(
+                0,
+                1,
+                1,
+                1,
+                base_version=0,
+                oldest_version=0,
+                first_step=1,
+                last_step=10,
+                steps=10,
+                tokens=100,
+                compute_seconds=1.0,
+                encoding="float32",
+                layout_digest="L",
+                report=told,
+                slot=0,
+                incarnation=1,
+            )
+        ],
+        1,
+    )
     core.apply_recovered_version(0, 1, 1, receipts[0], 2)
     assert not core._state.lineage.has_recovered and core.merges == 1
 
@@ -583,7 +635,7 @@ def test_an_empty_store_does_not_believe_every_epoch() -> None:
 )
 def test_a_receipt_that_cannot_be(changes: dict[str, int], word: str) -> None:
     state, receipts = trained()
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.close_superseded_tenures([], [receipts[0]])
     core.apply_recovered_version(0, 1, 1, receipts[0], 2)
     core.start(0.0, (1, 1))
@@ -605,8 +657,25 @@ def test_a_receipt_tells_of_slots_that_the_state_has_not_heard_of() -> None:
     life.do(ev.InitialModelStored("L", (8, 8)))
     state = life.core.state(life.now)
     told = report(counts(1, 0, 40), counts(1, 0, 40))
-    header = PushHeader(0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told, 1, 2)
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    header = PushHeader(
+        0,
+        1,
+        1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=40,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=told,
+        slot=1,
+        incarnation=2,
+    )
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.close_superseded_tenures([header], [])
     core.apply_record(0, 1, [header], 1)
     core.start(0.0, (1, 1))
@@ -618,9 +687,26 @@ def test_slots_that_a_lost_state_had() -> None:
     """The job was scaled up and down again after the state: what slot 3 gave is in the records."""
     state, receipts = trained()
     told = report(counts(1, 0, 40), counts(1, 0, 40))
-    header = PushHeader(0, 1, 1, 1, 0, 0, 1, 4, 4, 40, 1.0, "float32", "L", told, 3, 9)
+    header = PushHeader(
+        0,
+        1,
+        1,
+        1,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=40,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=told,
+        slot=3,
+        incarnation=9,
+    )
     more = replace(receipts[1][0], slot=4, tenure=7, merged_tokens=50, tenure_tokens=50)
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.close_superseded_tenures([header], [(*receipts[1], more)])
     core.apply_record(0, 1, [header], 1)
     core.apply_recovered_version(1, 1, 1, (*receipts[1], more), 1)
@@ -677,7 +763,7 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
     assert late.seat is not None and not late.seat.continuing
 
     for settled, continuing in (((2, 2), False), ((1, 1), True)):
-        again = Core(CONFIG, json.loads(json.dumps(life.core.state(0.0))), 4, 0.0, 0.0)
+        again = Core(CONFIG, json.loads(json.dumps(life.core.state(0.0))), 4, 0.0, wall=0.0)
         again.close_superseded_tenures([], [receipts[0]])
         again.apply_recovered_version(0, 1, 1, receipts[0], 3)
         again.start(0.0, (1, 1))
@@ -690,9 +776,26 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
 def test_merges_in_the_store_tell_which_epochs_settled() -> None:
     """The state is of epoch 1, fragment 1 has a record of epoch 2: what epoch 1 had is history."""
     state, _ = trained()
-    core = Core(CONFIG, state, 3, 0.0, 0.0)
+    core = Core(CONFIG, state, 3, 0.0, wall=0.0)
     told = report(counts(2, 0, 80), counts(2, 0, 80))
-    header = PushHeader(1, 1, 1, 2, 0, 0, 1, 8, 8, 80, 1.0, "float32", "L", told, 0, 1)
+    header = PushHeader(
+        1,
+        1,
+        1,
+        2,
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=8,
+        steps=8,
+        tokens=80,
+        compute_seconds=1.0,
+        encoding="float32",
+        layout_digest="L",
+        report=told,
+        slot=0,
+        incarnation=1,
+    )
     core.close_superseded_tenures([header], [])
     core.apply_record(1, 1, [header], 2)
     core.start(0.0, (1, 2))
@@ -718,7 +821,7 @@ def test_a_version_of_an_epoch_that_did_not_know_what_had_settled_is_not_taken()
 def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(tenure: int, continuing: bool) -> None:
     """Its process is the same, but counts from its new tenure's start."""
     state, _ = trained()
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.start(0.0, (1, 1))
     (admit,) = of(core.handle(a_join(11, 0, tenure=tenure, previous_incarnation=3), 0.0), ev.Admit)
     assert admit.seat is not None and admit.seat.continuing == continuing
@@ -729,7 +832,7 @@ def test_a_tenure_that_a_lost_state_began_is_not_taken_for_the_one_before(tenure
 def test_an_incarnation_is_not_given_to_its_process_again() -> None:
     """Not even if that tenure is over: receipts tell one process's tenures apart by it."""
     state, _ = trained()
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.start(0.0, (1, 1))
     newest = core._state.members.next_incarnation
     back = a_join(11, 0, tenure=newest, previous_incarnation=0)
@@ -741,7 +844,7 @@ def test_an_incarnation_is_not_given_to_its_process_again() -> None:
 def test_an_incarnation_that_no_lost_state_can_have_given_is_not_reserved() -> None:
     """Else what one learner says moves the numbers of all, durably."""
     state, _ = trained()
-    core = Core(CONFIG, state, 2, 0.0, 0.0)
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
     core.start(0.0, (1, 1))
     newest = core._state.members.next_incarnation
     (admit,) = of(core.handle(a_join(11, 0, tenure=1 << 31, previous_incarnation=1 << 31), 0.0), ev.Admit)
@@ -773,7 +876,17 @@ def test_in_a_copy_from_before_version_0_a_tenure_goes_on_in_its_own_slot_only(s
 
 def test_receipts_on_the_wire() -> None:
     rows = tuple(
-        SlotReceipt(slot, (1 << 64) - 1 - slot, 1 << 40, 1 << 39, 1 << 20, 1 << 20, 1 << 30, 1e9) for slot in range(500)
+        SlotReceipt(
+            slot,
+            (1 << 64) - 1 - slot,
+            1 << 40,
+            1 << 39,
+            sequence=1 << 20,
+            version=1 << 20,
+            last_step=1 << 30,
+            compute_seconds=1e9,
+        )
+        for slot in range(500)
     )
     assert convert.parse_receipt(convert.receipt_bytes(rows)) == rows
     assert convert.receipt_bytes(rows * 3) == b"", "larger than a header has room for"

@@ -101,7 +101,7 @@ def test_scores_are_of_models_that_there_were_and_the_curve_is_bounded() -> None
     desk = Desk(config(evaluated=True))
     desk.begin(1)
     desk.report(1, 2000)
-    desk.do(ev.Join(8, "e", "r", 0, True, "L", {}, 0, ()))
+    desk.do(ev.Join(8, "e", "r", 0, evaluator=True, layout_digest="L", digests={}, sequences=0, held=()))
     with pytest.raises(ev.BadMessage, match="of 1 merges, where the job has had 0"):
         desk.do(ev.Evaluated(8, Evaluation(10, 1.0, 1, False)))
     assert desk.core._state.rounds is not None
