@@ -75,7 +75,7 @@ class SeenVersions(CountedVersions):
         self._core, self._traffic, self.made = core, traffic, made
 
     def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool]:
-        self._traffic.count_received(self._core.slots[header.slot].region, header.slot, ELEMENTS)
+        self._traffic.count_received(self._core.slots[header.slot].holder.region, header.slot, ELEMENTS)
         return super().receive(handle, header, encoded)
 
     def begin_model(self) -> None:
