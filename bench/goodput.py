@@ -26,7 +26,6 @@ import diloco_worker.core.adoption
 import lab.goodput
 from diloco.console import CommandError, print_text
 from diloco.reports.document import ResultDocument
-from diloco.reports.files import write_report
 from diloco.simulate import parameters
 from diloco.simulate.advice import FleetConditions, Row
 from diloco.simulate.commands import check_fleet, learner_counts, positive, whole_number
@@ -40,6 +39,7 @@ from lab.goodput.plots import goodput_plots
 from lab.goodput.rows import LEARNERS, PAPER, goodput_rows, root_mean_square_error, scavenging_rows, uneven_rows
 from lab.goodput.tables import goodput_text
 from lab.progress import Progress
+from lab.report_files import write_report
 
 CELLS = Path("runs/simulate")
 QUICK_FAILURES = 400.0

@@ -27,7 +27,7 @@ import numpy as np
 import common
 from diloco.console import CommandError
 from diloco.reports.document import Axis, Plot, ResultDocument, Scalar, Series
-from diloco.reports.files import write_report
+from lab.report_files import write_report
 from paced_runs import OVERHEAD, SEQUENCES, Arm, Found, RunFailed, cached, load, run, say
 
 PACE = 0.12  # seconds of a step of the fastest learner

@@ -19,7 +19,6 @@ from functools import partial
 import common
 from diloco.console import print_text
 from diloco.reports.document import ResultDocument
-from diloco.reports.files import write_report
 from diloco.simulate.commands import whole_number
 from diloco_protocol.bandwidth.links import ROUND_TRIPS
 from diloco_protocol.bandwidth.model import Turn
@@ -27,6 +26,7 @@ from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from lab.bandwidth import RATES, Case, bandwidth_text, curve_rows, published_rows, star_rows, utilisation_plots
 from lab.goodput.tables import count_text
 from lab.progress import Progress
+from lab.report_files import write_report
 
 PARAMS = 5_000_000_000
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco.sources import source_digest, training_digest
+from lab.sources import source_digest, training_digest
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parent / "build" / "heterogeneous"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.console import CommandError
-from diloco.sources import source_digest
 from diloco_protocol.common.files import write_whole
+from lab.sources import source_digest
 
 
 class CellCache:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diloco.console import CommandError
 from diloco.reports.document import Axis, Plot, ResultDocument, Series
-from diloco.reports.files import write_report
+from lab.report_files import write_report
 from trials.cells import CODE
 from trials.tables import TrialRow, print_rows
 

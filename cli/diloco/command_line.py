@@ -1,4 +1,5 @@
-"""Commands and groups as this program shows them: no type beside a flag, and wrong numbers in words.
+"""Commands and groups as this program shows them: no type beside a flag, and wrong numbers in words; the arguments
+that several commands have.
 
 typer gives each flag the type ``<bool>`` in the help, also the flags that it adds itself (``--help``, completion), and
 passes pydantic's sentence on where a number is wrong.
@@ -8,11 +9,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
+
+JobFile = Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file (kind: DiLoCoJob).")]
+FileOption = Annotated[
+    Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Change one field below spec, as often as you like; list items by index, the value in YAML: "
+        "--set sync.every=12 --set regions.0.learners=2",
+    ),
+]
+RunFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]")
+]
+StatusPage = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any.")
+]
+ReportAsJson = Annotated[
+    bool, typer.Option("--json", help="Print report.json at the end, for programs; progress goes to stderr.")
+]
 
 
 def _without_flag_types(params: list[Any]) -> list[Any]:

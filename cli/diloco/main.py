@@ -15,7 +15,7 @@ from diloco.authoring import commands as authoring_commands
 from diloco.certs.commands import certs
 from diloco.cluster import commands as cluster_commands
 from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in_cluster, where
-from diloco.command_line import CommandLine
+from diloco.command_line import CommandLine, FileOption, JobFile, Overrides, ReportAsJson, RunFolder, StatusPage
 from diloco.console import CommandError, command, job_file, means_job, named_job, print_text, replace_unprintable
 from diloco.doctor import commands as doctor_commands
 from diloco.machines import commands as machine_commands
@@ -47,18 +47,8 @@ name are wrong.
 """,
 )
 
-JobFile = Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file (kind: DiLoCoJob).")]
-FileOption = Annotated[
-    Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
-]
-Overrides = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        metavar="PATH=VALUE",
-        help="Change one field below spec, as often as you like; list items by index, the value in YAML: "
-        "--set sync.every=12 --set regions.0.learners=2",
-    ),
+Everywhere = Annotated[
+    bool, typer.Option("--all-namespaces", "-A", help="List the jobs of every namespace of the cluster.")
 ]
 
 
@@ -67,10 +57,7 @@ Overrides = Annotated[
 def run(
     job: JobFile = None,
     file: FileOption = None,
-    workdir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]"),
-    ] = None,
+    workdir: RunFolder = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write report.json here too.")] = None,
     chaos: Annotated[
         str,
@@ -84,9 +71,7 @@ def run(
     ] = "",
     seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the job's seed.")] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody writes it
-    http: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the syncer serves its status page and metrics; port 0: any.")
-    ] = "127.0.0.1:0",
+    http: StatusPage = "127.0.0.1:0",
     force: Annotated[
         bool, typer.Option("--force", help="Start the job even if it needs more memory than is free.")
     ] = False,
@@ -98,9 +83,7 @@ def run(
             "one process with the job's settings, no syncer, nothing saved.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print report.json at the end, for programs; progress goes to stderr.")
-    ] = False,
+    as_json: ReportAsJson = False,
 ) -> int:
     """Run a job on this machine until it is done; each learner is a process.
 
@@ -147,10 +130,7 @@ def run(
 def chaos(
     job: JobFile = None,
     file: FileOption = None,
-    workdir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the run keeps everything.  [default: runs/<the job's name>]"),
-    ] = None,
+    workdir: RunFolder = None,
     mtbf: Annotated[
         float, typer.Option(metavar="SECONDS", help="Mean time until a healthy learner fails (Poisson).")
     ] = 60.0,
@@ -171,9 +151,7 @@ def chaos(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the faults, as --chaos takes them, and end.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print report.json at the end, for programs; progress goes to stderr.")
-    ] = False,
+    as_json: ReportAsJson = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -333,9 +311,7 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole status document, for programs.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until the job is over.")] = False,
-    everywhere: Annotated[
-        bool, typer.Option("--all-namespaces", "-A", help="List the jobs of every namespace of the cluster.")
-    ] = False,
+    everywhere: Everywhere = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -386,9 +362,7 @@ def list_jobs(
         Path | None, typer.Argument(metavar="DIR", help="Where the runs are.  [default: ./runs]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object with all of them, for programs.")] = False,
-    everywhere: Annotated[
-        bool, typer.Option("--all-namespaces", "-A", help="The jobs of every namespace of the cluster.")
-    ] = False,
+    everywhere: Everywhere = False,
     context: Contexts = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from diloco.console import COMPLETE, FAILED, CommandError, print_text
 from diloco.local.chaos.random_faults import draw_schedule, schedule_document, text_of
 from diloco.local.chaos.schedule import ChaosError, Fault, check, parse
+from diloco.local.report import write_text
 from diloco.processes.worker_specs import learner_names
 from diloco.reports.document import ResultDocument
-from diloco.reports.files import write_text
 from diloco.reports.html import render_html
 from diloco.reports.markdown import render_markdown
 from diloco.validate import read_job_file

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import diloco
 from diloco.local.chaos.schedule import Fault
-from diloco.sources import source_digest, training_digest
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
+from lab.sources import source_digest, training_digest
 
 OURS = "ours"
 BASELINES = {

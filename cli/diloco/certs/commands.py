@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.command_line import CommandLine
+from diloco.command_line import CommandLine, FileOption
 from diloco.console import CommandError, command, job_name, print_text, refusal_text, unwritable_text
 from diloco_protocol.common.files import FileError
 
@@ -101,9 +101,7 @@ def issue(
             help="The job's name, with --syncer or --region; or its file: then the syncer and every cluster.",
         ),
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
-    ] = None,
+    file: FileOption = None,
     pki: Pki = Path("pki"),
     syncer: Annotated[bool, typer.Option("--syncer", help="Issue for the syncer.")] = False,
     region: Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.command_line import FileOption, JobFile, Overrides
 from diloco.console import CommandError, command, duration, job_file, job_name, means_job, named_job, run_or_job
 
 DELETE_SECONDS = 120.0
@@ -83,11 +84,9 @@ def in_cluster(taken_for_job: str | None = None) -> Iterator[None]:
 
 
 def apply(
-    job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
-    ] = None,
-    overrides: Annotated[list[str], typer.Option("--set", metavar="PATH=VALUE", help="As for `diloco run`.")] = [],  # noqa: B006 - typer reads it, nobody writes it
+    job: JobFile = None,
+    file: FileOption = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody writes it
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Let the API server check everything without a change.")
     ] = False,

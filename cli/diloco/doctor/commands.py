@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from diloco.cluster.commands import Context, Kubeconfig, Namespace, where
+from diloco.command_line import FileOption, Overrides
 from diloco.console import COMPLETE, FAILED, command, job_file, print_text
 
 
@@ -17,10 +18,8 @@ def doctor(
     job: Annotated[
         Path | None, typer.Argument(metavar="JOB.yaml", help="A job file: check whether it would run here, too.")
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
-    ] = None,
-    overrides: Annotated[list[str], typer.Option("--set", metavar="PATH=VALUE", help="As for `diloco run`.")] = [],  # noqa: B006 - typer reads it, nobody writes it
+    file: FileOption = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody writes it
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
     credentials: Annotated[
         Path | None,

@@ -147,11 +147,6 @@ class Written:
         }
 
 
-def export_run(workdir: Workdir, out: Path) -> None:
-    """Write the run's merged model to ``out``. Raises ExportFailed."""
-    write_merged(read_run(workdir), out)
-
-
 def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Written:
     """Write the new directory ``out``, whole or not at all. ``adapter``: of a job with LoRA the adapters alone. Raises
     ExportFailed."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from diloco.console import CommandError, print_text
+from diloco.console import CommandError, print_text, unwritable_text
 from diloco.local.status import read_status
 from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, find
 from diloco.reports.document import ReportError, ResultDocument, read_result
-from diloco.reports.files import write_text
 from diloco.reports.html import render_html
 from diloco.reports.markdown import render_markdown
 from diloco.reports.run_report import RunCurves, read_curves, run_report
-from diloco_protocol.common.files import read_bounded
+from diloco_protocol.common.files import PUBLIC, read_bounded, write_whole
 from diloco_protocol.documents import DocumentError, Report, read_document
 
 RENDERERS = {".html": render_html, ".md": render_markdown}
@@ -30,6 +29,16 @@ def write_pages(what: str | None, file: Path | None, html: bool, markdown: bool)
             if what is not None and path == Path(what):
                 raise CommandError(f"{path} is what the report is made of: name another file")
             print_text(f"{write_text(path, RENDERERS[suffix](document))}: {document.title}")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file whole; the directory is made. Raises CommandError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode(), mode=PUBLIC)
+    except OSError as error:
+        raise CommandError(unwritable_text(path, error)) from error
+    return path
 
 
 def _result(what: str | None) -> tuple[ResultDocument, Path]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.command_line import CommandLine
+from diloco.command_line import CommandLine, FileOption, JobFile, Overrides, ReportAsJson, RunFolder, StatusPage
 from diloco.console import CommandError, command, job_file
 
 syncer = CommandLine(
@@ -42,24 +42,17 @@ CredentialsFolder = Annotated[
 Plaintext = Annotated[
     bool, typer.Option("--plaintext", help="Use no certificates: only in a network in which you trust every machine.")
 ]
-Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="PATH=VALUE", help="Change one field below spec, as in `diloco run`.")
-]
 
 
 @syncer.command()
 @command
 def serve(
-    job: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
-    ] = None,
+    job: JobFile = None,
+    file: FileOption = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where learners join: a port that they can reach.")
     ] = "127.0.0.1:7700",
-    workdir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where everything is kept.  [default: runs/<the job's name>]")
-    ] = None,
+    workdir: RunFolder = None,
     credentials: CredentialsFolder = None,
     plaintext: Plaintext = False,
     evaluator: Annotated[
@@ -72,13 +65,9 @@ def serve(
             help="A learner's folder, for the evaluator; with --credentials there is no evaluator without it.",
         ),
     ] = None,
-    http: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Status page and metrics; port 0: any.")
-    ] = "127.0.0.1:0",
+    http: StatusPage = "127.0.0.1:0",
     overrides: Overrides = [],  # noqa: B006
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print report.json at the end, for programs; progress goes to stderr.")
-    ] = False,
+    as_json: ReportAsJson = False,
 ) -> int:
     """Run a job's syncer on this machine until the job is done.
 
@@ -128,9 +117,7 @@ def join(
             metavar="JOB.yaml", help="The job file, where the job runs code of its own.  [default: the syncer's job]"
         ),
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--filename", "-f", metavar="JOB.yaml", help="The job file, as kubectl names it.")
-    ] = None,
+    file: FileOption = None,
     credentials: CredentialsFolder = None,
     plaintext: Plaintext = False,
     join_token_file: Annotated[

@@ -14,7 +14,7 @@ import torch
 from learner_process import Rows, Syncer, make_job, one_step, small_model
 from safetensors.torch import load_file
 
-from diloco.export.export import ExportFailed, export_run, read_layout
+from diloco.export.export import ExportFailed, read_layout, read_run, write_merged
 from diloco.processes.workdir import Workdir
 from diloco_worker import Learner, Observer, load_merged
 from diloco_worker.settings import WorkerError
@@ -58,7 +58,7 @@ def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[...
     assert report["tokens"] == {"trained": 800, "merged": 800, "pending": 0, "dropped": 0}
     # The job has no training.model: what is exported are the parameters by name, for the program that knows the model.
     out = service.folder / "exported"
-    export_run(Workdir(service.folder), out)
+    write_merged(read_run(Workdir(service.folder)), out)
     other = small_model(99)
     other.load_state_dict(load_file(out / "model.safetensors"))
     for own, exported in zip(model.parameters(), other.parameters(), strict=True):
@@ -70,7 +70,7 @@ def test_one_learner_merged_at_every_step_is_plain_training(syncer: Callable[...
     for told in (out, out / "layout.json", service.folder):
         assert read_layout(told).digest == learner.layout.digest
     with pytest.raises(ExportFailed, match="exists already"):
-        export_run(Workdir(service.folder), out)
+        write_merged(read_run(Workdir(service.folder)), out)
     with pytest.raises(WorkerError, match="out-of-the-way is no run's directory"):
         load_merged(service.folder / "out-of-the-way")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco.sources import source_digest
+from lab.sources import source_digest
 
 
 def test_it_is_of_every_python_file_and_of_nothing_else(tmp_path: Path) -> None:
