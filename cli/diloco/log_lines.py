@@ -4,10 +4,66 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
+
+from diloco.console import print_text
+from diloco.text_console import TextConsole
 
 LEVEL_STYLES = {"warning": "yellow", "error": "red", "critical": "red", "debug": "dim"}
 _KNOWN = frozenset({"time", "level", "job", "role", "region", "ordinal", "slot", "message", "traceback"})
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """What the command line said. ``target``: whose logs; None: all. ``since``: seconds; ``tail``: lines of each;
+    ``previous``: those of the container before the last restart."""
+
+    target: str | None = None
+    follow: bool = False
+    since: float | None = None
+    tail: int | None = None
+    previous: bool = False
+    raw: bool = False
+    as_json: bool = False
+
+
+class LinePrinter:
+    """Prints lines of logs, each behind its process's label, in a column; those of a single process that was named
+    without it."""
+
+    def __init__(self, options: LogOptions, labels: Iterable[str] = ()) -> None:
+        self._options = options
+        self._labels = set(labels)
+        self._console = TextConsole(soft_wrap=True, highlight=False)
+
+    def widen(self, labels: Iterable[str]) -> None:
+        """These processes may have lines, too."""
+        self._labels.update(labels)
+
+    def show(self, label: str, line: str) -> None:
+        if self._options.raw:
+            self._write(line, "")
+            return
+        if self._options.as_json:
+            print_text(log_document(line, label), flush=True)
+            return
+        text, style = rendered(line)
+        width = max(map(len, self._labels), default=0)
+        prefix = f"{label:<{width}}  " if self._options.target is None or len(self._labels) > 1 else ""
+        for part in text.split("\n"):
+            self._write(f"{prefix}{part}", style)
+
+    def _write(self, line: str, style: str) -> None:
+        if self._options.raw and not sys.stdout.isatty():  # as it is, for a program
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+        elif style and sys.stdout.isatty():
+            self._console.print(line, style=style)
+        else:
+            print_text(line, flush=True)
 
 
 def log_document(line: str, process: str) -> str:

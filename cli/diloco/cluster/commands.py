@@ -205,22 +205,19 @@ def logs(
     """
     if raw and as_json:
         raise CommandError("--raw and --json are two forms of the same lines: leave one of them out")
+    from diloco.log_lines import LogOptions
+
+    options = LogOptions(target, follow, since, tail, previous=previous, raw=raw, as_json=as_json)
     there = where(context, namespace, kubeconfig)
     if not there.given and not means_job(job):
-        from diloco.local.log_files import LogFileOptions
         from diloco.local.log_files import show_logs as show_run_logs
         from diloco.processes.workdir import find
 
-        if previous:
-            raise CommandError("--previous is for pods: on this machine a process and those before it have one log")
-        return show_run_logs(find(job), LogFileOptions(target, follow, since, tail, raw=raw, as_json=as_json))
-    from diloco.cluster.logs import LogOptions, show_logs
+        return show_run_logs(find(job), options)
+    from diloco.cluster.logs import show_logs
 
     with in_cluster(None if there.given else job):
-        name = named_job(job, "diloco logs")
-        return show_logs(
-            LogOptions(there, name, target, follow, since=since, tail=tail, previous=previous, raw=raw, as_json=as_json)
-        )
+        return show_logs(there, named_job(job, "diloco logs"), options)
 
 
 def scale(

@@ -20,8 +20,7 @@ from typing import Any
 from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
 from diloco.console import FAILED, WRONG, print_text
-from diloco.log_lines import log_document, rendered
-from diloco.text_console import TextConsole
+from diloco.log_lines import LinePrinter, LogOptions
 from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 MAX_STREAMS = 64
@@ -30,21 +29,6 @@ SILENCE_SECONDS = 60.0  # after which a followed stream is asked for anew: it ma
 LOOK_SECONDS = 2.0  # between looks for new pods
 _CONTAINERS = ("syncer", "learner", "evaluator")
 _ONLY_THE_END = ("sinceSeconds", "tailLines")
-
-
-@dataclass(frozen=True, slots=True)
-class LogOptions:
-    """What the command line said. ``since``: seconds; ``tail``: lines of each pod."""
-
-    where: Where
-    name: str
-    target: str | None = None
-    follow: bool = False
-    since: float | None = None
-    tail: int | None = None
-    previous: bool = False
-    raw: bool = False
-    as_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +173,7 @@ class _Follower:
     def __init__(self, cluster: Cluster, options: LogOptions) -> None:
         self.cluster = cluster
         self.options = options
-        self.lines: queue.Queue[tuple[Source, str]] = queue.Queue(maxsize=1000)
+        self.lines: queue.Queue[tuple[str, str]] = queue.Queue(maxsize=1000)
         self.there: set[str] = set()  # UIDs of pods that are there
         self.started: set[str] = set()
         self.error: ClusterError | None = None
@@ -219,10 +203,10 @@ class _Follower:
                         if stamp:
                             if stamp > floor:
                                 last, pause = stamp, 0.5
-                                self.lines.put((one, text))
+                                self.lines.put((one.label, text))
                         elif text != complaint:  # of the node, which has no log of it (now)
                             complaint = text
-                            self.lines.put((one, text))
+                            self.lines.put((one.label, text))
             except ClusterError as error:
                 if error.reason in ("Forbidden", "Unauthorized"):
                     self.error = error
@@ -245,31 +229,31 @@ class _Follower:
         return bool(pod["metadata"]["uid"] != one.uid)
 
 
-def show_logs(options: LogOptions) -> int:
+def show_logs(where: Where, name: str, options: LogOptions) -> int:
     """``diloco logs``: the exit code. Raises ClusterError."""
-    cluster = options.where.open_one()
-    job = cluster.job(options.name)
-    sources = chosen(job, cluster.pods(options.name), options.target)
+    cluster = where.open_one()
+    job = cluster.job(name)
+    sources = chosen(job, cluster.pods(name), options.target)
     if len(sources) > MAX_STREAMS:
         raise ClusterError(
-            f"{options.name} has {len(sources)} pods, and at most {MAX_STREAMS} logs are read at once: name a"
+            f"{name} has {len(sources)} pods, and at most {MAX_STREAMS} logs are read at once: name a"
             " region or a learner",
             code=WRONG,
         )
-    printer = _Printer(options, sources)
+    printer = LinePrinter(options, [one.label for one in sources])
     if options.follow:
-        return _follow(cluster, options, job, printer)
+        return _follow(cluster, name, options, job, printer=printer)
     if not sources:
         phase = (job.get("status") or {}).get("phase") or "new"
-        raise ClusterError(f"{options.target or options.name} has no pod now (the job is {phase})")
+        raise ClusterError(f"{options.target or name} has no pod now (the job is {phase})")
     missing: list[str] = []
     streams = [_read(cluster, one, options, missing) for one in sources]
     for _, one, text in heapq.merge(*streams, key=lambda line: line[0]):
-        printer.show(one, text)
+        printer.show(one.label, text)
     return FAILED if len(missing) == len(sources) else 0
 
 
-def _follow(cluster: Cluster, options: LogOptions, job: Object, printer: _Printer) -> int:
+def _follow(cluster: Cluster, name: str, options: LogOptions, job: Object, printer: LinePrinter) -> int:
     follower = _Follower(cluster, options)
     look_at = 0.0
     looked = False
@@ -277,19 +261,19 @@ def _follow(cluster: Cluster, options: LogOptions, job: Object, printer: _Printe
         if time.monotonic() >= look_at:
             look_at = time.monotonic() + LOOK_SECONDS
             try:
-                found = chosen(job, cluster.pods(options.name), options.target)
+                found = chosen(job, cluster.pods(name), options.target)
                 follower.there = {one.uid for one in found}
                 for one in found:
                     follower.start(one, looked)
                 looked = True
-                printer.widen(found)
+                printer.widen(one.label for one in found)
                 if not found:
-                    job = cluster.job(options.name)  # raises where the job is gone
+                    job = cluster.job(name)  # raises where the job is gone
             except ClusterError as error:
                 if error.reason == "NotFound":
                     while not follower.lines.empty():
                         printer.show(*follower.lines.get_nowait())
-                    _note(f"{options.name} is gone")
+                    _note(f"{name} is gone")
                     return 0
                 if not error.passing:
                     raise
@@ -299,39 +283,3 @@ def _follow(cluster: Cluster, options: LogOptions, job: Object, printer: _Printe
             printer.show(*follower.lines.get(timeout=0.5))
         except queue.Empty:
             continue
-
-
-class _Printer:
-    """Writes lines with whose they are, in a column; a single pod's without."""
-
-    def __init__(self, options: LogOptions, sources: Sequence[Source]) -> None:
-        self._raw = options.raw
-        self._as_json = options.as_json
-        self._prefixed = options.target is None or len(sources) > 1
-        self._width = 0
-        self._console = TextConsole(soft_wrap=True, highlight=False)
-        self.widen(sources)
-
-    def widen(self, sources: Sequence[Source]) -> None:
-        self._width = max([self._width, *(len(one.label) for one in sources)])
-
-    def show(self, one: Source, text: str) -> None:
-        if self._raw:
-            self._write(text, "")
-            return
-        if self._as_json:
-            print_text(log_document(text, one.label), flush=True)
-            return
-        said, style = rendered(text)
-        prefix = f"{one.label:<{self._width}}  " if self._prefixed else ""
-        for line in said.split("\n"):
-            self._write(f"{prefix}{line}", style)
-
-    def _write(self, line: str, style: str) -> None:
-        if self._raw and not sys.stdout.isatty():  # as it is, for a program
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-        elif style and sys.stdout.isatty():
-            self._console.print(line, style=style)
-        else:
-            print_text(line, flush=True)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cluster.client import Object
-from diloco.local.screen import RunView, blocked_by, picture, progress, progress_line
+from diloco.local.screen import RunView, blocked_by, outside_view, picture, progress, progress_line
 from diloco.local.summary import nats, number, summary
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
@@ -287,9 +287,7 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
     conditions = conditions_shown(job)
     parts: list[RenderableType] = []
     if page is not None:
-        # A slot that nobody has had has no place yet.
-        names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in page.slots if slot.region}
-        parts.append(picture(RunView(name, stop(job), page, names, serving=True), []))
+        parts.append(picture(outside_view(page, stop(job)), []))
         told = any(str(one.get("message")).startswith(page.message) for one in conditions)
         if page.message and not blocked_by(page) and not told:
             parts.append(Text(page.message))

@@ -14,16 +14,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from diloco.console import FAILED, CommandError, print_text
 from diloco.local.watch import QUIET_EVENTS
-from diloco.log_lines import log_document, rendered
+from diloco.log_lines import LinePrinter, LogOptions
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import worker_specs
-from diloco.text_console import TextConsole
 from diloco_protocol.spec.load import JobError, read_job
 from diloco_protocol.vocabulary import EventKind
 
@@ -31,18 +29,6 @@ POLL_SECONDS = 0.5
 MAX_LINE = 256 << 10  # bytes of one line; the rest of a longer one is another
 _TEXT_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 _EVENTS = frozenset({*EventKind, "serving", "restored", "stopping"})  # the last three are of a syncer's life
-
-
-@dataclass(frozen=True, slots=True)
-class LogFileOptions:
-    """What the command line said. ``since``: seconds; ``tail``: lines of each process."""
-
-    target: str | None = None
-    follow: bool = False
-    since: float | None = None
-    tail: int | None = None
-    raw: bool = False
-    as_json: bool = False
 
 
 def line_time(line: str) -> float | None:
@@ -137,36 +123,31 @@ def _by_number(name: str) -> tuple[str, int]:
     return (region, int(ordinal)) if ordinal.isdecimal() else (name, -1)
 
 
-def show_logs(workdir: Workdir, options: LogFileOptions) -> int:
+def show_logs(workdir: Workdir, options: LogOptions) -> int:
     """Print the logs of a run: the exit code. Raises CommandError."""
+    if options.previous:
+        raise CommandError("--previous is for pods: on this machine a process and those before it have one log")
     wanted = chosen_files(workdir, options.target)
     files: dict[Path, LogFile] = {}
-    width = 0
+    printer = LinePrinter(options)
 
-    def found() -> list[LogFile]:
-        nonlocal width
+    def show(part: Callable[[LogFile], Iterable[tuple[float, str, str]]]) -> None:
         for path in sorted(workdir.logs.glob("*.log")):
             if wanted(path.stem) and path not in files:
                 files[path] = LogFile(path)
-                width = max(width, len(path.stem))
-        return list(files.values())
-
-    def show(lines: Iterable[tuple[float, str, str]]) -> None:
-        for _, label, line in lines:
-            if options.as_json:
-                print_text(log_document(line, label), flush=True)
-                continue
-            _print_line(line, f"{label:<{width}}  " if options.target is None or len(files) > 1 else "", options.raw)
+                printer.widen([path.stem])
+        for _, label, line in heapq.merge(*map(part, files.values()), key=lambda line: line[0]):
+            printer.show(label, line)
 
     since = 0.0 if options.since is None else time.time() - options.since
-    show(heapq.merge(*(_part(one, since, options.tail) for one in found()), key=lambda line: line[0]))
+    show(lambda one: _part(one, since, options.tail))
     if not files and not options.follow:
         raise CommandError(
             f"the run in {workdir.path} has no log{'' if options.target is None else 's of that'} yet", FAILED
         )
     while options.follow:
         running = is_running(workdir)
-        show(heapq.merge(*(one.new_lines() for one in found()), key=lambda line: line[0]))
+        show(LogFile.new_lines)
         if not running:
             print_text(f"the run in {workdir.path} is not running", file=sys.stderr)
             break
@@ -178,18 +159,6 @@ def _part(one: LogFile, since: float, tail: int | None) -> Iterable[tuple[float,
     """The lines of a log that are new enough; of them the last."""
     lines = (line for part in (one.new_lines, one.last_line) for line in part() if line[0] >= since)
     return lines if tail is None else deque(lines, maxlen=tail)
-
-
-def _print_line(line: str, prefix: str, raw: bool) -> None:
-    if raw:
-        print_text(line, flush=True)
-        return
-    text, style = rendered(line)
-    for part in text.split("\n"):
-        if style and sys.stdout.isatty():
-            TextConsole(soft_wrap=True, highlight=False).print(f"{prefix}{part}", style=style)
-        else:
-            print_text(f"{prefix}{part}", flush=True)
 
 
 # ------------------------------------------------------------------ events

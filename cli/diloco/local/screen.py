@@ -65,6 +65,13 @@ class RunView:
         return 0.0 if self.status is None else self.status.elapsed_seconds
 
 
+def outside_view(status: StatusDocument, stop: tuple[str, float] | None = None) -> RunView:
+    """What is seen from outside of a run whose syncer answers."""
+    # A slot that nobody has had has no place yet.
+    names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in status.slots if slot.region}
+    return RunView(status.job, stop, status, names, serving=True)
+
+
 class Screen(Protocol):
     def event(self, text: str, style: str = "") -> None:
         """Something happened."""
@@ -254,9 +261,10 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
     foot.add_row(Text("rounds", style="dim"), rounds or "none open")
     if links := links_text(status):
         foot.add_row(Text("links", style="dim"), links)
-    for who, message in [*slow_links(status), *without_steps(status)]:
-        foot.add_row("", Text(f"{who}: {message}", style="yellow"))
     slots = status.slots
+    too_slow = [(slot, slot.link.message) for slot in slots if slot.link is not None and slot.link.too_slow]
+    for slot, message in [*too_slow, *((slot, slot.problem) for slot in slots if slot.problem)]:
+        foot.add_row("", Text(f"{slot.region}-{slot.ordinal}: {message}", style="yellow"))
     return Group(*head, "", _ByWidth(lambda width: _slots_table(view, slots, width)), "", foot, "", *events)
 
 
@@ -319,20 +327,6 @@ def links_text(status: StatusDocument) -> str:
     if trips := [link.round_trip_seconds for link in links if link.round_trip_seconds]:
         parts.append(f"round trip {seconds_text(max(trips))}")
     return f"slowest: {', '.join(parts)}" if parts else ""
-
-
-def slow_links(status: StatusDocument) -> list[tuple[str, str]]:
-    """Who has a link slower than the job needs, and what that means."""
-    return [
-        (f"{slot.region}-{slot.ordinal}", slot.link.message)
-        for slot in status.slots
-        if slot.link is not None and slot.link.too_slow
-    ]
-
-
-def without_steps(status: StatusDocument) -> list[tuple[str, str]]:
-    """Who trains and has finished no step for long, and what its loop may lack."""
-    return [(f"{slot.region}-{slot.ordinal}", slot.problem) for slot in status.slots if slot.problem]
 
 
 # ------------------------------------------------------------------ where it goes

@@ -268,7 +268,7 @@ def ended_words(report: Report) -> str:
 
 
 def show(document: StatusDocument | Report) -> None:
-    from diloco.local.screen import RunView, blocked_by, picture
+    from diloco.local.screen import blocked_by, outside_view, picture
     from diloco.local.summary import summary
     from diloco.text_console import TextConsole
 
@@ -279,7 +279,6 @@ def show(document: StatusDocument | Report) -> None:
         console.print(f"{ended_words(document)}:")
         console.print(summary(document))
         return
-    names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}
-    console.print(picture(RunView(document.job, None, document, names, serving=True), []))
+    console.print(picture(outside_view(document), []))
     if document.message and not blocked_by(document):
         console.print(document.message, highlight=False)

@@ -19,7 +19,7 @@ from diloco.local.screen import RunView, Screen, is_late
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.worker_specs import WorkerSpec
 from diloco.syncer_client import SyncerClient, SyncerError
-from diloco_protocol.documents import DocumentError, OutputRow, Report, SlotRow, StatusDocument
+from diloco_protocol.documents import DocumentError, EventRow, OutputRow, Report, SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, EventKind, JobPhase, SlotState
 
 # Not for the screen: a hold and its end are told by the phase, and that a slot is late is told once it has lasted.
@@ -257,9 +257,14 @@ class StatusWatch:
             worker = self.worker_of(slots[event.slot]) if event.slot in slots else None
             if event.kind is EventKind.FIRST_MERGE and worker is not None:
                 self.supervisor.healthy(worker.name)
-            if event.kind not in QUIET_EVENTS:
-                prefix = "" if event.kind is EventKind.PHASE else f"{event.kind}: "
-                self.screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))
+            show_event(self.screen, row)
+
+
+def show_event(screen: Screen, event: EventRow) -> None:
+    """Say what happened to the job, unless the figures say it better."""
+    if event.kind not in QUIET_EVENTS:
+        prefix = "" if event.kind is EventKind.PHASE else f"{event.kind}: "
+        screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))
 
 
 def _age(status: StatusDocument) -> tuple[int, float, int, int]:

@@ -6,14 +6,14 @@ import json
 import time
 
 from diloco.console import COMPLETE, FAILED, CommandError, print_text
-from diloco.local.screen import RunView, Screen, make_screen
+from diloco.local.screen import Screen, make_screen, outside_view
 from diloco.local.status import UnansweredRun, ended_words, read_status
 from diloco.local.status import as_json as json_of
 from diloco.local.summary import summary
-from diloco.local.watch import EVENT_STYLES, QUIET_EVENTS
+from diloco.local.watch import show_event
 from diloco.text_console import TextConsole
 from diloco_protocol.documents import Report, StatusDocument
-from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase
 
 POLL_SECONDS = 1.0
 UNANSWERED_SECONDS = 60.0  # of a syncer that is starting, perhaps again
@@ -29,6 +29,8 @@ def watch_status(where: str | None, as_json: bool) -> int:
         while True:
             try:
                 document = read_status(where)
+                if isinstance(document, Report) and document.outcome == "running":  # its syncer is away, for now
+                    raise UnansweredRun(f"{ended_words(document)}: {document.message}")
             except CommandError as error:
                 late = time.monotonic() > max(heard, looking_since) + UNANSWERED_SECONDS
                 if late or (view is None and not isinstance(error, UnansweredRun)):
@@ -39,21 +41,12 @@ def watch_status(where: str | None, as_json: bool) -> int:
                         screen.update(view)
                 time.sleep(POLL_SECONDS)
                 continue
-            if isinstance(document, Report) and document.outcome == "running":  # its syncer is away, for now
-                if time.monotonic() > max(heard, looking_since) + UNANSWERED_SECONDS:
-                    raise CommandError(f"{ended_words(document)}: {document.message}")
-                if view is not None and screen is not None:
-                    view.serving = False
-                    screen.update(view)
-                time.sleep(POLL_SECONDS)
-                continue
             if screen is None:
                 print_text(json.dumps(json_of(document)), flush=True)
             if isinstance(document, Report):
                 break
             heard = time.monotonic()
-            names = {(slot.region, slot.ordinal): f"{slot.region}-{slot.ordinal}" for slot in document.slots}
-            view = RunView(document.job, None, document, names, serving=True)
+            view = outside_view(document)
             if screen is not None:
                 _show_events(screen, document, shown, began)
                 screen.update(view)
@@ -77,6 +70,5 @@ def _show_events(screen: Screen, document: StatusDocument, shown: set[tuple[int,
         if key in shown:
             continue
         shown.add(key)
-        if event.time >= began - 1.0 and event.kind not in QUIET_EVENTS:
-            prefix = "" if event.kind is EventKind.PHASE else f"{event.kind}: "
-            screen.event(prefix + event.message, EVENT_STYLES.get(event.kind, ""))
+        if event.time >= began - 1.0:
+            show_event(screen, event)

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from diloco.local.chaos.injector import Injector
 from diloco.local.metrics_log import MetricsLog
 from diloco.local.runner.run_end import RunEnd
-from diloco.local.runner.syncer_health import SyncerHealth
-from diloco.local.screen import Screen
-from diloco.local.watch import StatusWatch
+from diloco.local.runner.run_part import RunPart
 from diloco.processes.data_found import DataFound
-from diloco.processes.launch import Process
 from diloco.processes.supervisor import Kind
 from diloco.processes.unjoined import UnjoinedLearners, unjoined_text
-from diloco.processes.workdir import Workdir
 
 POLL_SECONDS = 0.5
 POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
@@ -35,17 +29,9 @@ METRICS_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
-class JobFollower:
-    """``running``: the processes by name, as they are at the moment."""
-
-    watch: StatusWatch
-    screen: Screen
-    workdir: Workdir
-    injector: Injector
+class JobFollower(RunPart):
     data_found: DataFound
-    health: SyncerHealth
     end: RunEnd
-    running: Mapping[str, Process]
     _unjoined: UnjoinedLearners = field(default_factory=UnjoinedLearners)
     _next_metrics: float = 0.0  # monotonic seconds
 

@@ -13,37 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from diloco.local.chaos.injector import Injector
 from diloco.local.outcome import RunOutcome
 from diloco.local.runner.run_end import RunEnd
-from diloco.local.runner.syncer_health import SyncerHealth
-from diloco.local.screen import Screen
-from diloco.local.watch import StatusWatch
-from diloco.processes.exit_errors import ExitError, ExitErrors
-from diloco.processes.launch import Process
-from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, Supervisor, describe_end
-from diloco.processes.workdir import Workdir
+from diloco.local.runner.run_part import RunPart
+from diloco.processes.exit_errors import ExitError
+from diloco.processes.supervisor import Abandon, Exit, Fail, Finished, Kind, Restart, describe_end
 from diloco.processes.worker_specs import WorkerSpec
-from diloco_protocol.spec.job import DiLoCoJob
 
 
 @dataclass(kw_only=True)
-class ProcessEnds:
+class ProcessEnds(RunPart):
     """``poll_now`` reads the syncer's status; an ended phase ends the run."""
 
-    job: DiLoCoJob
-    workdir: Workdir
-    supervisor: Supervisor
-    watch: StatusWatch
-    screen: Screen
-    injector: Injector
-    errors: ExitErrors
-    health: SyncerHealth
     end: RunEnd
-    running: Mapping[str, Process]
     poll_now: Callable[[], Awaitable[bool]]
 
     async def wait_to_restart(self, worker: WorkerSpec, how: Exit, error: ExitError | None) -> bool:

@@ -22,45 +22,34 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from diloco.local.chaos.injector import Injector
 from diloco.local.outcome import RunOutcome
 from diloco.local.runner.process_ends import ProcessEnds
 from diloco.local.runner.run_end import RunEnd
-from diloco.local.runner.syncer_health import SyncerHealth
-from diloco.local.screen import Screen
-from diloco.local.watch import StatusWatch
+from diloco.local.runner.run_part import RunPart
 from diloco.local.worker_start import WorkerStarter
-from diloco.processes.exit_errors import ExitError, ExitErrors
+from diloco.processes.exit_errors import ExitError
 from diloco.processes.launch import Child, Process, StartError
 from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.syncer_ports import SyncerPorts
-from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import ServeOptions, WorkerSpec, syncer_command, syncer_environment
-from diloco.syncer_client import SyncerClient, SyncerError
+from diloco.syncer_client import SyncerError
 from diloco_protocol.vocabulary import ControlMethod, SyncerExit
 
 MAX_PAUSE_SECONDS = 3.0  # between two tries to tell the syncer of a process's end
 
 
 @dataclass(kw_only=True)
-class SyncerKeeper:
-    """``environment`` is that of all processes of the run. ``running`` is filled here, by name."""
+class SyncerKeeper(RunPart):
+    """``environment`` is that of all processes of the run."""
 
-    workdir: Workdir
     serving: ServeOptions | None
     environment: Mapping[str, str]
     ports: SyncerPorts
-    syncer: SyncerClient
-    injector: Injector
-    errors: ExitErrors
-    health: SyncerHealth
     ends: ProcessEnds
     end: RunEnd
-    running: dict[str, Process]
 
     async def keep(self) -> None:
         """Keep the syncer running; after a restart it listens where it did before."""
@@ -95,21 +84,13 @@ class SyncerKeeper:
 
 
 @dataclass(kw_only=True)
-class WorkerKeeper:
-    """``running`` is filled here, by name. ``poll_now`` reads the syncer's status; ``spawn`` makes a task that lives as
-    long as the run."""
+class WorkerKeeper(RunPart):
+    """``poll_now`` reads the syncer's status."""
 
     starter: WorkerStarter
-    syncer: SyncerClient
-    watch: StatusWatch
-    screen: Screen
-    injector: Injector
-    errors: ExitErrors
     ends: ProcessEnds
     end: RunEnd
-    running: dict[str, Process]
     poll_now: Callable[[], Awaitable[bool]]
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
 
     async def keep(self, worker: WorkerSpec) -> None:
         """Keep this worker running for as long as the job needs it."""

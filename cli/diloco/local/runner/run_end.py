@@ -20,16 +20,12 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
 
 from diloco.local.outcome import OUTCOMES, RunOutcome, ended_phase
-from diloco.local.screen import Screen
-from diloco.local.watch import StatusWatch
-from diloco.processes.launch import SAME_SIGNAL_SECONDS, ForkServerClient, Process
-from diloco.processes.supervisor import Exit, Supervisor
-from diloco.processes.workdir import Workdir
-from diloco.syncer_client import SyncerClient, SyncerError
+from diloco.local.runner.run_part import RunPart
+from diloco.processes.launch import SAME_SIGNAL_SECONDS, ForkServerClient
+from diloco.processes.supervisor import Exit
+from diloco.syncer_client import SyncerError
 from diloco_protocol.documents import Report
 from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase, SyncerExit
 
@@ -39,19 +35,8 @@ LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselve
 
 
 @dataclasses.dataclass(kw_only=True)
-class RunEnd:
-    """``running``: the processes by name, as they are at the moment. ``spawn`` makes a task that lives as long as the
-    run. ``log_begin``: where in its log the newest process of a name begins, bytes."""
-
-    watch: StatusWatch
-    syncer: SyncerClient
-    supervisor: Supervisor
-    screen: Screen
-    workdir: Workdir
-    running: Mapping[str, Process]
+class RunEnd(RunPart):
     forkserver: ForkServerClient
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
-    log_begin: Callable[[str], int]
     stopping: bool = False  # nothing is started or waited for any more
     _interrupts: int = 0
     _interrupted_at: float = 0.0
@@ -74,7 +59,7 @@ class RunEnd:
     def decide(self, outcome: RunOutcome) -> None:
         """End the run so, unless it ends already."""
         if self._outcome is None:
-            self._outcome = dataclasses.replace(outcome, log_begin=self.log_begin(outcome.log_of))
+            self._outcome = dataclasses.replace(outcome, log_begin=self.errors.log_begin(outcome.log_of))
             self._decided.set()
 
     def decide_by_phase(self, phase: str) -> None:

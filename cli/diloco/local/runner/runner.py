@@ -33,6 +33,7 @@ from diloco.local.runner.job_follower import POLL_SECONDS, JobFollower
 from diloco.local.runner.process_ends import ProcessEnds
 from diloco.local.runner.process_keepers import SyncerKeeper, WorkerKeeper
 from diloco.local.runner.run_end import RunEnd
+from diloco.local.runner.run_part import RunPart
 from diloco.local.runner.syncer_health import SyncerHealth
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
@@ -112,76 +113,42 @@ class Runner:
         self.injector = Injector(
             self.watch, self.running, self.proxies, self._workers, schedule=FaultSchedule(schedule), seed=job.spec.seed
         )
-        self.end = RunEnd(
-            watch=self.watch,
-            syncer=self.syncer,
-            supervisor=self.supervisor,
-            screen=screen,
-            workdir=workdir,
-            running=self.running,
-            forkserver=self._forkserver,
-            spawn=self._spawn,
-            log_begin=errors.log_begin,
-        )
         self.health = SyncerHealth(running=self.running, paused=self.injector.paused)
-        self.follower = JobFollower(
-            watch=self.watch,
-            screen=screen,
-            workdir=workdir,
-            injector=self.injector,
-            data_found=DataFound(workdir.path),
-            health=self.health,
-            end=self.end,
-            running=self.running,
+        shared = vars(
+            RunPart(
+                job=job,
+                workdir=workdir,
+                screen=screen,
+                supervisor=self.supervisor,
+                syncer=self.syncer,
+                watch=self.watch,
+                injector=self.injector,
+                errors=errors,
+                health=self.health,
+                running=self.running,
+                spawn=self._spawn,
+            )
         )
-        ends = ProcessEnds(
-            job=job,
-            workdir=workdir,
-            supervisor=self.supervisor,
-            watch=self.watch,
-            screen=screen,
-            injector=self.injector,
-            errors=errors,
-            health=self.health,
-            end=self.end,
-            running=self.running,
-            poll_now=self.follower.poll_now,
-        )
+        self.end = RunEnd(**shared, forkserver=self._forkserver)
+        self.follower = JobFollower(**shared, data_found=DataFound(workdir.path), end=self.end)
+        ends = ProcessEnds(**shared, end=self.end, poll_now=self.follower.poll_now)
+        ports = SyncerPorts(ANY if serving is None else serving.listen, http=http, sync_is_known=serving is not None)
         self.syncer_keeper = SyncerKeeper(
-            workdir=workdir,
-            serving=serving,
+            **shared, serving=serving, environment=env, ports=ports, ends=ends, end=self.end
+        )
+        starter = WorkerStarter(
+            job,
+            workdir,
+            job_directory,
+            self._workers,
+            forkserver=self._forkserver,
             environment=env,
-            ports=SyncerPorts(ANY if serving is None else serving.listen, http=http, sync_is_known=serving is not None),
-            syncer=self.syncer,
-            injector=self.injector,
-            errors=errors,
-            health=self.health,
-            ends=ends,
-            end=self.end,
-            running=self.running,
+            proxies=self.proxies,
+            process_ids=self.watch.process_ids,
+            serving=serving,
         )
         self.worker_keeper = WorkerKeeper(
-            starter=WorkerStarter(
-                job,
-                workdir,
-                job_directory,
-                self._workers,
-                forkserver=self._forkserver,
-                environment=env,
-                proxies=self.proxies,
-                process_ids=self.watch.process_ids,
-                serving=serving,
-            ),
-            syncer=self.syncer,
-            watch=self.watch,
-            screen=screen,
-            injector=self.injector,
-            errors=errors,
-            ends=ends,
-            end=self.end,
-            running=self.running,
-            poll_now=self.follower.poll_now,
-            spawn=self._spawn,
+            **shared, starter=starter, ends=ends, end=self.end, poll_now=self.follower.poll_now
         )
 
     async def run(self, starting: str, check: Check | None = None) -> RunResult:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diloco.cluster.client import ClusterError
-from diloco.cluster.logs import MAX_LINE, LogOptions, _Printer, chosen, lines, source, stamped
-from diloco.log_lines import rendered
+from diloco.cluster.logs import MAX_LINE, chosen, lines, source, stamped
+from diloco.log_lines import LinePrinter, LogOptions, rendered
 from diloco_protocol.common.logs import JsonLines, TextLines
 
 JOB: dict[str, Any] = {
@@ -140,10 +140,9 @@ def test_a_terminal_does_not_obey_what_a_pod_wrote(capsys: pytest.CaptureFixture
     """Titles, the clipboard, erased lines: as text they are harmless."""
     evil = "a\x1b]52;c;ZXZpbA==\x07b\x9b2Kc\rd\te"
     one = source(PODS[0])
-    where: Any = None
-    printer = _Printer(LogOptions(where, "tiny"), [one])
-    printer.show(one, json.dumps({"level": "info", "message": evil, "time": "x", "slot": -1}))
-    printer.show(one, evil)
-    printer.show(one, '{"a":' * 100_000)
+    printer = LinePrinter(LogOptions(), [one.label])
+    printer.show(one.label, json.dumps({"level": "info", "message": evil, "time": "x", "slot": -1}))
+    printer.show(one.label, evil)
+    printer.show(one.label, '{"a":' * 100_000)
     said = capsys.readouterr().out
     assert not set(said) & {"\x1b", "\x07", "\x9b", "\r"} and said.count("\te") == 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.local.screen import RunView, links_text, picture, slot_note, slow_links
+from diloco.local.screen import RunView, links_text, picture, slot_note
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
 from diloco_protocol.documents import SlotRow
 from diloco_protocol.wire.records import Link, StepReport
@@ -96,7 +96,6 @@ def test_the_picture_shows_the_slowest_link_and_why_it_is_slow() -> None:
         ]
     )
     assert links_text(status) == "slowest: up 8 Mbit/s, down 16 Gbit/s, round trip 80 ms"
-    assert slow_links(status) == [("eu-1", "needs 12 Mbit/s")]
     assert [slot_note(row) for row in status.slots] == ["", "slow link", ""]
     console = Console(width=160)
     with console.capture() as captured:

@@ -11,7 +11,7 @@ import pytest
 from diloco.local.metrics_log import MetricsLog
 from diloco.local.runner.syncer_health import SyncerHealth
 from diloco.processes.unjoined import UNJOINED_SECONDS
-from diloco.processes.watchdog import SILENT_SECONDS
+from diloco.processes.watchdog import SYNCER_SILENT_SECONDS
 from scripted_run import ScriptedProcess, ScriptedRun
 from status_documents import job_report, status_document
 
@@ -47,7 +47,7 @@ def test_a_syncer_that_takes_a_while_to_die_is_not_killed_again(make_run: MakeRu
         process.exit = lambda how: None
 
     keep, follow = run.runner.syncer_keeper.keep(), run.runner.follower.follow(metrics(run))
-    run.run(keep, follow, hang(), seconds=5.0 + 1.5 * SILENT_SECONDS)
+    run.run(keep, follow, hang(), seconds=5.0 + 1.5 * SYNCER_SILENT_SECONDS)
     assert [process.signals for process in run.started("syncer")] == [[signal.SIGKILL]]
 
 
@@ -62,7 +62,7 @@ def test_a_syncer_that_is_paused_on_purpose_is_not_held_to_hang(make_run: MakeRu
         run.runner.running["syncer"] = await run.start("syncer", [], {}, None)
         health.on_started()
         health.on_answered()
-        for _ in range(int(2 * SILENT_SECONDS)):
+        for _ in range(int(2 * SYNCER_SILENT_SECONDS)):
             await asyncio.sleep(1.0)
             reasons.append(health.reason_to_kill())
         paused_no_more = SyncerHealth(running=run.runner.running, paused=lambda name: False, _watchdog=health._watchdog)
