@@ -14,10 +14,13 @@ from diloco_protocol.common.logs import printable
 
 class TextConsole(Console):
     """A console that writes no control character but its own: what a text holds of them is replaced. Markup and names
-    of emoji in a text are text."""
+    of emoji in a text are text. With ``soft_wrap`` lines stay whole, and tables have all columns where nobody's window
+    limits them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
+        if self.soft_wrap and not self.is_terminal:
+            self.width = 200
 
     def on_broken_pipe(self) -> None:
         """The reader has left: the program's exit code is about its work, and rich's would be 1."""

@@ -143,10 +143,7 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
     elif as_json:
         print_text(json.dumps(json.loads(document.model_dump_json()), indent=1))
     else:
-        console = TextConsole(soft_wrap=True)
-        if not console.is_terminal:
-            console.width = 200  # nobody's window: lines stay whole
-        console.print(summary(document, "the job continues" if going else ""))
+        TextConsole(soft_wrap=True).print(summary(document, "the job continues" if going else ""))
 
 
 # ------------------------------------------------------------------ export

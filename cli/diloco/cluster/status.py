@@ -79,8 +79,6 @@ def status_document(job: Object, page: StatusDocument | None, events: Sequence[O
 
 def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: bool) -> None:
     console = TextConsole(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nobody's window: all columns
     while True:
         jobs: list[Object] = []
         contexts: list[str] = []

@@ -204,8 +204,6 @@ def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) ->
     if as_json:
         print_lasting(report.model_dump_json(indent=1))
     console = TextConsole(soft_wrap=True, stderr=as_json)  # lines that a person can copy
-    if not console.is_terminal:
-        console.width = 200  # nobody's window: lines stay whole
     console.print()
     console.print(summary(report, ended.outcome))  # why is said below
     if workdir.report.is_file():

@@ -140,8 +140,6 @@ def show_runs(rows: Sequence[RunRow], directory: Path) -> None:
     from diloco.text_console import TextConsole
 
     console = TextConsole(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nobody's window: all columns
     if not rows:
         console.print(f"there is no run in {directory}; `diloco run JOB.yaml` makes one in runs/")
         return
@@ -273,8 +271,6 @@ def show(document: StatusDocument | Report) -> None:
     from diloco.text_console import TextConsole
 
     console = TextConsole(soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 200  # nobody's window: lines stay whole
     if isinstance(document, Report):
         console.print(f"{ended_words(document)}:")
         console.print(summary(document))

@@ -92,6 +92,11 @@ def make_row(name: str, result: Result, **more: Any) -> Row:
     return {**row, "uptime": 100 * float(result.uptime.mean()), "baseline": None, "ratio": None, **more}
 
 
+def compared(row: Row, other: Row, **more: Any) -> Row:
+    """A row, and what it is as a share of another one."""
+    return {**row, **more, "baseline": other["value"], "ratio": row["value"] / other["value"]}
+
+
 def goodput_rows(
     chips: Sequence[int],
     learners: Sequence[int],
@@ -114,7 +119,7 @@ def goodput_rows(
     for row in rows:
         if row["method"] == DECOUPLED:
             beside = baselines[row["chips"]]
-            row.update(against=beside["method"], baseline=beside["value"], ratio=row["value"] / beside["value"])
+            row.update(compared(row, beside, against=beside["method"]))
     return rows
 
 
@@ -138,9 +143,7 @@ def advise(chips: int, learners: Sequence[int], conditions: FleetConditions, run
         row = make_row(f"M = {enough}, {count} spare slices each", next(results), method="spares", spares=count)
         row["per_bought_chip"] = row["value"] * fleet.slices / (fleet.slices + count)
         first = first or row
-        rows.append(
-            {**row, "against": first["name"], "baseline": first["value"], "ratio": row["value"] / first["value"]}
-        )
+        rows.append(compared(row, first, against=first["name"]))
     for method, m in ((ELASTIC, 1), (DECOUPLED, enough)):
         slowest: Row | None = None
         for fast in faster:
@@ -149,6 +152,5 @@ def advise(chips: int, learners: Sequence[int], conditions: FleetConditions, run
                 f"{label(method, m)}, stops of {stops:.3g} s per failure", next(results), method="recovery", of=method
             )
             slowest = slowest or row
-            lift = {"against": slowest["name"], "baseline": slowest["value"], "ratio": row["value"] / slowest["value"]}
-            rows.append({**row, "stop_seconds": stops, "learners": m, **lift})
+            rows.append(compared(row, slowest, stop_seconds=stops, learners=m, against=slowest["name"]))
     return rows, enough
