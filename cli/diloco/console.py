@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ from diloco_protocol.common.files import FileError, absent_text
 from diloco_protocol.common.logs import printable
 
 COMPLETE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+TEXT_WIDTH = 100  # columns of a text that is wrapped
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|min|h|d|y)?")
@@ -96,6 +98,18 @@ def replace_unprintable() -> None:
 def print_text(text: str, file: IO[str] | None = None, flush: bool = False) -> None:
     """Print a text that may be others' in part, without what a terminal would obey."""
     print(printable(text), file=file, flush=flush)
+
+
+def wrapped(text: str, first: str, rest: str | None = None, width: int = TEXT_WIDTH) -> list[str]:
+    """A text in lines that break between words only. ``first`` and ``rest`` (None: the same) are before them."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def discard(stream: IO[str]) -> None:

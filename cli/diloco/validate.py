@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.console import COMPLETE, WRONG, CommandError
+from diloco.console import COMPLETE, WRONG, CommandError, wrapped
 from diloco.data_files import doubtful_data, refused_data
 from diloco_protocol.merging import ISOTROPIC_BELOW, choose_merge, merge_text
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show
-
-_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +99,9 @@ def problems_text(error: JobError) -> str:
 def _problem_text(problem: Problem) -> str:
     where = f"   (line {problem.line})" if problem.line is not None else ""
     if not problem.path:
-        return _indented(problem.message + where, "  ")
+        return "\n".join(wrapped(problem.message + where, "  "))
     value = "" if problem.value is None else f" = {show(problem.value)}"
-    return f"  {problem.path}{value}{where}\n{_indented(problem.message, '      ')}"
-
-
-def _indented(text: str, indent: str) -> str:
-    return textwrap.fill(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    return "\n".join([f"  {problem.path}{value}{where}", *wrapped(problem.message, "      ")])
 
 
 def summary_text(job: DiLoCoJob, source: str = "", refused_here: bool = False, parameters: int | None = None) -> str:

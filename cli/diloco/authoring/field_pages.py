@@ -6,7 +6,6 @@ import difflib
 import inspect
 import re
 import shutil
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
-from diloco.console import CommandError
+from diloco.console import TEXT_WIDTH, CommandError, wrapped
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model
 from diloco_protocol.spec.explain import meant_field, words
 from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob
@@ -192,9 +191,9 @@ def page_json(page: FieldPage, recursive: bool = False) -> dict[str, Any]:
 
 def page_text(page: FieldPage, recursive: bool = False, width: int | None = None) -> str:
     """A field's page, for people."""
-    width = width or min(shutil.get_terminal_size().columns, 100)
+    width = max(40, width or min(shutil.get_terminal_size().columns, TEXT_WIDTH))
     title = page.name + ("[]" if page.many else "") or "A job"
-    lines = [title, *_wrapped(page.description, "  ", width), ""]
+    lines = [title, *wrapped(page.description, "  ", width=width), ""]
     if page.field is not None:
         facts = [("takes", page.takes)]
         if page.required or page.inner is None or page.default != {}:
@@ -210,7 +209,7 @@ def page_text(page: FieldPage, recursive: bool = False, width: int | None = None
             facts.append(("fixed", "once the job has started"))
         facts += [("rule", rule) for rule in page.rules()]
         for name, said in facts:
-            lines += _wrapped(said, f"  {name:<12}", width, " " * 14)
+            lines += wrapped(said, f"  {name:<12}", " " * 14, width)
     if page.inner is not None:
         lines += ["  fields", *_fields(page, recursive, width)]
         if not recursive:
@@ -235,7 +234,7 @@ def _fields(page: FieldPage, recursive: bool, width: int, depth: int = 2) -> lis
             lines += _fields(one, True, width, depth + 1)
         elif not recursive:
             said = one.field.description or "" if one.field is not None else ""
-            lines += _wrapped(said, "  " * (depth + 2), width)
+            lines += wrapped(said, "  " * (depth + 2), width=width)
     return lines
 
 
@@ -248,14 +247,3 @@ def _default(page: FieldPage) -> str:
 def _flow(value: Any) -> str:
     """A value as one line of YAML."""
     return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10_000).strip()[1:-1]
-
-
-def _wrapped(text: str, first: str, width: int, rest: str | None = None) -> list[str]:
-    return textwrap.wrap(
-        text,
-        max(width, 40),
-        initial_indent=first,
-        subsequent_indent=first if rest is None else rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

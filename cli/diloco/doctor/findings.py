@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from diloco.console import wrapped
+
 Level = Literal["ok", "warning", "error"]
-_WIDTH = 100
+_INDENT = " " * 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +34,11 @@ def findings_text(findings: Iterable[Finding]) -> str:
         if one.section != section:
             section = one.section
             lines += ([""] if lines else []) + [section]
-        lines += _wrapped(one.said, f"  {one.level:<8} {one.about:<11} ")
+        lines += wrapped(" ".join(one.said.split()), f"  {one.level:<8} {one.about:<11} ", _INDENT)
         if one.fix:
-            lines += _wrapped(f"fix: {one.fix}", " " * 23)
+            lines += wrapped(" ".join(f"fix: {one.fix}".split()), _INDENT)
     errors, warnings = (sum(one.level == level for one in found) for level in ("error", "warning"))
     counted = [
         f"{count} {word}{'s' * (count > 1)}" for count, word in ((errors, "error"), (warnings, "warning")) if count
     ]
     return "\n".join([*lines, "", ", ".join(counted) if counted else "no problem found"])
-
-
-def _wrapped(text: str, head: str) -> list[str]:
-    return textwrap.wrap(
-        " ".join(text.split()),
-        _WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * 23,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
