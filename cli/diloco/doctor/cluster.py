@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from diloco.cluster.client import INSTALL, Cluster, ClusterError, Where
 from diloco.doctor.findings import Finding, Level
 from diloco_protocol.vocabulary import DOMAIN, JOB_PLURAL, VERSION
 
+_finding = functools.partial(Finding, "cluster")
 CRD = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{JOB_PLURAL}.{DOMAIN}"
 OPERATOR = "app.kubernetes.io/name=diloco-operator"
 
@@ -38,8 +40,8 @@ def no_kubeconfig() -> Finding:
     """That there is none: a warning where the environment names one."""
     named = os.environ.get("KUBECONFIG")
     if named:
-        return Finding("cluster", "reach", "warning", f"KUBECONFIG={named}: no such file", fix="correct or unset it")
-    return Finding("cluster", "reach", "ok", "no kubeconfig: it is needed only for jobs in clusters")
+        return _finding("reach", "warning", f"KUBECONFIG={named}: no such file", fix="correct or unset it")
+    return _finding("reach", "ok", "no kubeconfig: it is needed only for jobs in clusters")
 
 
 def check_cluster(where: Where) -> Iterator[Finding]:
@@ -50,21 +52,17 @@ def check_cluster(where: Where) -> Iterator[Finding]:
         cluster = where.open_one()
         version = cluster.get("/version").get("gitVersion")
     except ClusterError as error:
-        yield Finding(
-            "cluster", "reach", bad, str(error), fix="" if where.given else "needed only for jobs in clusters"
-        )
+        yield _finding("reach", bad, str(error), fix="" if where.given else "needed only for jobs in clusters")
         return
-    yield Finding("cluster", "reach", "ok", f"{cluster.server}, {version}, namespace {cluster.namespace}")
+    yield _finding("reach", "ok", f"{cluster.server}, {version}, namespace {cluster.namespace}")
     try:
         known = cluster.find(f"/apis/{DOMAIN}/{VERSION}")
     except ClusterError as error:
-        yield Finding("cluster", "operator", bad, str(error))
+        yield _finding("operator", bad, str(error))
         return
     if known is None:
         install = f"{INSTALL} --kube-context {cluster.context}"
-        yield Finding(
-            "cluster", "operator", bad, "the cluster knows no DiLoCoJobs: the operator is not installed", fix=install
-        )
+        yield _finding("operator", bad, "the cluster knows no DiLoCoJobs: the operator is not installed", fix=install)
     else:
         yield _definition(cluster)
         yield _operator(cluster, bad)
@@ -79,7 +77,7 @@ def _definition(cluster: Cluster) -> Finding:
             one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == VERSION
         )
     except (ClusterError, KeyError, StopIteration, TypeError) as error:
-        return Finding("cluster", "DiLoCoJob", "ok", f"{VERSION} is known; its fields cannot be read ({error})")
+        return _finding("DiLoCoJob", "ok", f"{VERSION} is known; its fields cannot be read ({error})")
     there = set(_fields(schema))
     absent = [page.name for page in walk() if page.path[0] == "spec" and page.name not in there]
     absent = [name for name in absent if name.rpartition(".")[0] not in absent]
@@ -87,10 +85,8 @@ def _definition(cluster: Cluster) -> Finding:
         said = (
             f"the cluster's definition lacks {', '.join(absent[:5])}{' and more' * (len(absent) > 5)}: another release"
         )
-        return Finding(
-            "cluster", "DiLoCoJob", "warning", said, fix="helm upgrade the operator, or use its release of diloco"
-        )
-    return Finding("cluster", "DiLoCoJob", "ok", f"{VERSION}, with all fields of this release")
+        return _finding("DiLoCoJob", "warning", said, fix="helm upgrade the operator, or use its release of diloco")
+    return _finding("DiLoCoJob", "ok", f"{VERSION}, with all fields of this release")
 
 
 def _fields(schema: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -105,7 +101,7 @@ def _operator(cluster: Cluster, bad: Level) -> Finding:
     try:
         pods = cluster.all_of("/api/v1/pods", labelSelector=OPERATOR)
     except ClusterError as error:
-        return Finding("cluster", "operator", "ok", f"installed; whether it runs cannot be seen ({error})")
+        return _finding("operator", "ok", f"installed; whether it runs cannot be seen ({error})")
     ready = [
         pod
         for pod in pods
@@ -116,9 +112,9 @@ def _operator(cluster: Cluster, bad: Level) -> Finding:
     ]
     if ready:
         places = sorted({str(pod["metadata"].get("namespace")) for pod in ready})
-        return Finding("cluster", "operator", "ok", f"ready in {', '.join(places)}")
+        return _finding("operator", "ok", f"ready in {', '.join(places)}")
     said = f"{len(pods)} pod{'s' * (len(pods) != 1)} of it, none ready"
-    return Finding("cluster", "operator", bad, said, fix=f"kubectl {cluster.reach} describe pods -A -l {OPERATOR}")
+    return _finding("operator", bad, said, fix=f"kubectl {cluster.reach} describe pods -A -l {OPERATOR}")
 
 
 def _rights(cluster: Cluster, bad: Level) -> Finding:
@@ -137,8 +133,8 @@ def _rights(cluster: Cluster, bad: Level) -> Finding:
             if not (reply.get("status") or {}).get("allowed"):
                 missing[f"{verb} {resource}"] = commands
     except ClusterError as error:
-        return Finding("cluster", "rights", "warning", f"what this account may do cannot be asked: {error}")
+        return _finding("rights", "warning", f"what this account may do cannot be asked: {error}")
     if not missing:
-        return Finding("cluster", "rights", "ok", f"all that the commands need in namespace {cluster.namespace}")
+        return _finding("rights", "ok", f"all that the commands need in namespace {cluster.namespace}")
     said = "; ".join(f"may not {right} (for {commands})" for right, commands in missing.items())
-    return Finding("cluster", "rights", bad, said, fix=f"ask for a Role with these in namespace {cluster.namespace}")
+    return _finding("rights", bad, said, fix=f"ask for a Role with these in namespace {cluster.namespace}")

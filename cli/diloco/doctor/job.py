@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job
 from diloco_protocol.spec.warnings import spans_clusters
 
+_finding = functools.partial(Finding, "job")
 NEARLY_ALL = 0.8
 
 
@@ -29,12 +31,12 @@ def check_job(
         job = load_job(file, overrides, notes)
     except JobError as error:
         for problem in error.problems:
-            yield Finding("job", "file", "error", str(problem), fix=f"diloco validate {file}")
+            yield _finding("file", "error", str(problem), fix=f"diloco validate {file}")
         return
     directory = file.resolve().parent
-    yield Finding("job", "file", "ok", f"{file}: {job.metadata.name}, {job.spec.slots} learners")
+    yield _finding("file", "ok", f"{file}: {job.metadata.name}, {job.spec.slots} learners")
     for problem in (*notes, *job_warnings(job)):
-        yield Finding("job", "file", "warning", str(problem))
+        yield _finding("file", "warning", str(problem))
     elsewhere: Level = "warning" if spans_clusters(job.spec) else "error"
     yield from _data(job, directory, absent, elsewhere)
     yield from _program(job, directory, elsewhere)
@@ -49,14 +51,14 @@ def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad:
         return
     missing = refused_data(job, directory)
     for problem in doubtful_data(job, directory):
-        yield Finding("job", "data", "warning", str(problem), fix="docs/data.md says which files are read how")
+        yield _finding("data", "warning", str(problem), fix="docs/data.md says which files are read how")
     for problem in missing:
         fix = "paths start at the job file's directory; docs/data.md says which files are read how"
-        yield Finding("job", "data", bad, str(problem), fix=fix)
+        yield _finding("data", bad, str(problem), fix=fix)
     if not missing and data.source == "text":
-        yield Finding("job", "data", "ok", ", ".join(data.paths))
+        yield _finding("data", "ok", ", ".join(data.paths))
     for problem in find_absent_modules(job, directory, has_datasets=not absent.get("datasets")):
-        yield Finding("job", "data", bad, str(problem))
+        yield _finding("data", bad, str(problem))
 
 
 def _program(job: DiLoCoJob, directory: Path, bad: Level) -> Iterator[Finding]:
@@ -64,9 +66,9 @@ def _program(job: DiLoCoJob, directory: Path, bad: Level) -> Iterator[Finding]:
     for role, command in (("learners", job.spec.learners.command), ("evaluator", job.spec.evaluator.command)):
         problem = absent.get(f"spec.{role}.command")
         if problem is not None:
-            yield Finding("job", "program", bad, str(problem))
+            yield _finding("program", bad, str(problem))
         elif command is not None:
-            yield Finding("job", "program", "ok", f"{role}: {' '.join(command)}")
+            yield _finding("program", "ok", f"{role}: {' '.join(command)}")
 
 
 def _devices(job: DiLoCoJob, torch: Torch | None) -> Iterator[Finding]:
@@ -74,16 +76,16 @@ def _devices(job: DiLoCoJob, torch: Torch | None) -> Iterator[Finding]:
     devices = torch.devices if torch is not None else ()
     if training.device == "cuda" and not devices:
         fix = "leave training.device out, or --set training.device=cpu"
-        yield Finding("job", "device", "error", "training.device is cuda, and torch sees no GPU here", fix=fix)
+        yield _finding("device", "error", "training.device is cuda, and torch sees no GPU here", fix=fix)
     elif devices and training.device != "cpu":
         level: Level = "ok" if learners <= len(devices) else "warning"
         said = f"{learners} learners on {len(devices)} GPU{'s' * (len(devices) > 1)}"
-        yield Finding(
-            "job", "device", level, said, fix="" if level == "ok" else "learners that share a GPU also share its memory"
+        yield _finding(
+            "device", level, said, fix="" if level == "ok" else "learners that share a GPU also share its memory"
         )
     elif learners > (cores := usable_cores()):
         said = f"{learners} learners on {cores} core{'s' * (cores > 1)}: they take turns"
-        yield Finding("job", "device", "warning", said, fix="--set regions.0.learners=N for fewer")
+        yield _finding("device", "warning", said, fix="--set regions.0.learners=N for fewer")
 
 
 def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> Iterator[Finding]:
@@ -91,29 +93,25 @@ def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> 
 
     if job.spec.training.model is None:
         said = "not known: the learners run a program of their own"
-        yield Finding(
-            "job",
-            "memory",
-            "ok",
-            said,
-            fix="diloco plan JOB.yaml --params N --step-seconds S says what N parameters need",
+        yield _finding(
+            "memory", "ok", said, fix="diloco plan JOB.yaml --params N --step-seconds S says what N parameters need"
         )
         return
     with contextlib.chdir(directory):  # as a learner: a tokenizer's directory may be relative
         found = ask_worker(job.spec, directory)
     for problem in found.wrong:
-        yield Finding("job", "model", "error", str(problem))
+        yield _finding("model", "error", str(problem))
     for problem in found.here:
         if problem.path != "spec.training.device":  # which is told with the learners' number
-            yield Finding("job", "model", bad, str(problem))
+            yield _finding("model", bad, str(problem))
     for what in found.unchecked:
-        yield Finding("job", "model", "warning", f"not checked: {what}")
+        yield _finding("model", "warning", f"not checked: {what}")
     if found.model is None:
         return
-    yield Finding("job", "model", "ok", f"{found.model.trained:,} trained parameters")
+    yield _finding("model", "ok", f"{found.model.trained:,} trained parameters")
     device = "cuda" if torch is not None and torch.devices and job.spec.training.device != "cpu" else "cpu"
     need, free = estimate_memory(job, found.model, device), free_memory()
     said = f"at least about {size_text(need.whole)}: {need.parts_text()}; {size_text(free)} are free"
     level: Level = bad if need.whole > free else "warning" if need.whole > NEARLY_ALL * free else "ok"
     fix = "" if level == "ok" else "fewer learners (--set regions.0.learners=N), a smaller model, or a larger machine"
-    yield Finding("job", "memory", level, said, fix=fix)
+    yield _finding("memory", level, said, fix=fix)

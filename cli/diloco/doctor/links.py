@@ -8,6 +8,7 @@ trusted or refused here; the finding names the one that was shown.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, load_job
 from diloco_protocol.wire.verify_server import ServerNotTrusted, tls_words, verify_syncer
 
+_finding = functools.partial(Finding, "links")
 HANDSHAKE_SECONDS = 5.0
 _NOT_YET = "expected before the job runs at its hub; else check syncer.endpoint.address, its Service and the firewall"
 
@@ -57,18 +59,16 @@ def _endpoint(job: DiLoCoJob, address: str, folder: Path | None) -> Iterator[Fin
         numbers = resolve_name(host, port)
     except OSError as error:
         said = f"syncer.endpoint.address: {unreachable_text(address, error)}"
-        yield Finding(
-            "links", "name", "error", said, fix="learners resolve it where they run: compare with a machine there"
-        )
+        yield _finding("name", "error", said, fix="learners resolve it where they run: compare with a machine there")
         return
-    yield Finding("links", "name", "ok", f"{host} is {', '.join(numbers)}")
+    yield _finding("name", "ok", f"{host} is {', '.join(numbers)}")
     try:
         connection = connect(address)
     except OSError as error:
-        yield Finding("links", "connection", "warning", unreachable_text(address, error), fix=_NOT_YET)
+        yield _finding("connection", "warning", unreachable_text(address, error), fix=_NOT_YET)
         return
     with connection:
-        yield Finding("links", "connection", "ok", f"{address} accepts TCP connections")
+        yield _finding("connection", "ok", f"{address} accepts TCP connections")
         if job.spec.syncer.tls.mode == "off":
             return
         if folder is None:
@@ -92,18 +92,18 @@ def _handshake(job: DiLoCoJob, address: str, connection: socket.socket) -> Findi
             shown = secure.getpeercert(binary_form=True) or b""
     except ssl.SSLError as error:
         fix = "a gateway must pass TLS through unopened; another program may have this port"
-        return Finding("links", "TLS", "error", f"{address} does not answer with TLS: {tls_words(error)}", fix=fix)
+        return _finding("TLS", "error", f"{address} does not answer with TLS: {tls_words(error)}", fix=fix)
     except OSError as error:
         said = f"no TLS handshake with {address}: {error.strerror or error}"
-        return Finding("links", "TLS", "error", said, fix="a gateway must pass TLS through unopened")
+        return _finding("TLS", "error", said, fix="a gateway must pass TLS through unopened")
     try:
         certificate = x509.load_der_x509_certificate(shown)
         named = certificate.subject.rfc4514_string() or "an empty subject"
         until = certificate.not_valid_after_utc
     except ValueError as error:
-        return Finding("links", "TLS", "warning", f"{address} shows a certificate that cannot be read: {error}")
+        return _finding("TLS", "warning", f"{address} shows a certificate that cannot be read: {error}")
     said = f"the certificate of {named} answers, valid until {until:%Y-%m-%d}; not verified"
-    return Finding("links", "TLS", "ok", said, fix="with --credentials DIR (a learner's folder) it is verified")
+    return _finding("TLS", "ok", said, fix="with --credentials DIR (a learner's folder) it is verified")
 
 
 def _identity(address: str, folder: Path) -> Finding:
@@ -113,11 +113,11 @@ def _identity(address: str, folder: Path) -> Finding:
         mine = credentials.names()
         asyncio.run(verify_syncer(credentials, address, mine))
     except (ServerNotTrusted, CredentialsError) as error:
-        return Finding("links", "TLS", "error", str(error), fix="docs/regions.md, Certificates; diloco certs show DIR")
+        return _finding("TLS", "error", str(error), fix="docs/regions.md, Certificates; diloco certs show DIR")
     if not mine:
         said = f"the certificate in {folder} names no job: whom it would be shown to is not checked"
-        return Finding("links", "TLS", "warning", said, fix="diloco certs issue makes certificates that name their job")
-    return Finding("links", "TLS", "ok", f"{address} is the job's syncer, and accepts the certificate in {folder}")
+        return _finding("TLS", "warning", said, fix="diloco certs issue makes certificates that name their job")
+    return _finding("TLS", "ok", f"{address} is the job's syncer, and accepts the certificate in {folder}")
 
 
 def _bandwidth(job: DiLoCoJob, file: Path, step_seconds: float | None) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def _bandwidth(job: DiLoCoJob, file: Path, step_seconds: float | None) -> Iterat
     try:
         sizes, note = fragment_sizes(job, None, file.resolve().parent)
     except CommandError as error:
-        yield Finding("links", "bandwidth", "warning", f"not known: {error}", fix=f"{more} --params N")
+        yield _finding("bandwidth", "warning", f"not known: {error}", fix=f"{more} --params N")
         return
     found = document(job, sizes, note, conditions)
     seconds = seconds_text(conditions.step_seconds)
@@ -136,11 +136,11 @@ def _bandwidth(job: DiLoCoJob, file: Path, step_seconds: float | None) -> Iterat
         count = region["learners"] + region["spares"]
         learners = f"{count} learner{'s' * (count != 1)}"
         said = f"needs {_both(region['up'], region['down'], 'up', 'down')} for {learners} at {seconds} a step"
-        yield Finding("links", f"region {region['name']}", "ok", said)
+        yield _finding(f"region {region['name']}", "ok", said)
     hub = found["queued"]["hub"]
     said = f"needs {_both(hub['in'], hub['out'], 'in', 'out')} at {seconds} a step"
     asked = "" if step_seconds is not None else f"give --step-seconds S: steps of S seconds need 1/S of it ({more})"
-    yield Finding("links", "hub", "ok", said, fix=asked)
+    yield _finding("hub", "ok", said, fix=asked)
 
 
 def _both(one: float | None, other: float | None, first: str, second: str) -> str:

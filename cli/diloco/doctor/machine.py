@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from diloco.doctor.findings import Finding
 from diloco_protocol.common.cpu_quota import usable_cores
 from diloco_protocol.common.format_units import size_text
 
+_finding = functools.partial(Finding, "machine")
 _GIB = 1 << 30
 LITTLE_MEMORY, NO_MEMORY = 2 * _GIB, _GIB // 2
 LITTLE_DISK, NO_DISK = 5 * _GIB, _GIB // 2
@@ -59,12 +61,11 @@ class Torch:
 def check_machine(directory: Path) -> Iterator[Finding]:
     """``directory``: where a run would keep its files."""
     version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("machine", "python", "ok", f"{version}, decoupled-diloco {metadata.version('decoupled-diloco')}")
+    yield _finding("python", "ok", f"{version}, decoupled-diloco {metadata.version('decoupled-diloco')}")
     cores, there = usable_cores(), os.cpu_count() or 1
     said = f"{cores}" + (f" of {there}: what this process may use" if cores < there else "")
     few = cores < 2
-    yield Finding(
-        "machine",
+    yield _finding(
         "cores",
         "warning" if few else "ok",
         said,
@@ -77,30 +78,24 @@ def check_machine(directory: Path) -> Iterator[Finding]:
             "disk", free, LITTLE_DISK, NO_DISK, fix=f"make room below {directory}, or run with --workdir elsewhere"
         )
     except OSError as error:
-        yield Finding("machine", "disk", "error", f"{directory}: {error.strerror}", fix="run from another directory")
+        yield _finding("disk", "error", f"{directory}: {error.strerror}", fix="run from another directory")
     if not os.access(directory, os.W_OK | os.X_OK):
-        yield Finding(
-            "machine", "directory", "error", f"{directory} cannot be written", fix="run with --workdir elsewhere"
-        )
+        yield _finding("directory", "error", f"{directory} cannot be written", fix="run with --workdir elsewhere")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < FEW_FILES:
-        yield Finding("machine", "open files", "warning", f"at most {files}", fix=f"ulimit -n {FEW_FILES} or more")
+        yield _finding("open files", "warning", f"at most {files}", fix=f"ulimit -n {FEW_FILES} or more")
     try:
         with socket.create_server(("127.0.0.1", 0)):
             pass
     except OSError as error:
-        yield Finding(
-            "machine",
-            "network",
-            "error",
-            f"nothing can listen on 127.0.0.1: {error.strerror}",
-            fix="bring up the loopback device",
+        yield _finding(
+            "network", "error", f"nothing can listen on 127.0.0.1: {error.strerror}", fix="bring up the loopback device"
         )
 
 
 def _graded(about: str, free: int, little: int, none: int, fix: str) -> Finding:
     level = "error" if free < none else "warning" if free < little else "ok"
-    return Finding("machine", about, level, f"{size_text(free)} free", fix="" if level == "ok" else fix)  # type: ignore[arg-type]
+    return _finding(about, level, f"{size_text(free)} free", fix="" if level == "ok" else fix)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ packages

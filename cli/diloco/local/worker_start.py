@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.local.chaos.proxy import Proxy
@@ -15,58 +16,48 @@ from diloco.processes.worker_specs import ServeOptions, WorkerSpec, gpus, worker
 from diloco_protocol.spec.job import DiLoCoJob
 
 
+@dataclass(kw_only=True)
 class WorkerStarter:
-    """Starts workers of one run: forked from the fork server where they run the built-in program, else as children."""
+    """Starts workers of one run: forked from the fork server where they run the built-in program, else as children.
 
-    def __init__(
-        self,
-        job: DiLoCoJob,
-        workdir: Workdir,
-        job_directory: Path,
-        workers: Sequence[WorkerSpec],
-        forkserver: ForkServerClient,
-        environment: Mapping[str, str],
-        proxies: Mapping[str, Proxy],
-        process_ids: dict[str, str],
-        serving: ServeOptions | None,
-    ) -> None:
-        """``proxies``: by worker's name, those through which a worker reaches the syncer; they may be filled later.
-        ``process_ids`` is filled here: by worker's name, DILOCO_PROCESS of its newest process."""
-        self._job = job
-        self._workdir = workdir
-        self._job_directory = job_directory
-        self._workers = workers
-        self._forkserver = forkserver
-        self._environment = environment
-        self._proxies = proxies
-        self._serving = serving
-        self._gpus = gpus(os.environ, os.listdir("/dev"))
-        self._process_ids = process_ids
+    ``proxies``: by worker's name, those through which a worker reaches the syncer; they may be filled later.
+    ``process_ids`` is filled here: by worker's name, DILOCO_PROCESS of its newest process."""
+
+    job: DiLoCoJob
+    workdir: Workdir
+    job_directory: Path
+    workers: Sequence[WorkerSpec]
+    forkserver: ForkServerClient
+    environment: Mapping[str, str]
+    proxies: Mapping[str, Proxy]
+    process_ids: dict[str, str]
+    serving: ServeOptions | None
+    _gpus: list[str] = field(default_factory=lambda: gpus(os.environ, os.listdir("/dev")))
 
     async def start(self, worker: WorkerSpec) -> Process:
         """A new process of this worker, with an id of its own. Raises StartError, OSError."""
         process_id = uuid.uuid4().hex
-        self._process_ids[worker.name] = process_id
+        self.process_ids[worker.name] = process_id
         env = self._worker_environment(worker, process_id)
-        log = self._workdir.log(worker.name)
-        spec = self._job.spec
+        log = self.workdir.log(worker.name)
+        spec = self.job.spec
         command = spec.evaluator.command if worker.kind is Kind.EVALUATOR else spec.learners.command
         if command is None:
-            return await self._forkserver.spawn(worker.name, env, log)
+            return await self.forkserver.spawn(worker.name, env, log)
         program = resolve_program(command)
         return await Child.start(
-            worker.name, program, {**self._environment, **env}, log, cwd=self._job_directory, guard=True
+            worker.name, program, {**self.environment, **env}, log, cwd=self.job_directory, guard=True
         )
 
     def _worker_environment(self, worker: WorkerSpec, process_id: str) -> dict[str, str]:
-        proxy = self._proxies.get(worker.name)
+        proxy = self.proxies.get(worker.name)
         gpu = None
-        if len(self._gpus) > 1 and self._job.spec.training.device != "cpu":
-            gpu = self._gpus[self._workers.index(worker) % len(self._gpus)]
+        if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
+            gpu = self._gpus[self.workers.index(worker) % len(self._gpus)]
         address = proxy.address if proxy else None
-        env = worker_environment(worker, process_id, self._workdir, self._job_directory, syncer=address, gpu=gpu)
-        if self._serving is None or self._serving.credentials is None:
-            env["DILOCO_JOIN_TOKEN_FILE"] = str(self._workdir.join_token)
-        elif self._serving.evaluator_credentials is not None:
-            env["DILOCO_CREDENTIALS"] = str(self._serving.evaluator_credentials)
+        env = worker_environment(worker, process_id, self.workdir, self.job_directory, syncer=address, gpu=gpu)
+        if self.serving is None or self.serving.credentials is None:
+            env["DILOCO_JOIN_TOKEN_FILE"] = str(self.workdir.join_token)
+        elif self.serving.evaluator_credentials is not None:
+            env["DILOCO_CREDENTIALS"] = str(self.serving.evaluator_credentials)
         return env

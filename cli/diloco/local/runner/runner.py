@@ -137,10 +137,10 @@ class Runner:
             **shared, serving=serving, environment=env, ports=ports, ends=ends, end=self.end
         )
         starter = WorkerStarter(
-            job,
-            workdir,
-            job_directory,
-            self._workers,
+            job=job,
+            workdir=workdir,
+            job_directory=job_directory,
+            workers=self._workers,
             forkserver=self._forkserver,
             environment=env,
             proxies=self.proxies,
