@@ -52,7 +52,7 @@ BOUNDS = {
     "folder circles": Bound(0, "folders that need each other are headings and no layers"),
     "bench circles": Bound(0, "of two programs that need each other neither can be read first"),
     "full folders": Bound(0, f"a folder of more than {MOST_FILES} files needs a folder inside"),
-    "long functions": Bound(1, "the syncer's constructor, which wires its parts"),
+    "long functions": Bound(0, f"what is longer than {MOST_FUNCTION_LINES} lines has parts that have names"),
     "upward imports": Bound(0, "an import that a contract is told to ignore is an import that it forbids"),
     "folders without a contract": Bound(0, "without an order written down an import in any direction looks right"),
     "twin class names": Bound(0, "a class is found by its name"),
