@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from diloco.simulate import parameters
+from diloco.simulate.advice import REPAIRS, STOPS
 from diloco.simulate.fleet import Fleet, Run
+from diloco.simulate.parameters import YEAR
 from lab.cells import CellCache
 from lab.goodput.core_fleet import CoreFleet, Sync
 from lab.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
@@ -24,9 +25,7 @@ def silent(share: float) -> None:
 
 
 def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp_path: Path) -> None:
-    world = CoreFleet(
-        Fleet(1_200_000, 4, parameters.YEAR, parameters.STOPS), parameters.REPAIRS, Sync(), 3, clock=time.perf_counter
-    )
+    world = CoreFleet(Fleet(1_200_000, 4, YEAR, STOPS), REPAIRS, Sync(), 3, time.perf_counter)
     result = world.run(1000.0)
     assert world.core.ledger is not None
     assert [world.core.ledger.imbalances(slot) for slot in range(4)] == [[]] * 4
