@@ -185,9 +185,10 @@ def run_cases(pool: futures.Executor, cases: Iterator[tuple[Case, bool]], until:
 
 def tell_failure(verdict: Verdict, outcome: Outcome, commit: str) -> None:
     print(f"\n{verdict.value}: {outcome.case.command}")
-    print(*outcome.trace, sep="\n")
-    print(outcome.error[-6000:])
-    if verdict is not Verdict.OPEN:
+    if verdict is Verdict.OPEN:
+        print(outcome.error.partition("\n")[0])
+    else:
+        print(*outcome.trace, outcome.error[-6000:], sep="\n")
         print(f"for tests/found_seeds.jsonl: {found_line(outcome.case, commit, outcome.error)}")
     sys.stdout.flush()
 
