@@ -130,7 +130,7 @@ SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
 
 
 def of_shell(setup: ShellSetup) -> Kind[ShellSetup, ShellWorld]:
-    return Kind(lambda seed: replace(setup, seed=seed), ShellWorld, settle_shell, 300.0)
+    return Kind(lambda seed: replace(setup, seed=seed), ShellWorld, settle_shell, 600.0)
 
 
 SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {

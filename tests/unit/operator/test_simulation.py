@@ -396,5 +396,5 @@ def test_the_simulation_finds_what_was_mended(
 )
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=IN_CI) for seed in (1, 2))])
 def test_random_faults_take_nothing_healthy_and_end_well(seed: int) -> None:
-    """Random faults, some at once; then all is well again, and stays so. tests/worlds.py runs hundreds of seeds."""
+    """Random faults, some at once; then all is well again, and stays so. tests/worlds.py runs new seeds."""
     run_random_faults(seed)

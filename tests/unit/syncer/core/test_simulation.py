@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import world_seeds
 import worlds
 from diloco_syncer.core.books.rounds import Round, RoundBook
 from diloco_worker.core.adoption import Rule
@@ -162,7 +163,7 @@ def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
     assert seen["wipes"] > 5 and seen["rebuilds"] > 5 and seen["taken"] > 10, seen
 
 
-FAILED_ONCE = [case for case, mended in worlds.read_found(worlds.FOUND.read_text()).items() if mended]
+FAILED_ONCE = [case for case, mended in world_seeds.read_found(worlds.FOUND.read_text()).items() if mended]
 
 
 @pytest.mark.promise(
@@ -172,7 +173,7 @@ FAILED_ONCE = [case for case, mended in worlds.read_found(worlds.FOUND.read_text
 @pytest.mark.parametrize(
     "case", [case for case in FAILED_ONCE if case.simulation == "core"], ids=lambda case: case.seed
 )
-def test_worlds_that_failed_once(case: worlds.Case) -> None:
+def test_worlds_that_failed_once(case: world_seeds.Case) -> None:
     worlds.run_world(case, None)
 
 
