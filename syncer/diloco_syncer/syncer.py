@@ -131,35 +131,59 @@ class Syncer:
         self.versions = VersionUploads(
             name, core, model, self.durability, self._decode_thread, self.merger.next_number, emit
         )
+        self.uploads = self._make_uploads()
+        self.downloads = self._make_downloads()
+        self.output = ModelOutput.of(job, checkpoints.epoch.check)
+        self.status_page = self._make_status_page()
+        self._register()
+
+    def _make_uploads(self) -> Uploads:
+        """Whoever receives the uploads of each kind is there."""
         receivers = {
             "push": self.pushes.receive,
             "initial": self.initial_model.receive,
             "peer_state": self.relay.receive,
             "base": self.versions.receive,
         }
-        self.uploads = Uploads(
-            name, self.authorizer, self.sessions, self.traffic, self._multipart, receivers, self._refused
-        )
-        self.downloads = Downloads(
-            job, core, model, self.durability, self.authorizer, self.sessions, self.relay, self.traffic, emit
-        )
-        self.output = ModelOutput.of(job, checkpoints.epoch.check)
-        self.status_page = StatusPage(
-            job,
-            core,
-            self.driver.clock,
-            model,
-            self.durability,
-            self.merger,
-            self.sessions,
+        return Uploads(
+            self.job.metadata.name,
             self.authorizer,
+            self.sessions,
             self.traffic,
-            self.event_log,
-            self._refused,
-            lambda: self._imbalances,
-            lambda: None if self.output is None else self.output.row,
+            multipart=self._multipart,
+            receivers=receivers,
+            refused=self._refused,
         )
-        self._register()
+
+    def _make_downloads(self) -> Downloads:
+        return Downloads(
+            self.job,
+            self.core,
+            self.model,
+            self.durability,
+            authorizer=self.authorizer,
+            sessions=self.sessions,
+            relay=self.relay,
+            traffic=self.traffic,
+            emit=self.driver.handle,
+        )
+
+    def _make_status_page(self) -> StatusPage:
+        return StatusPage(
+            self.job,
+            self.core,
+            self.driver.clock,
+            self.model,
+            durability=self.durability,
+            merger=self.merger,
+            sessions=self.sessions,
+            authorizer=self.authorizer,
+            traffic=self.traffic,
+            event_log=self.event_log,
+            refused=self._refused,
+            imbalances=lambda: self._imbalances,
+            find_output=lambda: None if self.output is None else self.output.row,
+        )
 
     def _register(self) -> None:
         """Which part carries out which action."""
