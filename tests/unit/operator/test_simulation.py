@@ -19,7 +19,7 @@ from operator_simulation.random_faults import run_random_faults
 from operator_simulation.world import SimulatedOperator, World, simulate
 from operator_world import SPREAD, job_object
 
-IN_CI = [pytest.mark.slow, pytest.mark.untimed]
+IN_CI = [pytest.mark.slow]
 Scenario = Callable[[World], Awaitable[None]]
 Patch = pytest.MonkeyPatch
 
@@ -52,7 +52,6 @@ def test_a_job_starts_trains_and_comes_to_rest() -> None:
     "At rest, and in an hour in which a learner crashes after each start, turns and writes are bounded"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_while_a_learner_never_comes_to_work_turns_and_writes_are_bounded() -> None:
     """A learner crashes whenever it has started, for an hour: a turn a second, and few writes."""
 
@@ -364,7 +363,6 @@ def render_when_the_generation_changes(patch: Patch) -> None:
 
 @pytest.mark.promise("The simulation finds each corrected fault when it is put back")
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize(
     ("put_back", "make", "scenario"),
     [

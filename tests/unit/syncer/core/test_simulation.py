@@ -82,7 +82,6 @@ def test_scaling_a_running_job_keeps_the_books_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_scales() -> None:
     seen: Counter[str] = Counter()
     retired = 0
@@ -152,7 +151,6 @@ def test_an_emptied_store_is_rebuilt_and_keeps_the_books_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
     seen: Counter[str] = Counter()
     for seed in range(15):
@@ -178,7 +176,6 @@ def test_worlds_that_failed_once(case: world_seeds.Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_breaks_things() -> None:
     """The property above is worth something only if crashes, kills and refusals happen in it."""
     seen: dict[str, int] = {}
@@ -195,7 +192,6 @@ def test_the_simulation_breaks_things() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_loses_data_and_takes_it_back() -> None:
     seen: Counter[str] = Counter()
     for seed in range(12):
@@ -263,7 +259,6 @@ def test_rounds_keep_their_pace_and_everybody_contributes(setup: Setup, share: f
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize(("quorum", "share"), [(1, 0.5), (2, 0.5), (3, 0.35)])
 def test_many_worlds_are_live(quorum: int, share: float) -> None:
     for seed in range(200):
@@ -275,7 +270,6 @@ def test_many_worlds_are_live(quorum: int, share: float) -> None:
     "that K learners make, every training learner contributes, and every drain ends"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("kind", ["pull", "push", "answer", "announce", "report"])
 def test_the_simulation_notices_a_kind_of_message_that_never_arrives(kind: str) -> None:
     with pytest.raises(AssertionError):
@@ -287,7 +281,6 @@ def test_the_simulation_notices_a_kind_of_message_that_never_arrives(kind: str) 
     "that K learners make, every training learner contributes, and every drain ends"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_notices_a_round_that_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: a pull or a push that was lost held its round for ever."""
 
@@ -313,7 +306,6 @@ def test_reports_of_a_tenure_that_is_over_change_nothing() -> None:
 
 @pytest.mark.promise("Reports that cross a new Join change nothing, whatever happens around them")
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_notices_reports_that_are_not_bound_to_a_tenure(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: they spoiled the ledger of the next tenure."""
     report = Learner.report
