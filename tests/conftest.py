@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from alone import pytest_runtest_protocol
+from realtime import pytest_collection_modifyitems
 from s3_service import S3Service
 from skips import pytest_make_collect_report, pytest_runtest_makereport
 
@@ -25,7 +26,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Several tests run at once, many with processes of their own: threads that wait for each other only take time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_runtest_protocol"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+    "pytest_runtest_protocol",
+]
 
 # A run's outcome depends on the code alone: examples follow from each test's source. Each quick run tries a third of
 # them, .ci/run tries them all with the profile "full". To look for new ones: make test
