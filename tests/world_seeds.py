@@ -64,12 +64,12 @@ def judge(failed: bool, *, recorded: bool, is_open: bool, failed_before: bool | 
     return Verdict.KNOWN if failed_before and not recorded else Verdict.RED
 
 
-def choose_base(head: str, merge_base: str | None, parent: str | None, changed: bool) -> str | None:
+def choose_base(head: str, merge_base: str | None, earlier: str | None, changed: bool) -> str | None:
     """The commit before this change: where it left main; else, on main itself, HEAD if files differ from it, and
-    HEAD's first parent if none does."""
+    ``earlier`` if none does."""
     if merge_base not in (None, head):
         return merge_base
-    return head if changed else parent
+    return head if changed else earlier
 
 
 def read_found(text: str) -> dict[Case, bool]:

@@ -57,6 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOUND = ROOT / "tests" / "found_seeds.jsonl"
 LOG = ROOT / "build" / "worlds.log"
 PACKAGES = ("protocol", "syncer", "worker", "operator", "cli")
+HOURS_OF_A_CHANGE = 4  # between its first and its last commit, at most
 LONGEST = 300.0  # seconds of processor time that one world may take
 MOST_RED = 5  # then no more worlds begin
 CORES = os.cpu_count() or 1
@@ -147,7 +148,10 @@ def git(*words: str) -> str | None:
 def find_base() -> str | None:
     changed = bool(git("status", "--porcelain", "--untracked-files=no"))
     head = git("rev-parse", "HEAD") or ""
-    return choose_base(head, git("merge-base", "HEAD", "origin/main"), git("rev-parse", "HEAD^"), changed)
+    # A change that landed whole may have several commits. Its first one is no commit before it.
+    made = int(git("show", "-s", "--format=%ct", "HEAD") or 0)
+    earlier = git("rev-list", "-1", "--first-parent", f"--before={made - HOURS_OF_A_CHANGE * 3600}", "HEAD")
+    return choose_base(head, git("merge-base", "HEAD", "origin/main"), earlier or git("rev-parse", "HEAD^"), changed)
 
 
 def fails_on(base: str | None, case: Case) -> bool | None:
@@ -291,7 +295,10 @@ def main() -> int:
     parser.add_argument(
         "--hash", type=float, default=0.02, metavar="SHARE", help="share of worlds that run twice (0.02)"
     )
-    parser.add_argument("--base", help="the commit before this change (where it left origin/main, else HEAD^)")
+    parser.add_argument(
+        "--base",
+        help="the commit before this change (where it left origin/main, else the newest that is 4 hours older than HEAD)",
+    )
     args = parser.parse_args()
     LOG.parent.mkdir(exist_ok=True)
     prepare_process()
