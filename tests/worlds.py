@@ -295,10 +295,7 @@ def main() -> int:
     parser.add_argument(
         "--hash", type=float, default=0.02, metavar="SHARE", help="share of worlds that run twice (0.02)"
     )
-    parser.add_argument(
-        "--base",
-        help="the commit before this change (where it left origin/main, else the newest that is 4 hours older than HEAD)",
-    )
+    parser.add_argument("--base", help="the commit before this change (where it left origin/main; else of hours ago)")
     args = parser.parse_args()
     LOG.parent.mkdir(exist_ok=True)
     prepare_process()
