@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 # A run's outcome depends on the code alone: examples follow from each test's source. Each quick run tries a third of
-# them, .ci/run tries them all with the profile "full". To look for new ones: make test
+# them, `make nightly` tries them all with the profile "full". To look for new ones: make test
 # PYTEST_ARGS=--hypothesis-profile=fresh
 # How long an example takes is the machine's business.
 usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
