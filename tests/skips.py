@@ -55,6 +55,7 @@ def _refuse(report: pytest.TestReport | pytest.CollectReport) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     if text := objection(reason):
         report.outcome, report.longrepr = "failed", text
+        report.lacks_something = True  # so that no other try is made: tests/unstable.py
 
 
 @pytest.hookimpl(wrapper=True)

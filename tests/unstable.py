@@ -5,8 +5,9 @@ marked ``realtime`` has real processes, sockets or clusters, and the machine's s
 UNSTABLE names a folder, such a failure is kept there, with its log, and does not fail pytest. When all parts have
 run, ``.ci/again.py`` runs the test alone, three times, and judges.
 
-There is no second chance for a deterministic test, for more than MOST tests of a run, and for a test of which two
-lines of tests/unstable.jsonl are open: that file has each test that was unstable once, with its cause and its mend.
+There is no second chance for a deterministic test, for more than MOST tests of a run, for a test that was skipped
+because something is not there, and for a test of which two lines of tests/unstable.jsonl are open: that file has each
+test that was unstable once, with its cause and its mend.
 
 tests/conftest.py registers the plugin.
 """
@@ -67,7 +68,8 @@ class SecondChances:
         if not report.failed or "PYTEST_XDIST_WORKER" in os.environ:
             return
         earlier = self._earlier()
-        why = reason_for_red(report.nodeid, "realtime" in report.keywords, earlier, self._known)
+        is_realtime = "realtime" in report.keywords and not hasattr(report, "lacks_something")
+        why = reason_for_red(report.nodeid, is_realtime, earlier, self._known)
         if why is not None:
             self._is_red = True
             self._told.append(f"{report.nodeid} fails the run: {why}")

@@ -138,6 +138,17 @@ def test_a_fourth_realtime_failure_is_red(folder: Path) -> None:
     assert done.returncode == 1 and "3 others are to be tried again already" in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_is_skipped_for_want_of_something_is_red(
+    folder: Path, workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "true")
+    (folder / "conftest.py").write_text(CONFTEST + "from skips import pytest_runtest_makereport\n")
+    (folder / "test_it.py").write_text(TESTS.replace("    count", "    pytest.skip('no cluster')\n    count"))
+    done = run_pytest(folder, "-n", workers)
+    assert done.returncode == 1 and "fails the run" in done.stdout, done.stdout
+
+
 # ------------------------------------------------------------------ the order of parts
 
 STUB = """#!/usr/bin/env bash
