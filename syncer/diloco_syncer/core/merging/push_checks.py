@@ -11,11 +11,13 @@ hopeless transfer costs nothing:
  2. Every number of the header is in range (``diloco_protocol/wire/convert.py`` ``push_header``).
  3. The syncer is not recovering lost versions; else the learner tries again later
     (``runtime/pushes.py`` ``receive``, ``core/recovery/lost_versions.py`` ``is_pending``).
- 4. The job has not ended, version 0 exists, the fragment exists (``_check_job``).
+ 4. Version 0 exists, the fragment exists (``_check_fragment``).
  5. The sender is the one that holds the slot, under its newest incarnation, and made the push in the slot's
     present tenure (``_check_sender``). The push is not a repeated one (``_check_repeated``): this comes before what
     may have changed since the first copy was accepted, for the learner takes any other refusal to mean that none was.
- 6. The job's last merges are not made yet (``_check_last_merges``); layout and encoding are its (``_check_format``).
+ 6. The job has not ended (``_check_end``). When it has, this is also the reason for whatever 4 and 5 refuse, except
+    for a repeated push. Its last merges are not made yet (``_check_last_merges``). Layout and encoding are its
+    (``_check_format``).
  7. The base is a version that this store has had, and not a future one (``_check_base``).
  8. Its counts agree with each other (``_check_counts``).
  9. None of its steps was merged before, and none is too old (``_check_steps``).
@@ -61,18 +63,15 @@ class PushChecks:
 
     def check_header(self, header: PushHeader, process: str | None = None) -> Refusal | None:
         """Judge a push without its bytes. ``process``: the one that sends it; None: it was compared before."""
-        refusal = self._check_job(header)
+        slot, ended = self._state.slot(header.slot), self._check_end()
+        refusal = self._check_fragment(header) or self._check_sender(header, slot, process)
         if refusal is not None:
-            return refusal
-        assert self._state.rounds
-        slot, version = self._state.slot(header.slot), self._state.rounds.versions[header.fragment]
-        opened = self._state.rounds.open.get(header.fragment)
-        refusal = self._check_sender(header, slot, process)
-        if refusal is not None:
-            return refusal
-        assert slot is not None
+            return ended or refusal
+        assert slot is not None and self._state.rounds
+        version, opened = self._state.rounds.versions[header.fragment], self._state.rounds.open.get(header.fragment)
         return (
             _check_repeated(header, slot)
+            or ended
             or self._check_last_merges()
             or self._check_format(header)
             or self._check_base(header, version)
@@ -89,13 +88,15 @@ class PushChecks:
         objection = self._state.norm_gate.objection(header.fragment, norm, header.steps)
         return (PushRefusal.NORM_GATE, objection) if objection else None
 
-    def _check_job(self, header: PushHeader) -> Refusal | None:
-        state = self._state
-        if state.phase in ENDED_PHASES:
-            return PushRefusal.ENDED, f"the job is {state.phase.value}"
-        if not state.rounds:
+    def _check_end(self) -> Refusal | None:
+        phase = self._state.phase
+        return (PushRefusal.ENDED, f"the job is {phase.value}") if phase in ENDED_PHASES else None
+
+    def _check_fragment(self, header: PushHeader) -> Refusal | None:
+        rounds = self._state.rounds
+        if not rounds:
             return PushRefusal.OTHER_LAYOUT, "version 0 does not exist yet"
-        if not 0 <= header.fragment < state.rounds.fragments:
+        if not 0 <= header.fragment < rounds.fragments:
             return PushRefusal.INCONSISTENT, f"there is no fragment {header.fragment}"
         return None
 

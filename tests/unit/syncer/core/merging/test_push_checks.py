@@ -210,6 +210,36 @@ def test_a_round_that_is_short_of_its_quorum_is_not_merged_at_the_end() -> None:
     assert desk.core.phase is JobPhase.SUSPENDED and not of(desk.log, ev.Merge)
 
 
+def test_an_offer_that_was_taken_is_repeated_when_the_job_is_over_too() -> None:
+    """Its learner did not hear the answer. Told that the job has ended it would forget the offer, and stop at the
+    announcement that says in which version it was merged."""
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    early = desk.header(0, 4, round=0)
+    desk.do(ev.EndRequested(JobPhase.FAILED, "no reason"))
+    assert desk.core.check_push(early) == (PushRefusal.ENDED, "the job is failed")
+    desk = Desk(config(slots=1, stop=("steps", 4)))
+    desk.begin(1)
+    desk.report(1, 4)
+    offer = desk.header(0, 4, round=0)
+    assert reason(desk.push(0, 4, round=0)) is None
+    desk.join(9, 0, process="p1", previous_incarnation=1)
+    again = replace(offer, incarnation=desk.core.slots[0].holder.incarnation)
+    desk.later(desk.core.config.drain_seconds)
+    (merge,) = of(desk.log, ev.Merge)
+    (announced,) = of(desk.do(ev.MergeDurable(0, merge.version, 0.1, (1.0,))), ev.Announce)
+    assert desk.core.phase is JobPhase.COMPLETE and announced.merged == {}, "nobody is there"
+    refused = desk.core.check_push(again, "p1")
+    assert refused is not None and refused[0] is PushRefusal.REPEATED
+    for other, process in (
+        (replace(again, sequence=2), "p1"),
+        (offer, "p1"),
+        (again, "p2"),
+        (replace(again, slot=9), "p1"),
+    ):
+        assert desk.core.check_push(other, process) == (PushRefusal.ENDED, "the job is complete")
+
+
 def test_a_record_that_is_applied_twice_counts_once() -> None:
     desk = Desk(config(slots=1))
     desk.begin(1)
