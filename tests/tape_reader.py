@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco_syncer.store.base import Store
-from diloco_syncer.store.tape import (
-    RECOVERED,
-    SEGMENT,
-    TapeError,
-    decode_line,
-    line_digest,
-    newest_of,
-    segment_names,
-)
+from diloco_syncer.store.tape import RECOVERED, SEGMENT, TapeError, decode_line, line_digest, newest_of, segment_names
 
 _MAX_SEGMENT = 1 << 32
 
