@@ -13,7 +13,7 @@ holder of its newest version, one request per learner at a time, of several at o
 ``ANSWER_SECONDS`` is given up, and so is one that is slower than a transfer may be. If no learner had anything, tokens
 that learners know to be merged beyond the store's versions are dropped (``rolled-back``).
 
-In a *rebuild*, of a store that came back empty, version 0 has stand-ins (``STAND_IN``). A learner that holds nothing but
+In a *rebuild*, of a store that came back empty, version 0 has stand-ins (``STAND_IN``). A learner that holds only
 version 0 may be the first one back, before those that hold more: it gives version 0 back only when all are there, or
 none came for ``rebuild_seconds``.
 """
