@@ -1,5 +1,5 @@
-"""Makes the modules that several kinds of tests share importable (pytest imports tests by file), says
-where Hypothesis takes its examples from, and holds tests to the rules of skips.py, alone.py and unstable.py."""
+"""Makes the modules that several kinds of tests share importable (pytest imports tests by file), says where Hypothesis
+takes its examples from, and holds tests to the rules of skips.py, alone.py, realtime.py and unstable.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from alone import pytest_runtest_protocol
+from realtime import pytest_collection_modifyitems
 from s3_service import S3Service
 from skips import pytest_make_collect_report, pytest_runtest_makereport
 from unstable import register_second_chances
@@ -26,22 +27,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Several tests run at once, many with processes of their own: threads that wait for each other only take time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-HERE = Path(__file__).parent
-# Every test in these folders has real processes, sockets or clusters.
-REALTIME_FOLDERS = (HERE / "integration", HERE / "e2e")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     register_second_chances(config)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(folder in item.path.parents for folder in REALTIME_FOLDERS):
-            item.add_marker(pytest.mark.realtime)
-
-
-__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport", "pytest_runtest_protocol"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+    "pytest_runtest_protocol",
+]
 
 # A run's outcome depends on the code alone: examples follow from each test's source. Each quick run tries a third of
 # them, .ci/run tries them all with the profile "full". To look for new ones: make test

@@ -187,7 +187,7 @@ class Watched:
             return []
         if not self.given.is_dir():
             return _last_lines(self.given)
-        logs = sorted(path for path in self.given.rglob("*") if path.suffix in (".log", ".out"))
+        logs = [path for path in _files(self.given) if path.suffix in (".log", ".out")]
         return [line for path in logs for line in (f"  == {path.relative_to(self.given)}", *_last_lines(path))]
 
 
@@ -236,10 +236,15 @@ def _work_of(family: list[psutil.Process]) -> tuple[int, ...]:
     return int(done), *sorted(found)
 
 
+def _files(path: Path) -> list[Path]:
+    """The file, or those in the folder; folders may come and go meanwhile."""
+    return sorted(Path(top, name) for top, _, names in os.walk(path) for name in names) if path.is_dir() else [path]
+
+
 def files_written(path: Path) -> tuple[tuple[str, int, int], ...]:
     """Name, size and time of each file."""
     found = []
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+    for file in _files(path):
         try:
             about = file.stat()
         except OSError:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures as futures
-import enum
 import faulthandler
 import hashlib
 import json
@@ -30,60 +29,39 @@ import logging
 import multiprocessing
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from world_seeds import (
+    BUDGETS,
+    RECORDED,
+    Case,
+    NewSeeds,
+    Verdict,
+    choose_base,
+    found_line,
+    judge,
+    read_found,
+    recorded_seeds,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 FOUND = ROOT / "tests" / "found_seeds.jsonl"
 LOG = ROOT / "build" / "worlds.log"
 PACKAGES = ("protocol", "syncer", "worker", "operator", "cli")
 LONGEST = 300.0  # seconds of processor time that one world may take
-MOST_FAILURES = 5  # then no more worlds begin
+MOST_RED = 5  # then no more worlds begin
+CORES = os.cpu_count() or 1
 TRACE_LINES = 40
 QUIET = (": Tick(", ": Reported(", ": Persist(")  # of a trace, what is not printed
-
-BUDGETS = {"core": 90.0, "shell": 120.0, "operator": 90.0}  # seconds of processor time for new seeds
-RECORDED: dict[str, dict[str, range]] = {
-    "core": {
-        "HARSH": range(1000),
-        "ORDINARY": range(1, 1000, 2),
-        "SCALED": range(1, 1000, 20),
-        "WIPED": range(1, 1000, 20),
-        **dict.fromkeys(("MOVED", "VISITED", "CROSSINGS", "LIVE_1", "LIVE_2", "LIVE_3"), range(50)),
-        "DRAWN": range(200),
-    },
-    "shell": {"TROUBLE": range(60), "LOSING": range(60), "SUCCESSIONS": range(5, 20)},
-    "operator": {"FAULTS": range(12)},
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One world. ``changes``: fields of the setting that differ, as a JSON object."""
-
-    simulation: str
-    setting: str
-    seed: int
-    changes: str = "{}"
-
-    @property
-    def arguments(self) -> list[str]:
-        words = ["--simulation", self.simulation, "--setting", self.setting, "--seed", str(self.seed)]
-        return words + (["--with", self.changes] if self.changes != "{}" else [])
-
-    @property
-    def command(self) -> str:
-        return shlex.join([".venv/bin/python", "tests/worlds.py", *self.arguments])
 
 
 @dataclass(frozen=True)
@@ -95,66 +73,6 @@ class Outcome:
     seconds: float
     error: str = ""
     trace: tuple[str, ...] = ()
-
-
-class Verdict(enum.Enum):
-    GOOD = "good"
-    RED = "FAILED"
-    KNOWN = "KNOWN BEFORE"
-    OPEN = "KNOWN, AND OPEN"
-
-
-def judge(failed: bool, *, recorded: bool, is_open: bool, failed_before: bool | None) -> Verdict:
-    """What a world says of this change. ``is_open``: found_seeds.jsonl has it, not mended; ``failed_before``: whether
-    it fails on the commit before too, None where that is not known."""
-    if not failed:
-        return Verdict.GOOD
-    if is_open:
-        return Verdict.OPEN
-    return Verdict.KNOWN if failed_before and not recorded else Verdict.RED
-
-
-def choose_base(head: str, merge_base: str | None, parent: str | None, changed: bool) -> str | None:
-    """The commit before this change: where it left main; else, on main itself, HEAD if files differ from it, and
-    HEAD's first parent if none does."""
-    if merge_base not in (None, head):
-        return merge_base
-    return head if changed else parent
-
-
-def read_found(text: str) -> dict[Case, bool]:
-    """The worlds of found_seeds.jsonl, and whether each is mended."""
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return {
-        Case(row["simulation"], row["setting"], row["seed"], json.dumps(row.get("with", {}))): row["mended"] is not None
-        for row in rows
-    }
-
-
-def found_line(case: Case, commit: str, failed: str) -> str:
-    row: dict[str, Any] = {"simulation": case.simulation, "setting": case.setting, "seed": case.seed}
-    if case.changes != "{}":
-        row["with"] = json.loads(case.changes)
-    return json.dumps(row | {"commit": commit, "failed": failed.partition("\n")[0][:200], "mended": None})
-
-
-@dataclass
-class NewSeeds:
-    """Which new world comes next: one of the simulation that has used the least of its budget."""
-
-    budgets: dict[str, float]
-    first: dict[str, int]
-    used: Counter[str] = field(default_factory=Counter)  # seconds, so far
-    begun: Counter[str] = field(default_factory=Counter)
-
-    def next(self) -> Case | None:
-        shares = {name: self.used[name] / budget for name, budget in self.budgets.items() if budget > 0}
-        name = min(shares, key=lambda name: (shares[name], self.begun[name]), default=None)
-        if name is None or shares[name] >= 1.0:
-            return None
-        seed, settings = self.first[name] + self.begun[name], list(RECORDED[name])
-        self.begun[name] += 1
-        return Case(name, settings[seed % len(settings)], seed)
 
 
 # ------------------------------------------------------------------ one world
@@ -253,33 +171,29 @@ def fails_on(base: str | None, case: Case) -> bool | None:
 # ------------------------------------------------------------------ many worlds
 
 
-def run_cases(pool: futures.Executor, cases: Iterator[Case], share: float, until: float) -> Iterator[Outcome]:
-    """Run worlds side by side as long as there are some, few have failed, and it is not too late."""
-    every, failures = round(1 / share) if share else 0, 0
+def run_cases(pool: futures.Executor, cases: Iterator[tuple[Case, bool]], until: float) -> Iterator[Outcome]:
+    """Run worlds side by side, those twice that are marked so, as long as there are some and it is not too late."""
     running: set[futures.Future[Outcome]] = set()
     while True:
-        while len(running) < 2 * (os.cpu_count() or 1) and failures < MOST_FAILURES and time.monotonic() < until:
-            case = next(cases, None)
-            if case is None:
-                break
-            running.add(pool.submit(run_case, case, bool(every) and case.seed % every == 0))
+        while len(running) < 2 * CORES and time.monotonic() < until and (case := next(cases, None)) is not None:
+            running.add(pool.submit(run_case, *case))
         if not running:
             return
         done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
-        for one in done:
-            failures += bool(one.result().error)
-            yield one.result()
+        yield from (one.result() for one in done)
 
 
 def tell_failure(verdict: Verdict, outcome: Outcome, commit: str) -> None:
     print(f"\n{verdict.value}: {outcome.case.command}")
-    print(*outcome.trace, sep="\n")
-    print(outcome.error[-6000:])
-    if verdict is not Verdict.OPEN:
-        print(f"for tests/found_seeds.jsonl: {found_line(outcome.case, commit, outcome.error)}", flush=True)
+    if verdict is Verdict.OPEN:
+        print(outcome.error.partition("\n")[0])
+    else:
+        print(*outcome.trace, outcome.error[-6000:], sep="\n")
+        print(f"for tests/found_seeds.jsonl: {found_line(outcome.case, commit, outcome.error)}")
+    sys.stdout.flush()
 
 
-def tell_sum(what: str, outcomes: list[Outcome]) -> None:
+def tell_sums(what: str, outcomes: list[Outcome]) -> None:
     for name in BUDGETS:
         mine = [outcome for outcome in outcomes if outcome.case.simulation == name]
         if mine:
@@ -290,58 +204,71 @@ def tell_sum(what: str, outcomes: list[Outcome]) -> None:
     sys.stdout.flush()
 
 
-def run_many(args: argparse.Namespace) -> int:
-    found = read_found(FOUND.read_text()) if FOUND.exists() else {}
-    chosen = [args.simulation] if args.simulation else list(BUDGETS)
-    budgets = {name: getattr(args, name) for name in chosen}
-    until = float("inf")
-    if args.minutes:
-        until = time.monotonic() + 60.0 * args.minutes
-        whole = 60.0 * args.minutes * (os.cpu_count() or 1) / sum(budgets.values())
-        budgets = {name: budget * whole for name, budget in budgets.items()}
-    recorded = [case for case in found if case.simulation in chosen]
-    recorded += [Case(name, kind, seed) for name in chosen for kind, some in RECORDED[name].items() for seed in some]
-    recorded = list(dict.fromkeys(recorded))
-    first = {
-        name: args.first if args.first is not None else random.SystemRandom().randrange(10**6, 2**32) for name in chosen
-    }
-    new = NewSeeds(budgets, first)
-    commit = git("rev-parse", "--short", "HEAD") or ""
-    red = 0
-    with futures.ProcessPoolExecutor(
-        os.cpu_count(), multiprocessing.get_context("spawn"), prepare_process, max_tasks_per_child=500
-    ) as pool:
-        try:
-            for what in ("recorded", "new"):
-                if args.only not in (None, what) or red:
-                    continue
-                outcomes: list[Outcome] = []
-                cases = iter(recorded) if what == "recorded" else iter(new.next, None)
-                for outcome in run_cases(pool, cases, args.hash, until if what == "new" else float("inf")):
-                    outcomes.append(outcome)
-                    new.used[outcome.case.simulation] += outcome.seconds if what == "new" else 0.0
-                tell_sum(what, outcomes)
-                for outcome in filter(lambda one: one.error, outcomes):
-                    case = outcome.case
-                    before = fails_on(args.base or find_base(), case) if what == "new" else None
-                    is_open = found.get(case) is False
-                    verdict = judge(True, recorded=what == "recorded", is_open=is_open, failed_before=before)
-                    tell_failure(verdict, outcome, commit)
-                    red += verdict is Verdict.RED
-        except futures.process.BrokenProcessPool:
-            lines = LOG.read_text().splitlines()
-            ended = {line[6:] for line in lines if line.startswith("end ")}
-            for begun in [line[6:] for line in lines if line.startswith("begin ")]:
-                if begun not in ended:
-                    print(f"\n{Verdict.RED.value}: {begun}\nit was running when a process ended: see {LOG}")
-            red += 1
-    return int(red > 0)
+def tell_unended() -> None:
+    """Name the worlds that had begun when a process ended."""
+    lines = LOG.read_text().splitlines()
+    ended = {line[6:] for line in lines if line.startswith("end ")}
+    for begun in [line[6:] for line in lines if line.startswith("begin ")]:
+        if begun not in ended:
+            print(f"\n{Verdict.RED.value}: {begun}\nit had begun when a process ended: see {LOG}")
+
+
+class Run:
+    """Recorded worlds, and then new ones."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.found = read_found(FOUND.read_text())
+        self.chosen = [args.simulation] if args.simulation else list(BUDGETS)
+        self.commit = git("rev-parse", "--short=8", "HEAD") or ""
+        self.red = 0
+        budgets = {name: getattr(args, name) for name in self.chosen}
+        if args.minutes:
+            share = 60.0 * args.minutes * CORES / sum(budgets.values())
+            budgets = {name: budget * share for name, budget in budgets.items()}
+        chance = random.SystemRandom()
+        self.new = NewSeeds(budgets, {name: args.first or chance.randrange(10**6, 2**32) for name in self.chosen})
+
+    def run(self) -> int:
+        spawn = multiprocessing.get_context("spawn")
+        with futures.ProcessPoolExecutor(CORES, spawn, prepare_process, max_tasks_per_child=500) as pool:
+            try:
+                if self.args.only != "new":
+                    self.run_some(pool, "recorded", iter(self.recorded()), float("inf"))
+                if self.args.only != "recorded" and not self.red:
+                    until = time.monotonic() + 60.0 * self.args.minutes if self.args.minutes else float("inf")
+                    self.run_some(pool, "new", iter(self.new.next, None), until)
+            except futures.process.BrokenProcessPool:
+                tell_unended()
+                return 1
+        return int(self.red > 0)
+
+    def recorded(self) -> list[Case]:
+        cases = [*self.found, *recorded_seeds()]
+        return [case for case in dict.fromkeys(cases) if case.simulation in self.chosen]
+
+    def run_some(self, pool: futures.Executor, what: str, cases: Iterator[Case], until: float) -> None:
+        every = round(1 / self.args.hash) if self.args.hash else sys.maxsize
+        outcomes: list[Outcome] = []
+        few = iter(lambda: next(cases, None) if self.red < MOST_RED else None, None)
+        for outcome in run_cases(pool, ((case, case.seed % every == 0) for case in few), until):
+            outcomes.append(outcome)
+            self.new.used[outcome.case.simulation] += outcome.seconds if what == "new" else 0.0
+            is_open = self.found.get(outcome.case) is False
+            if outcome.error:
+                before = fails_on(self.args.base or find_base(), outcome.case) if what == "new" else None
+                verdict = judge(True, recorded=what == "recorded", is_open=is_open, failed_before=before)
+                tell_failure(verdict, outcome, self.commit)
+                self.red += verdict is Verdict.RED
+            elif is_open:
+                print(f"good again: {outcome.case.command}: if it is mended, its line has to say in which commit")
+        tell_sums(what, outcomes)
 
 
 def run_one(case: Case) -> int:
     outcome = run_case(case, True)
     if outcome.error:
-        tell_failure(Verdict.RED, outcome, git("rev-parse", "--short", "HEAD") or "")
+        tell_failure(Verdict.RED, outcome, git("rev-parse", "--short=8", "HEAD") or "")
         return 1
     print(f"good: {case.command}: {outcome.events:,} events, {outcome.seconds:.1f} s of processor time")
     return 0
@@ -370,7 +297,7 @@ def main() -> int:
     prepare_process()
     if args.seed is None:
         LOG.write_text("")
-        return run_many(args)
+        return Run(args).run()
     if args.simulation is None or args.setting not in RECORDED[args.simulation]:
         parser.error("--seed needs --simulation and a --setting that it has")
     return run_one(Case(args.simulation, args.setting, args.seed, args.changes))

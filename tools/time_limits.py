@@ -184,7 +184,7 @@ OPERATOR = (
     Limit("the operator", "a deleted job's volume", ("operator.plan.planning:LET_GO_SECONDS",),
           "the job goes without it"),
     Limit("the operator", "the next bytes of a watch",
-          ("operator.informer.reflector:WATCH_SILENT_SECONDS", "operator.informer.reflector:WATCH_SECONDS"),
+          ("operator.informer.reflector:NO_BYTE_SECONDS", "operator.informer.reflector:WATCH_SECONDS"),
           "it lists and watches again", time="{0}; a watch lasts {1} at most"),
     Limit("the operator", "one turn for a job", ("operator.reconcile.workqueue:TURN_SECONDS",),
           "the turn is ended and repeated, with a backoff"),

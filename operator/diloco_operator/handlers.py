@@ -14,7 +14,7 @@ from typing import Any
 
 import kopf
 
-from diloco_operator.informer.reflector import DEAD_SECONDS, PAGE, WATCH_SECONDS, WATCH_SILENT_SECONDS, Backoffs
+from diloco_operator.informer.reflector import DEAD_SECONDS, NO_BYTE_SECONDS, PAGE, WATCH_SECONDS, Backoffs
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.settings import Settings
@@ -62,7 +62,7 @@ def make_settings(settings: Settings) -> kopf.OperatorSettings:
     made.networking.error_backoffs = Backoffs()
     made.watching.server_timeout = WATCH_SECONDS
     made.watching.client_timeout = DEAD_SECONDS
-    made.watching.inactivity_timeout = WATCH_SILENT_SECONDS
+    made.watching.inactivity_timeout = NO_BYTE_SECONDS
     made.watching.chunk_size = PAGE
     made.queueing.idle_timeout = 0.5  # a finished worker per object is memory
     return made

@@ -152,14 +152,22 @@ class Syncer:
             next_number=self.merger.next_number,
             emit=emit,
         )
+        self.uploads = self._make_uploads()
+        self.downloads = self._make_downloads()
+        self.output = ModelOutput.of(job, checkpoints.epoch.check)
+        self.status_page = self._make_status_page()
+        self._register()
+
+    def _make_uploads(self) -> Uploads:
+        """Whoever receives the uploads of each kind is there."""
         receivers = {
             "push": self.pushes.receive,
             "initial": self.initial_model.receive,
             "peer_state": self.relay.receive,
             "base": self.versions.receive,
         }
-        self.uploads = Uploads(
-            name,
+        return Uploads(
+            self.job.metadata.name,
             self.authorizer,
             self.sessions,
             self.traffic,
@@ -167,23 +175,26 @@ class Syncer:
             receivers=receivers,
             refused=self._refused,
         )
-        self.downloads = Downloads(
-            job,
-            core,
-            model,
+
+    def _make_downloads(self) -> Downloads:
+        return Downloads(
+            self.job,
+            self.core,
+            self.model,
             self.durability,
             authorizer=self.authorizer,
             sessions=self.sessions,
             relay=self.relay,
             traffic=self.traffic,
-            emit=emit,
+            emit=self.driver.handle,
         )
-        self.output = ModelOutput.of(job, checkpoints.epoch.check)
-        self.status_page = StatusPage(
-            job,
-            core,
+
+    def _make_status_page(self) -> StatusPage:
+        return StatusPage(
+            self.job,
+            self.core,
             self.driver.clock,
-            model,
+            self.model,
             durability=self.durability,
             merger=self.merger,
             sessions=self.sessions,
@@ -194,7 +205,6 @@ class Syncer:
             imbalances=lambda: self._imbalances,
             find_output=lambda: None if self.output is None else self.output.row,
         )
-        self._register()
 
     def _register(self) -> None:
         """Which part carries out which action."""

@@ -37,8 +37,8 @@ spec:
 # A process that stands still for a while stays in its slot: of one that ends the runner tells the syncer at once.
 # Plain averaging: with steps of 10 ms a busy machine merges seldom, and momentum over so few and long
 # outer gradients overshoots.
-RUN_SECONDS = 900.0  # a whole one, on a busy machine
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+RUN_SECONDS = 900.0  # at most, of a whole run that goes on
 
 
 class Run:

@@ -393,7 +393,7 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     """As ``settle``; every offer that was acknowledged has been merged; tape and report tell of the end. Or an emptied
     store lacks what only dead learners held: the job says so, and does not go on without it."""
     told = world.core.phase_message
-    lacks = "no learner here holds" in told or not any(learner.holdings for learner in world.learners)
+    lacks = "no learner here holds" in told or not any(map(world.held_by, world.learners))
     if world.setup.wipes and lacks and world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
         assert any(words in told for words in ("the store has lost data", "no learner here", "only an evaluator")), told
         world.check()

@@ -22,6 +22,13 @@ FASTER = (1.0, 1 / 3, 1 / 6)  # stops, as shares of what they are
 NEAR_BEST = 1.0  # points: as many learners as it takes to come so near to the best
 _NORMAL = 1.959964  # 97.5 % quantile
 
+# The parameters as the simulator takes them.
+STOPS = Stops(parameters.STEP.value, parameters.DOWNSCALE.value, parameters.UPSCALE.value)
+RIGID_STOPS = Stops(parameters.RIGID_STEP.value, parameters.RESTART.value, 0.0)
+REPAIRS = RepairTimes.with_mean(
+    parameters.REPAIR_MEAN.value, parameters.REPAIR_SHAPE.value, parameters.REPAIR_POWER.value
+)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetConditions:
@@ -29,9 +36,9 @@ class FleetConditions:
 
     mtbi: float = parameters.MTBI.value
     slice_chips: float = parameters.SLICE.value
-    stops: Stops = parameters.STOPS
-    rigid: Stops = parameters.RIGID_STOPS
-    repairs: RepairTimes = parameters.REPAIRS
+    stops: Stops = STOPS
+    rigid: Stops = RIGID_STOPS
+    repairs: RepairTimes = REPAIRS
     spares: int = 0
 
     def decoupled(self, chips: float, learners: int) -> Fleet:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.simulate.failures import RepairTimes
-from diloco.simulate.fleet import Stops
-
 YEAR = 365.25 * 86400.0  # seconds
 
 
@@ -34,8 +31,3 @@ REPAIR_SHAPE = Parameter(
     0.7, "the exponentiated Weibull is published, this value is not: most repairs are short, few long"
 )
 REPAIR_POWER = Parameter(2.0, "not published: hardly any repair takes no time")
-
-# The same as the simulator takes them.
-STOPS = Stops(STEP.value, DOWNSCALE.value, UPSCALE.value)
-RIGID_STOPS = Stops(RIGID_STEP.value, RESTART.value, 0.0)
-REPAIRS = RepairTimes.with_mean(REPAIR_MEAN.value, REPAIR_SHAPE.value, REPAIR_POWER.value)

@@ -5,11 +5,11 @@ then watches from the list's resourceVersion on. An object of the cache that a l
 a list the cache is what the API server has (``synced``). Bookmarks move the version on where nothing happens; when
 the API server has forgotten a version (410), the next thing is a list again.
 
-A watch ends after ``WATCH_SECONDS`` by the server's clock, and after ``WATCH_SILENT_SECONDS`` without a byte
-(bookmarks come every minute) by ours, so that a dead connection is noticed; it is taken up again from the last version.
-A request that fails is tried again for ever, after a backoff with jitter. ``heard_at`` is the time of the last byte,
-which may be a refusal or the beginning of a watch. ``cached_at`` is the time up to which the cache has what was sent:
-by it a plan is told how old its view is.
+A watch ends after ``WATCH_SECONDS`` by the server's clock, and after ``NO_BYTE_SECONDS`` without a byte (bookmarks come
+every minute) by ours, so that a dead connection is noticed; it is taken up again from the last version. A request that
+fails is tried again for ever, after a backoff with jitter. ``heard_at`` is the time of the last byte, which may be a
+refusal or the beginning of a watch. ``cached_at`` is the time up to which the cache has what was sent: by it a plan
+is told how old its view is.
 
 Example: the API server restarts. The watch breaks off, connecting fails some times, and then the watch goes on from
 its version; deletions in between come as events. If that version is gone, the list tells what was deleted.
@@ -48,7 +48,7 @@ from diloco_protocol.vocabulary import LABEL_JOB
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 270
-WATCH_SILENT_SECONDS = 90.0
+NO_BYTE_SECONDS = 90.0
 DEAD_SECONDS = WATCH_SECONDS + 150  # a stream that heard nothing for so long is dead
 LIST_SECONDS = 60.0  # for one page
 PAGE = 100  # objects of one page: bounds what is in memory at once
@@ -187,7 +187,7 @@ class Reflector:
             "timeoutSeconds": WATCH_SECONDS,
         }
         with self.api.client.stream(
-            "GET", self.kind.path(self.namespace), query=query, silence=WATCH_SILENT_SECONDS
+            "GET", self.kind.path(self.namespace), query=query, silence=NO_BYTE_SECONDS
         ) as reply:
             self._record_answer("watch")
             self._reply = reply

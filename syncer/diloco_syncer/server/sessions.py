@@ -95,9 +95,11 @@ class Connection:
         self.send(refusal(reason, message, fatal, tensors))
         self.end()
 
-    async def pace_upload(self) -> None:
-        """Wait until an upload of this process may begin."""
-        await asyncio.sleep(self.uploads.count_message(time.monotonic()))
+    async def pace_upload(self) -> bool:
+        """Wait until an upload of this process may begin; whether that took a while."""
+        seconds = self.uploads.count_message(time.monotonic())
+        await asyncio.sleep(seconds)
+        return seconds > 0
 
     def end(self) -> None:
         """End the stream when what is queued is sent."""

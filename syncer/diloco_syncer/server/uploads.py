@@ -58,7 +58,8 @@ class Uploads:
             header = convert.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(header.format)
             caller = self.sessions.find_caller(header.process, peer, context)
-            await caller.pace_upload()
+            if await caller.pace_upload():  # the process may have joined anew meanwhile
+                caller = self.sessions.find_caller(header.process, peer, context)
             reply = await self._receive(header, caller, stream)
             return upload_reply(True, TransferRefusal.PARTIAL) if reply is None else reply
         except (CallerRefused, UploadRefused) as error:

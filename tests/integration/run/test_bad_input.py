@@ -67,7 +67,6 @@ def test_data_shorter_than_one_batch(start: Callable[..., Run], tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_workdirs_that_cannot_be_written(tmp_path: Path, mount: Callable[[str], Path]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(steps=20, learners=1))

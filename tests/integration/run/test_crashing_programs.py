@@ -91,14 +91,12 @@ def test_a_program_that_crashes_at_its_start_fails_the_job(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_an_error_in_the_step_of_a_loop_fails_the_job(tmp_path: Path) -> None:
     check_failed(tmp_path, run(tmp_path, LOOP))
 
 
 @pytest.mark.promise("One broken learner fails no job that can merge without it")
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_one_broken_learner_of_three_fails_no_job_that_merges_without_it(tmp_path: Path) -> None:
     """Its three errors come before the first merge, for which the others wait."""
     program = LOOP.replace("loss = lss", "loss = 1.0")
@@ -114,7 +112,6 @@ def test_one_broken_learner_of_three_fails_no_job_that_merges_without_it(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_the_end(tmp_path: Path) -> None:
     # However late the first merge comes: a learner pauses at its 16th step alone, before the job's stop.
     merged = (
@@ -144,7 +141,6 @@ def test_a_bug_that_comes_after_the_first_merge_is_named_at_each_restart_and_at_
     "joins; one that joined does not"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_program_that_never_joins_and_ends_well_fails_the_job_with_the_way_to_join(tmp_path: Path) -> None:
     done = run(tmp_path, "print('trained by myself')\n")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -152,7 +148,6 @@ def test_a_program_that_never_joins_and_ends_well_fails_the_job_with_the_way_to_
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(*arguments, **more):\n    return lss\n")
     (tmp_path / "job.yaml").write_text(
@@ -171,7 +166,6 @@ def test_an_error_in_a_data_source_of_ones_own_fails_the_job(tmp_path: Path) -> 
 
 @pytest.mark.promise("A syncer that cannot start fails the run after three starts, with the end of its log")
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_syncer_that_cannot_start_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     """As where a package of its own is not installed."""
     (tmp_path / "train.py").write_text("raise SystemExit('never started')")

@@ -45,7 +45,6 @@ spec:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_diloco_run_debug_gives_it_the_jobs_settings_and_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.replace("learner.step == 3", "learner.job.spec.seed != 7"))
     (tmp_path / "job.yaml").write_text(JOB)

@@ -58,7 +58,6 @@ def weights(tmp_path: Path, name: str, learners: int, seed: int, stop: str) -> s
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("learners", [1, 3])
 @pytest.mark.timeout(600)
 def test_one_seed_gives_the_same_bits_and_another_does_not(tmp_path: Path, learners: int) -> None:

@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 STOP = {"tiny-vit": 5_000}  # an image is one token
 FALL = {"tiny-vit": 0.0, "minimal": 0.3, "custom-loop": 0.3}  # nats that the loss falls at least, in so short a time
 
-pytestmark = [pytest.mark.slow, pytest.mark.untimed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.promise("A job with its own loop can be scored by its own program")

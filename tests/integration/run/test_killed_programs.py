@@ -76,7 +76,6 @@ def run(folder: Path, job: str, *words: str) -> subprocess.CompletedProcess[str]
     "a kill of `--chaos` is not"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = run(tmp_path, JOB)
@@ -91,7 +90,6 @@ def test_a_program_that_is_killed_again_and_again_fails_the_job_by_name(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os, signal\ndef make(*arguments, **more):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -108,7 +106,6 @@ def test_the_memory_that_is_named_is_that_of_the_jobs_model(tmp_path: Path) -> N
     "a kill of `--chaos` is not"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_kill_of_the_runs_own_is_not_the_systems(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_ONCE)
     # Steps enough for a look that is half a second old, as the syncer's page may be.

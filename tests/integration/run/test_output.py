@@ -10,7 +10,7 @@ import pytest
 from runs import Run, diloco
 from safetensors.numpy import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.untimed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_the_model_lies_at_output_uri_and_is_exported_from_there(start: Callable[..., Run], tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ def test_the_difference_from_ddp_is_as_small_as_it_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_every_script_of_the_page_runs_alone(folder: Path) -> None:
     short = folder / "short.yaml"
     short.write_text((folder / "job.yaml").read_text().replace("tokens: 60000", "tokens: 13000"))
@@ -94,7 +93,6 @@ def test_every_script_of_the_page_runs_alone(folder: Path) -> None:
 
 @pytest.mark.promise("A job with its own loop can be scored by its own program")
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("evaluator", [True, False])
 def test_the_pages_job_trains_and_its_model_is_had(folder: Path, evaluator: bool) -> None:

@@ -77,7 +77,6 @@ def test_a_reader_that_leaves_changes_no_exit_code(words: list[str], code: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_a_completed_job_is_no_failed_one_because_its_reader_has_left(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)

@@ -393,7 +393,6 @@ with diloco_worker.Learner.from_environment(model, optimizer) as learner:
 
 @pytest.mark.promise("A job that always diverges fails after `maxReplacements`, with the reason")
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_a_job_that_always_diverges_fails_after_max_replacements(start: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "diverging.py").write_text(DIVERGING)
@@ -429,7 +428,6 @@ with diloco_worker.Learner.from_environment(model, optimizer) as learner:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_stop_reached_without_a_merge_fails_the_job(start: Callable[..., Run], tmp_path: Path) -> None:
     """Exit code 0 would say that the model which the job began with is a trained one."""
     (tmp_path / "standing.py").write_text(STANDING_AFTER_THE_STOP)
@@ -456,7 +454,6 @@ def test_data_that_is_not_there_is_the_users_error(start: Callable[..., Run]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_a_model_of_which_not_even_one_learner_fits_is_not_started(start: Callable[..., Run]) -> None:
     run = start(

@@ -73,7 +73,6 @@ def held_out_loss(run: Run, directory: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize(
     ("model", "trained", "down"),
     [

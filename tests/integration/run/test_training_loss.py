@@ -46,7 +46,6 @@ def diloco(*words: str | Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_the_summary_and_the_report_have_the_learners_own_loss(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)

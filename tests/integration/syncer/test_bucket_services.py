@@ -112,7 +112,6 @@ def test_of_many_that_create_exactly_one_succeeds(where: str) -> None:
     "once make each version once, and lost answers and throttling cause no fault (`make bucket-services`; "
     "stand-ins, not the clouds' own)"
 )
-@pytest.mark.untimed
 def test_a_listing_has_more_than_a_page(where: str) -> None:
     store = open_store(where)
     names = [f"records/{number:05d}" for number in range(1005)]

@@ -214,7 +214,6 @@ def test_the_syncer_is_killed_and_the_learner_goes_on(syncer: Callable[..., Sync
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_two_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
     """Two learners, three fragments, int4 up, keep, τ = 2; and another seed differs."""
     sync = {"deterministic": True, "overlap": 2, "compression": {"up": "int4"}}

@@ -27,7 +27,6 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
 
 @pytest.mark.promise("A loop that never calls `after_step` is reported; a slow first step is not")
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_loop_without_after_step_is_told_of(syncer: Syncer) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,7 +75,6 @@ spec:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_loop_that_asks_for_no_batches_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

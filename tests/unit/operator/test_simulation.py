@@ -19,7 +19,7 @@ from operator_simulation.random_faults import run_random_faults
 from operator_simulation.world import SimulatedOperator, World, simulate
 from operator_world import SPREAD, job_object
 
-IN_CI = [pytest.mark.slow, pytest.mark.untimed]
+IN_CI = [pytest.mark.slow]
 Scenario = Callable[[World], Awaitable[None]]
 Patch = pytest.MonkeyPatch
 
@@ -52,7 +52,6 @@ def test_a_job_starts_trains_and_comes_to_rest() -> None:
     "At rest, and in an hour in which a learner crashes after each start, turns and writes are bounded"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_while_a_learner_never_comes_to_work_turns_and_writes_are_bounded() -> None:
     """A learner crashes whenever it has started, for an hour: a turn a second, and few writes."""
 
@@ -364,7 +363,6 @@ def render_when_the_generation_changes(patch: Patch) -> None:
 
 @pytest.mark.promise("The simulation finds each corrected fault when it is put back")
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize(
     ("put_back", "make", "scenario"),
     [
@@ -396,5 +394,5 @@ def test_the_simulation_finds_what_was_mended(
 )
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=IN_CI) for seed in (1, 2))])
 def test_random_faults_take_nothing_healthy_and_end_well(seed: int) -> None:
-    """Random faults, some at once; then all is well again, and stays so. tests/worlds.py runs hundreds of seeds."""
+    """Random faults, some at once; then all is well again, and stays so. tests/worlds.py runs new seeds."""
     run_random_faults(seed)

@@ -19,7 +19,7 @@ from diloco_protocol.documents import Document, LearnerPage, StatusDocument, rea
 from diloco_protocol.security.identity import name as certificate_name
 from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, control_auth, limits, sync_pb2
-from diloco_worker.core.leases import order_sequences
+from diloco_worker.core.leases import order_within_block
 from repository import ROOT
 
 DOCS = ROOT / "docs"
@@ -157,7 +157,7 @@ def test_the_data_order_example_by_another_generator() -> None:
         other = int(uniform() * (last + 1))
         order[last], order[other] = order[other], order[last]
     assert order == [int(n) for n in found.group(4).split(",") if n.strip()]
-    assert order == order_sequences(seed, data_epoch, block, 10)
+    assert order == order_within_block(seed, data_epoch, block, 10)
 
 
 def test_metrics_that_pages_name_exist() -> None:

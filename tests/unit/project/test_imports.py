@@ -86,7 +86,6 @@ def test_the_worker_knows_neither_syncer_nor_command_line_and_importing_the_trai
 
 
 @pytest.mark.slow  # make lint asks the same
-@pytest.mark.untimed
 def test_the_linters_contracts_are_kept() -> None:
     """The same contracts that `make lint` checks (pyproject.toml, tool.importlinter)."""
     done = subprocess.run(

@@ -94,7 +94,6 @@ def test_a_line_that_fits_no_more_is_named_with_the_cure(project: Path) -> None:
     "Each change of `tests/mutants` fits the code, and `make mutants` names those that no test notices"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_what_is_caught_survives_and_is_known(project: Path) -> None:
     status, said = say(project)
     assert status == 1

@@ -116,7 +116,6 @@ def test_without_a_repository_links_are_words_and_code_stays() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_sdist_and_wheel_hold_what_their_help_and_readme_name(tmp_path: Path) -> None:
     sdist, wheel = dist.build(tmp_path, URL, "v1.2.3")
     examples = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".yaml", ".py", ".Dockerfile")}

@@ -123,7 +123,6 @@ def test_upward_imports() -> None:
 
 
 @pytest.mark.slow  # make lint asks the same
-@pytest.mark.untimed
 def test_the_product_is_within_the_bounds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["structure.py", "--check"])
     assert structure.main() == 0, capsys.readouterr().out

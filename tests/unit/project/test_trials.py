@@ -110,7 +110,6 @@ def test_a_sparse_push_has_the_largest_values_of_each_chunk_at_two_magnitudes() 
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_one_learner_without_compression_trains_as_the_reference_does() -> None:
     base = Trial("dense", "small", 1, 0)
     sync = {
@@ -124,7 +123,6 @@ def test_one_learner_without_compression_trains_as_the_reference_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_learners_with_unequal_parts_train_the_steps_sequences() -> None:
     """Each trains its own; equal parts are what a trial has that names none."""
     base = Trial("dense", "small", 1, 0, learners=2)
@@ -151,7 +149,6 @@ def test_every_sequence_is_trained_once_whoever_is_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_visitors_take_part_for_a_third_of_the_time() -> None:
     base = Trial("dense", "small", 2, 0, learners=2, timed=True)
     alone, visited = run_trial(base), run_trial(replace(base, visitors=2))
@@ -219,7 +216,6 @@ def test_the_size_of_gpus_is_refused_in_words(
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_task_of_gpus_learns_in_steps_of_its_own_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """A narrow model of it, on a CPU: what differs is the width and the device."""
     task = tasks.TASKS["dense", "gpu"]
@@ -322,7 +318,6 @@ def test_arms_are_chosen_by_whole_words_of_their_names(words: list[str], expecte
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("program", [quality, ablations])
 def test_what_the_long_forms_train_without_more_words_is_kept(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make quality` and `make ablations` train nothing: all that they choose by themselves was run."""
@@ -413,7 +408,6 @@ def test_each_group_of_ablations_has_its_default_as_an_arm() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("kind", ["dense", "moe", "vision"])
 def test_many_learners_at_once_have_the_losses_and_gradients_of_transformers_models(kind: str) -> None:
     import torch

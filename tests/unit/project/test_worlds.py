@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import world_seeds
 import worlds
-from worlds import Case, NewSeeds, Outcome, Verdict
+from world_seeds import Case, NewSeeds, Verdict
+from worlds import Outcome
 
 CASE = Case("core", "HARSH", 61, '{"fragments": 1}')
 
@@ -29,7 +31,7 @@ CASE = Case("core", "HARSH", 61, '{"fragments": 1}')
     ],
 )
 def test_what_is_red(failed: bool, recorded: bool, is_open: bool, failed_before: bool | None, verdict: Verdict) -> None:
-    assert worlds.judge(failed, recorded=recorded, is_open=is_open, failed_before=failed_before) is verdict
+    assert world_seeds.judge(failed, recorded=recorded, is_open=is_open, failed_before=failed_before) is verdict
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_what_is_red(failed: bool, recorded: bool, is_open: bool, failed_before:
     ],
 )
 def test_the_commit_before(merge_base: str | None, parent: str | None, changed: bool, base: str | None) -> None:
-    assert worlds.choose_base("h", merge_base, parent, changed) == base
+    assert world_seeds.choose_base("h", merge_base, parent, changed) == base
 
 
 def test_new_seeds_follow_each_other_and_take_the_settings_in_turn_until_the_budget_is_used_up() -> None:
@@ -55,35 +57,35 @@ def test_new_seeds_follow_each_other_and_take_the_settings_in_turn_until_the_bud
         new.used[case.simulation] += 1.0
     core = [case for case in cases if case.simulation == "core"]
     assert [case.seed for case in core] == list(range(100, 110))
-    assert {case.setting for case in core} == set(list(worlds.RECORDED["core"])) - {core_setting_of(110)}
+    assert {case.setting for case in core} == set(list(world_seeds.RECORDED["core"])) - {core_setting_of(110)}
     assert [case.seed for case in cases if case.simulation == "shell"] == list(range(200, 205))
     assert not [case for case in cases if case.simulation == "operator"]
 
 
 def core_setting_of(seed: int) -> str:
-    settings = list(worlds.RECORDED["core"])
+    settings = list(world_seeds.RECORDED["core"])
     return settings[seed % len(settings)]
 
 
 def test_what_is_found_is_written_down_and_read_again() -> None:
-    line = worlds.found_line(CASE, "abc", "AssertionError: lost\nat length")
+    line = world_seeds.found_line(CASE, "abc", "AssertionError: lost\nat length")
     assert json.loads(line)["failed"] == "AssertionError: lost"
-    assert worlds.read_found(line + "\n") == {CASE: False}
-    assert worlds.read_found(line.replace("null", '"def"')) == {CASE: True}
+    assert world_seeds.read_found(line + "\n") == {CASE: False}
+    assert world_seeds.read_found(line.replace("null", '"def"')) == {CASE: True}
 
 
 def test_every_found_seed_says_what_it_found() -> None:
     for line in worlds.FOUND.read_text().splitlines():
         row = json.loads(line)
         assert row.keys() - {"with"} == {"simulation", "setting", "seed", "commit", "failed", "mended"}
-        assert row["setting"] in worlds.RECORDED[row["simulation"]] and row["failed"]
+        assert row["setting"] in world_seeds.RECORDED[row["simulation"]] and row["failed"]
 
 
 def test_every_setting_has_recorded_seeds() -> None:
     from operator_simulation.random_faults import SETTINGS
     from syncer_simulation.settings import CORE, SHELL
 
-    assert {name: set(kinds) for name, kinds in worlds.RECORDED.items()} == {
+    assert {name: set(kinds) for name, kinds in world_seeds.RECORDED.items()} == {
         "core": set(CORE),
         "shell": set(SHELL),
         "operator": set(SETTINGS),

@@ -31,7 +31,6 @@ def simulate(setup: ShellSetup) -> ShellWorld:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_same_seed_gives_the_same_world() -> None:
     assert simulate(replace(LOSING, seed=3)).seen == simulate(replace(LOSING, seed=3)).seen
 
@@ -43,7 +42,6 @@ def test_the_same_seed_gives_the_same_world() -> None:
     "ledger exact. Every job reaches its end, with its tape, report and final score"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("first", range(0, 60, 20))
 @pytest.mark.parametrize("kind", [TROUBLE, LOSING], ids=["trouble", "losing"])
 def test_what_was_told_and_acknowledged_survives_the_stores_trouble(kind: ShellSetup, first: int) -> None:
@@ -79,7 +77,6 @@ async def write_the_state_of_the_first_try(self: Durability, write: Callable[[Sn
     "ledger exact. Every job reaches its end, with its tape, report and final score"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_notices_an_old_state_that_is_written_over_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: a state waited for the store while newer ones were written, and then followed them."""
     monkeypatch.setattr(Durability, "_write_state", write_the_state_of_the_first_try)
@@ -129,7 +126,6 @@ def drain_taken_over() -> None:
     "ledger exact. Every job reaches its end, with its tape, report and final score"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_notices_a_succeeded_syncer_that_acknowledges_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: it spooled and acknowledged them after its successor had read the store."""
     drain_taken_over()
@@ -143,7 +139,7 @@ def test_the_simulation_notices_a_succeeded_syncer_that_acknowledges_offers(monk
     "A record that a superseded syncer made after its successor had started costs no offer: it is set aside"
 )
 @pytest.mark.parametrize(
-    "seeds", [range(5, 6), pytest.param(range(6, 20), marks=[pytest.mark.slow, pytest.mark.untimed])], ids=["5", "more"]
+    "seeds", [range(5, 6), pytest.param(range(6, 20), marks=[pytest.mark.slow])], ids=["5", "more"]
 )
 def test_offers_survive_syncers_that_succeed_each_other(seeds: range) -> None:
     worlds = [simulate(replace(SUCCESSIONS, seed=seed)) for seed in seeds]
@@ -154,7 +150,6 @@ def test_offers_survive_syncers_that_succeed_each_other(seeds: range) -> None:
     "A record that a superseded syncer made after its successor had started costs no offer: it is set aside"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_random_worlds_notice_a_succeeded_syncer_that_acknowledges_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "spool_offer", unfenced(Checkpoints.spool_offer))
     with pytest.raises(AssertionError, match="was acknowledged, and is lost"):
@@ -192,7 +187,6 @@ def collect_taken_over(monkeypatch: pytest.MonkeyPatch, collect: Callable[..., A
     "ledger exact. Every job reaches its end, with its tape, report and final score"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_notices_a_succeeded_syncer_that_removes_its_successors_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

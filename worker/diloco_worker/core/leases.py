@@ -31,7 +31,7 @@ from diloco_worker.settings import WorkerError
 _KEPT_FINISHED = 128
 
 
-def order_sequences(seed: int, data_epoch: int, block: int, size: int) -> list[int]:
+def order_within_block(seed: int, data_epoch: int, block: int, size: int) -> list[int]:
     """The permutation of 0..size-1 of a block: Fisher-Yates on a generator seeded by SHA-256 of the three other
     numbers. It is the same on every platform and Python version."""
     digest = hashlib.sha256(f"{seed}:{data_epoch}:{block}".encode()).digest()
@@ -95,7 +95,7 @@ class Leases:
                 f"({grant.block_size} a block), and the data set has {self.sequences} sequences: "
                 "the learners' data differ; give every learner the same training.data"
             )
-        order = order_sequences(self.seed, grant.data_epoch, grant.block, size)
+        order = order_within_block(self.seed, grant.data_epoch, grant.block, size)
         self._held[grant.lease] = _OpenLease(grant, order, grant.start, grant.start)
         return True
 

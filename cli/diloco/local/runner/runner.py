@@ -19,7 +19,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +134,19 @@ class Runner:
             end=self.end,
             running=self.running,
         )
+        ports = SyncerPorts(ANY if serving is None else serving.listen, http=http, sync_is_known=serving is not None)
+        self.syncer_keeper, self.worker_keeper = self._make_keepers(job_directory, env, errors, ports)
+
+    def _make_keepers(
+        self, job_directory: Path, env: Mapping[str, str], errors: ExitErrors, ports: SyncerPorts
+    ) -> tuple[SyncerKeeper, WorkerKeeper]:
+        """What starts processes, of the parts that are there already."""
         ends = ProcessEnds(
-            job=job,
-            workdir=workdir,
+            job=self.job,
+            workdir=self.workdir,
             supervisor=self.supervisor,
             watch=self.watch,
-            screen=screen,
+            screen=self.screen,
             injector=self.injector,
             errors=errors,
             health=self.health,
@@ -147,11 +154,11 @@ class Runner:
             running=self.running,
             poll_now=self.follower.poll_now,
         )
-        self.syncer_keeper = SyncerKeeper(
-            workdir=workdir,
-            serving=serving,
+        syncer_keeper = SyncerKeeper(
+            workdir=self.workdir,
+            serving=self._serving,
             environment=env,
-            ports=SyncerPorts(ANY if serving is None else serving.listen, http=http, sync_is_known=serving is not None),
+            ports=ports,
             syncer=self.syncer,
             injector=self.injector,
             errors=errors,
@@ -160,21 +167,21 @@ class Runner:
             end=self.end,
             running=self.running,
         )
-        self.worker_keeper = WorkerKeeper(
+        worker_keeper = WorkerKeeper(
             starter=WorkerStarter(
-                job,
-                workdir,
+                self.job,
+                self.workdir,
                 job_directory,
                 self._workers,
                 forkserver=self._forkserver,
                 environment=env,
                 proxies=self.proxies,
                 process_ids=self.watch.process_ids,
-                serving=serving,
+                serving=self._serving,
             ),
             syncer=self.syncer,
             watch=self.watch,
-            screen=screen,
+            screen=self.screen,
             injector=self.injector,
             errors=errors,
             ends=ends,
@@ -183,6 +190,7 @@ class Runner:
             poll_now=self.follower.poll_now,
             spawn=self._spawn,
         )
+        return syncer_keeper, worker_keeper
 
     async def run(self, starting: str, check: Check | None = None) -> RunResult:
         """From the first start to the last process's end. ``starting``: said once nothing keeps the job from it.

@@ -29,7 +29,7 @@ least, is overdue. Nothing depends on it; people are told, with the last refusal
 *Merging.* From then on the round is merging, until the shell says that the record is durable. No push may
 join it any more.
 
-What deterministic mode has in place of the opening rule and the grace window: core/deterministic.py.
+What deterministic mode has in place of the opening rule and the grace window: core/books/deterministic.py.
 """
 
 from __future__ import annotations

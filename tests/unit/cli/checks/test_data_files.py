@@ -71,7 +71,6 @@ def assert_refused(job: Path, words: str, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_a_jsonl_file_is_trained_on_as_records_and_the_run_says_what_it_found(job: Path) -> None:
     workdir = job.parent / "run"

@@ -187,7 +187,6 @@ def test_a_model_far_beyond_this_machine_takes_no_memory_and_is_warned_of(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_command_asks_a_process_that_loads_torch(tmp_path: Path) -> None:
     job = write_job(tmp_path, {"config": {**LLAMA, "model_type": "lama"}})
     result = CliRunner().invoke(app, ["validate", str(job)])
@@ -205,7 +204,6 @@ def diloco_run(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_run_is_refused_before_its_syncer_starts(tmp_path: Path) -> None:
     done = diloco_run(write_job(tmp_path, {"config": {**LLAMA, "num_hidden_layer": 2}}))
     assert done.returncode == 2, done
@@ -226,7 +224,6 @@ def test_a_run_without_its_data_or_program_is_refused_at_once(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_fork_server_is_asked_and_what_cannot_fit_needs_force(tmp_path: Path) -> None:
     workdir = Workdir(tmp_path / "run")
     workdir.logs.mkdir(parents=True)

@@ -221,7 +221,7 @@ def test_what_is_forbidden_is_said_once_and_healed(begin: Any, caplog: pytest.Lo
 def test_a_connection_that_is_dead_is_noticed_and_the_watch_taken_up(
     begin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reflector, "WATCH_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(reflector, "NO_BYTE_SECONDS", 0.2)
     # A bookmark may come too late, for so short a silence: then the next watch brings it.
     world = begin(a_list(10), [60.0], *[[bookmark(11), 60.0]] * 100)
     wait_until(lambda: any(query.get("resourceVersion") == "11" for query in world.asked))

@@ -144,7 +144,6 @@ def test_whatever_happens_it_comes_back(
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @jobs_and_faults
 @settings(any_speed, max_examples=40)
 def test_whatever_happens_in_many_jobs_they_come_back(

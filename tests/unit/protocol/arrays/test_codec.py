@@ -358,7 +358,6 @@ def test_a_kernel_without_a_place_for_a_cache_is_compiled_in_memory(caplog) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_a_broken_cache_is_passed_by(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = (
         "import numpy as np\nfrom diloco_protocol.arrays import codec\n"

@@ -89,7 +89,6 @@ def image(tmp_path: Path) -> Image:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_a_sealed_cache_is_read_and_one_of_other_sources_is_not_used(image: Image) -> None:
     assert "data saved" in image.run(sealed=False, classes=CLASS)
@@ -103,7 +102,6 @@ def test_a_sealed_cache_is_read_and_one_of_other_sources_is_not_used(image: Imag
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_without_the_class_numba_would_not(image: Image) -> None:
     """Why the class is there: with numba's own, the same sealed cache is passed over."""
@@ -113,7 +111,6 @@ def test_without_the_class_numba_would_not(image: Image) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(600)
 def test_what_was_not_built_goes_to_the_next_locator(image: Image) -> None:
     """A user's own function in a derived image: cached in the user's folder, as ever."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import world_seeds
 import worlds
 from diloco_syncer.core.books.rounds import Round, RoundBook
 from diloco_worker.core.adoption import Rule
@@ -81,7 +82,6 @@ def test_scaling_a_running_job_keeps_the_books_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_scales() -> None:
     seen: Counter[str] = Counter()
     retired = 0
@@ -151,7 +151,6 @@ def test_an_emptied_store_is_rebuilt_and_keeps_the_books_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
     seen: Counter[str] = Counter()
     for seed in range(15):
@@ -162,7 +161,7 @@ def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
     assert seen["wipes"] > 5 and seen["rebuilds"] > 5 and seen["taken"] > 10, seen
 
 
-FAILED_ONCE = [case for case, mended in worlds.read_found(worlds.FOUND.read_text()).items() if mended]
+FAILED_ONCE = [case for case, mended in world_seeds.read_found(worlds.FOUND.read_text()).items() if mended]
 
 
 @pytest.mark.promise(
@@ -172,12 +171,11 @@ FAILED_ONCE = [case for case, mended in worlds.read_found(worlds.FOUND.read_text
 @pytest.mark.parametrize(
     "case", [case for case in FAILED_ONCE if case.simulation == "core"], ids=lambda case: case.seed
 )
-def test_worlds_that_failed_once(case: worlds.Case) -> None:
+def test_worlds_that_failed_once(case: world_seeds.Case) -> None:
     worlds.run_world(case, None)
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_breaks_things() -> None:
     """The property above is worth something only if crashes, kills and refusals happen in it."""
     seen: dict[str, int] = {}
@@ -194,7 +192,6 @@ def test_the_simulation_breaks_things() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_loses_data_and_takes_it_back() -> None:
     seen: Counter[str] = Counter()
     for seed in range(12):
@@ -262,7 +259,6 @@ def test_rounds_keep_their_pace_and_everybody_contributes(setup: Setup, share: f
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize(("quorum", "share"), [(1, 0.5), (2, 0.5), (3, 0.35)])
 def test_many_worlds_are_live(quorum: int, share: float) -> None:
     for seed in range(200):
@@ -274,7 +270,6 @@ def test_many_worlds_are_live(quorum: int, share: float) -> None:
     "that K learners make, every training learner contributes, and every drain ends"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("kind", ["pull", "push", "answer", "announce", "report"])
 def test_the_simulation_notices_a_kind_of_message_that_never_arrives(kind: str) -> None:
     with pytest.raises(AssertionError):
@@ -286,7 +281,6 @@ def test_the_simulation_notices_a_kind_of_message_that_never_arrives(kind: str) 
     "that K learners make, every training learner contributes, and every drain ends"
 )
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_notices_a_round_that_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: a pull or a push that was lost held its round for ever."""
 
@@ -312,7 +306,6 @@ def test_reports_of_a_tenure_that_is_over_change_nothing() -> None:
 
 @pytest.mark.promise("Reports that cross a new Join change nothing, whatever happens around them")
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_simulation_notices_reports_that_are_not_bound_to_a_tenure(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mended: they spoiled the ledger of the next tenure."""
     report = Learner.report

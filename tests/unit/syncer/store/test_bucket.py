@@ -65,7 +65,6 @@ def test_large_objects_and_small(relay: Relay) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(300)
 def test_more_objects_than_a_page_of_a_listing_has(relay: Relay) -> None:
     store = opened()

@@ -348,7 +348,6 @@ def test_any_order_of_steps_pushes_merges_and_broadcasts(machine: type[World]) -
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.parametrize("machine", _MACHINES, ids=lambda machine: machine.__name__)
 def test_many_orders_of_steps_pushes_merges_and_broadcasts(machine: type[World]) -> None:
     run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=400))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.wire.records import Lease
-from diloco_worker.core.leases import Draw, Leases, order_sequences
+from diloco_worker.core.leases import Draw, Leases, order_within_block
 from diloco_worker.settings import WorkerError
 from example_counts import share_of
 
@@ -20,18 +20,18 @@ def grant(lease: int, block: int = 0, start: int = 0, end: int = 10, size: int =
 
 def test_the_order_is_pinned() -> None:
     """The same on every platform and for ever: a lease may be half trained by another machine."""
-    assert order_sequences(0, 0, 0, 10) == [4, 8, 5, 0, 9, 6, 2, 1, 3, 7]
-    assert order_sequences(7, 3, 5, 1) == [0]
+    assert order_within_block(0, 0, 0, 10) == [4, 8, 5, 0, 9, 6, 2, 1, 3, 7]
+    assert order_within_block(7, 3, 5, 1) == [0]
 
 
 @given(seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 50), block=st.integers(0, 999), size=st.integers(1, 300))
 @settings(max_examples=share_of(60), deadline=None)
 def test_an_order_is_a_permutation_that_depends_on_all_three(seed: int, epoch: int, block: int, size: int) -> None:
-    order = order_sequences(seed, epoch, block, size)
+    order = order_within_block(seed, epoch, block, size)
     assert sorted(order) == list(range(size))
     if size > 20:
-        others = [order_sequences(seed + 1, epoch, block, size), order_sequences(seed, epoch + 1, block, size)]
-        assert order not in [*others, order_sequences(seed, epoch, block + 1, size)]
+        others = [order_within_block(seed + 1, epoch, block, size), order_within_block(seed, epoch + 1, block, size)]
+        assert order not in [*others, order_within_block(seed, epoch, block + 1, size)]
 
 
 @given(size=st.integers(1, 40), sequences=st.integers(1, 200), batch=st.integers(1, 17), data=st.data())

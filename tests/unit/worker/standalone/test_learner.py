@@ -134,7 +134,6 @@ def test_a_learner_of_a_job_that_lacks_its_job_file_never_trains_alone(left: str
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 @pytest.mark.timeout(400)
 def test_the_example_runs_under_plain_python(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.replace("steps: 5", "steps: 2"))

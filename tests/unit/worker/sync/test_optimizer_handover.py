@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,13 +154,15 @@ def test_one_that_does_not_fit_leaves_the_other(newcomer: Callable[..., Newcomer
 def test_nothing_anywhere_is_a_fresh_start_with_warm_up(
     newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(optimizer_handover, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(optimizer_handover, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(optimizer_handover.limits, "transfer_seconds", lambda size: 0.0)
     one = newcomer()
     one.handover.request_state(True)
     for _ in range(2):  # neither a peer's nor the job's comes in time
         assert one.handover.is_waiting
-        time.sleep(0.001)
+        clock[0] += 0.001
         one.handover.apply_when_ready(HELD)
     assert one.asked.calls == [PEER, JOB]
     assert not one.handover.is_waiting and one.fresh == [0]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from diloco.simulate import parameters
+from diloco.simulate.advice import REPAIRS, STOPS
 from diloco.simulate.fleet import Fleet, Run
+from diloco.simulate.parameters import YEAR
 from lab.cells import CellCache
 from lab.goodput.core_fleet import CoreFleet, Sync
 from lab.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
@@ -24,9 +25,7 @@ def silent(share: float) -> None:
 
 
 def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp_path: Path) -> None:
-    world = CoreFleet(
-        Fleet(1_200_000, 4, parameters.YEAR, parameters.STOPS), parameters.REPAIRS, Sync(), 3, clock=time.perf_counter
-    )
+    world = CoreFleet(Fleet(1_200_000, 4, YEAR, STOPS), REPAIRS, Sync(), 3, clock=time.perf_counter)
     result = world.run(1000.0)
     assert world.core.ledger is not None
     assert [world.core.ledger.imbalances(slot) for slot in range(4)] == [[]] * 4
@@ -36,7 +35,6 @@ def test_the_core_merges_what_a_failing_fleet_trains_and_its_ledger_is_exact(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
     run = CoreRun(repetitions=4, failures=300, steps=2000, learner_steps=8000)
     rows = core_rows((1_200_000,), (1, 2, 4), PAPER, run, cells=CellCache(tmp_path, []), told=silent)
@@ -44,7 +42,6 @@ def test_the_core_agrees_with_the_fast_simulator(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.untimed
 def test_unequal_learners_do_not_wait_but_merge_more_rarely(tmp_path: Path) -> None:
     run = CoreRun(repetitions=2, steps=160)
     wide, racing, grace = uneven_core_rows(PAPER, run, CellCache(tmp_path, []), silent)

@@ -11,6 +11,7 @@ import pytest
 
 import goodput
 from diloco.simulate import parameters
+from diloco.simulate.advice import REPAIRS
 from diloco.simulate.fleet import Run, simulate_fleets
 from lab.goodput import pace, published
 from lab.goodput.rows import PAPER, goodput_rows, root_mean_square_error, scavenging_rows, uneven_rows
@@ -43,7 +44,7 @@ def test_faster_recovery_lifts_both_methods() -> None:
     expected |= {(32, 2_400_000): (93.7, 97.5, 98.6), (1, 1_200_000): (55.5, 75.0, 85.0)}
     for (learners, chips), values in expected.items():
         fleets = [PAPER.with_faster_recovery(stop / 30).decoupled(chips, learners) for stop in (30, 10, 5)]
-        found = [100 * result.goodput.mean() for result in simulate_fleets(fleets, parameters.REPAIRS, Run(4, 800))]
+        found = [100 * result.goodput.mean() for result in simulate_fleets(fleets, REPAIRS, Run(4, 800))]
         assert found == pytest.approx(values, abs=1.5)
 
 

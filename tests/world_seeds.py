@@ -1,0 +1,107 @@
+"""Which worlds tests/worlds.py runs, and what a failure of one says of a change. Nothing here runs anything."""
+
+from __future__ import annotations
+
+import enum
+import json
+import shlex
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+BUDGETS = {"core": 90.0, "shell": 120.0, "operator": 90.0}  # seconds of processor time for new seeds
+RECORDED: dict[str, dict[str, range]] = {
+    "core": {
+        "HARSH": range(1000),
+        "ORDINARY": range(1, 1000, 2),
+        "SCALED": range(1, 1000, 20),
+        "WIPED": range(1, 1000, 20),
+        **dict.fromkeys(("MOVED", "VISITED", "CROSSINGS", "LIVE_1", "LIVE_2", "LIVE_3"), range(50)),
+        "DRAWN": range(200),
+    },
+    "shell": {"TROUBLE": range(60), "LOSING": range(60), "SUCCESSIONS": range(5, 20)},
+    "operator": {"FAULTS": range(12)},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One world. ``changes``: fields of the setting that differ, as a JSON object."""
+
+    simulation: str
+    setting: str
+    seed: int
+    changes: str = "{}"
+
+    @property
+    def arguments(self) -> list[str]:
+        words = ["--simulation", self.simulation, "--setting", self.setting, "--seed", str(self.seed)]
+        return words + (["--with", self.changes] if self.changes != "{}" else [])
+
+    @property
+    def command(self) -> str:
+        return shlex.join([".venv/bin/python", "tests/worlds.py", *self.arguments])
+
+
+def recorded_seeds() -> list[Case]:
+    return [Case(name, kind, seed) for name, kinds in RECORDED.items() for kind, some in kinds.items() for seed in some]
+
+
+class Verdict(enum.Enum):
+    GOOD = "good"
+    RED = "FAILED"
+    KNOWN = "KNOWN BEFORE"
+    OPEN = "KNOWN, AND OPEN"
+
+
+def judge(failed: bool, *, recorded: bool, is_open: bool, failed_before: bool | None) -> Verdict:
+    """What a world says of this change. ``is_open``: found_seeds.jsonl has it, not mended; ``failed_before``: whether
+    it fails on the commit before too, None where that is not known."""
+    if not failed:
+        return Verdict.GOOD
+    if is_open:
+        return Verdict.OPEN
+    return Verdict.KNOWN if failed_before and not recorded else Verdict.RED
+
+
+def choose_base(head: str, merge_base: str | None, parent: str | None, changed: bool) -> str | None:
+    """The commit before this change: where it left main; else, on main itself, HEAD if files differ from it, and
+    HEAD's first parent if none does."""
+    if merge_base not in (None, head):
+        return merge_base
+    return head if changed else parent
+
+
+def read_found(text: str) -> dict[Case, bool]:
+    """The worlds of found_seeds.jsonl, and whether each is mended."""
+    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return {
+        Case(row["simulation"], row["setting"], row["seed"], json.dumps(row.get("with", {}))): row["mended"] is not None
+        for row in rows
+    }
+
+
+def found_line(case: Case, commit: str, failed: str) -> str:
+    row: dict[str, Any] = {"simulation": case.simulation, "setting": case.setting, "seed": case.seed}
+    if case.changes != "{}":
+        row["with"] = json.loads(case.changes)
+    return json.dumps(row | {"commit": commit, "failed": failed.partition("\n")[0][:200], "mended": None})
+
+
+@dataclass
+class NewSeeds:
+    """Which new world comes next: one of the simulation that has used the least of its budget."""
+
+    budgets: dict[str, float]
+    first: dict[str, int]
+    used: Counter[str] = field(default_factory=Counter)  # seconds, so far
+    begun: Counter[str] = field(default_factory=Counter)
+
+    def next(self) -> Case | None:
+        shares = {name: self.used[name] / budget for name, budget in self.budgets.items() if budget > 0}
+        name = min(shares, key=lambda name: (shares[name], self.begun[name]), default=None)
+        if name is None or shares[name] >= 1.0:
+            return None
+        seed, settings = self.first[name] + self.begun[name], list(RECORDED[name])
+        self.begun[name] += 1
+        return Case(name, settings[seed % len(settings)], seed)
