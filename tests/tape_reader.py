@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco_syncer.store.base import Store
-from diloco_syncer.store.tape import RECOVERED, SEGMENT, TapeError, decode_line, line_digest, newest_of, raw_lines
+from diloco_syncer.store.tape import RECOVERED, SEGMENT, TapeError, decode_line, line_digest, newest_of, segment_names
+
+_MAX_SEGMENT = 1 << 32
+
+
+def raw_lines(store: Store) -> Iterator[bytes]:
+    """The tape's lines in order, as they are in the store, heads of segments among them."""
+    for name in segment_names(store):
+        yield from store.read(name, _MAX_SEGMENT).splitlines(keepends=True)
 
 
 def read(store: Store) -> Iterator[dict[str, Any]]:

@@ -63,6 +63,17 @@ PUBLISHED: tuple[tuple[float, Case, int | None], ...] = (
 )
 
 
+def data_parallel_utilisation(parameters: float, learners: int, step_seconds: float, bits_per_second: float) -> float:
+    """c of data-parallel training in bfloat16 over such links: ``model.data_parallel`` solved for c."""
+    seconds = 16 * parameters * model.all_reduce_factor(learners) / bits_per_second
+    return min(1.0, 1 / (model.FORWARD + seconds / step_seconds))
+
+
+def formula_utilisation(turn: Turn, seconds: float) -> float:
+    """c by the formula, where an exchange takes ``seconds``: ``model.formula_seconds`` solved for c."""
+    return min(1.0, turn.overlap / (model.FORWARD + (seconds + turn.between_seconds) / turn.step_seconds))
+
+
 def all_reduce_need(case: Case, bits: int) -> Both:
     """What an all-reduce of fragments, ``bits`` for each value, asks of each learner's link."""
     turn = case.turn
@@ -144,7 +155,7 @@ def curve_rows(
     for number, rate in enumerate(rates):
         bits = rate * GIGA
         step = case.turn.step_seconds
-        parallel = 100 * model.data_parallel_utilisation(case.parameters, case.learners, step, bits)
+        parallel = 100 * data_parallel_utilisation(case.parameters, case.learners, step, bits)
         for series, share, formula in [(DATA_PARALLEL, parallel, parallel), *_star_shares(case, overlaps, bits)]:
             row = {"name": f"{series}, at {rate:g} Gbit/s", "kind": "curve", "series": series, "rate": rate}
             row |= {"value": share, "unit": "%", "formula": formula, "against": DATA_PARALLEL, "baseline": parallel}
@@ -161,7 +172,7 @@ def _star_shares(case: Case, overlaps: Sequence[int], bits: float) -> Iterator[t
         for overlap in overlaps:
             turn = replace(case.turn, overlap=overlap)
             share = model.utilisation(turn, model.run_steps(turn, case.utilisation), *seconds)
-            formula = model.formula_utilisation(turn, sum(seconds))
+            formula = formula_utilisation(turn, sum(seconds))
             yield f"star, {up} up, {down} down, overlap {overlap}", 100 * share, 100 * formula
 
 

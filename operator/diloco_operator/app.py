@@ -291,9 +291,8 @@ async def run(settings: Settings, config: Any) -> int:
     stop = asyncio.Event()
     operator = Operator(settings, config, signals=(signal.SIGTERM, signal.SIGINT))
     where = ", ".join(settings.watch_namespaces) or "all namespaces"
-    log.info(
-        "operator %s, cluster %s, %s, API server %s", RELEASE, settings.cluster or "unnamed", where, operator.api.host
-    )
+    host = operator.api.client.host
+    log.info("operator %s, cluster %s, %s, API server %s", RELEASE, settings.cluster or "unnamed", where, host)
     try:
         await operator.run(stop)
     except (OSError, AddressError) as error:

@@ -80,7 +80,7 @@ def _connection(api: Api) -> kopf.ConnectionInfo:
     config = api.client.config
     scheme, _, token = api.client.authorization().get("authorization", "").partition(" ")
     return kopf.ConnectionInfo(
-        server=api.host,
+        server=api.client.host,
         ca_path=config.ssl_ca_cert,
         insecure=not config.verify_ssl,
         scheme=scheme or None,

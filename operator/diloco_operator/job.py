@@ -135,16 +135,11 @@ def find_unsupported(spec: JobSpec) -> list[str]:
     found = []
     if spec.syncer.tls.mode == "auto":
         named = (spec.syncer.tls.secret_name is not None, spec.learners.credentials.secret_name is not None)
-        if named == (True, False):
-            found.append(
-                "spec.learners.credentials.secretName: is required where syncer.tls.secretName is given: "
-                "learners must hold a certificate of the same authority"
-            )
-        if named == (False, True):
-            found.append(
-                "spec.syncer.tls.secretName: is required where learners.credentials.secretName is given: "
-                "the syncer must hold a certificate of the same authority"
-            )
+        fields = ("syncer.tls.secretName", "learners.credentials.secretName")
+        if named[0] != named[1]:
+            given, missing, who = (*fields, "learners") if named[0] else (*fields[::-1], "the syncer")
+            must = f"{who} must hold a certificate of the same authority"
+            found.append(f"spec.{missing}: is required where {given} is given: {must}")
     return found
 
 

@@ -74,12 +74,8 @@ _object_name = _checked(
 _path = _checked(str, lambda text: text.startswith("/"), "an absolute path")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_name(part) for part in re.split(r"[,\s]+", text.strip()) if part))
-
-
-def _object_names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_object_name(part) for part in re.split(r"[,\s]+", text.strip()) if part))
+def _several(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(dict.fromkeys(read(part) for part in re.split(r"[,\s]+", text.strip()) if part))
 
 
 def _address(text: str) -> str:
@@ -134,7 +130,7 @@ class Settings(PlanSettings):
     )
     pull_secrets: tuple[str, ...] = _setting(
         (),
-        _object_names,
+        _several(_object_name),
         "A,B",
         "Pull secrets for the pods of all jobs; they must exist in each job's namespace. A job's podTemplates can add "
         "more.",
@@ -149,7 +145,7 @@ class Settings(PlanSettings):
     )
     watch_namespaces: tuple[str, ...] = _setting(
         (),
-        _names,
+        _several(_name),
         "A,B",
         "Namespaces whose jobs the operator looks after; empty: all, which needs a ClusterRole. "
         "With names, Roles in these namespaces are enough. The operator then cannot read nodes, and notices a lost "

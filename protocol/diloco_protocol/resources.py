@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_protocol.common.quantities import parse_quantity
+from diloco_protocol.common.quantities import bytes_of, parse_quantity
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.sync import SyncSpec
 
@@ -134,10 +134,10 @@ def _syncer_shortages(spec: JobSpec, needed: Needs, volume: int | None) -> Itera
     storage, path = spec.syncer.storage, "syncer.podTemplate." + _PATHS.format("syncer")
     limit, request = _memory([spec.syncer.pod_template], "syncer")
     syncer = f"the syncer needs up to {_size(needed.syncer_memory)} for this model"
-    if limit is not None and _bytes(limit) < needed.syncer_memory:
+    if limit is not None and bytes_of(limit) < needed.syncer_memory:
         yield Shortage(f"{path}.limits.memory", f"is {limit}, and {syncer}: raise it, or the syncer is killed at it")
     request = request or limit or SYNCER_REQUEST
-    if ROOM * _bytes(request) < needed.syncer_memory:
+    if ROOM * bytes_of(request) < needed.syncer_memory:
         cure = "ask for that much, or a full node evicts it first"
         yield Shortage(f"{path}.requests.memory", f"is {request}, and {syncer}: {cure}")
     if storage.uri is None and storage.claim_name is None:
@@ -151,7 +151,7 @@ def _syncer_shortages(spec: JobSpec, needed: Needs, volume: int | None) -> Itera
 def _learner_shortages(spec: JobSpec, needed: Needs) -> Iterator[Shortage]:
     for index, region in enumerate(spec.regions):
         limit, _ = _memory([spec.learners.pod_template, region.pod_template], "learner")
-        if limit is None or _bytes(limit) >= needed.learner_memory:
+        if limit is None or bytes_of(limit) >= needed.learner_memory:
             continue
         own = _memory([region.pod_template], "learner")[0] is not None
         path = f"regions[{index}].podTemplate." if own else "learners.podTemplate."
@@ -175,16 +175,8 @@ def _memory(templates: Sequence[Mapping[str, Any]], container: str) -> tuple[str
             for kind in found:
                 amounts = asked.get(kind) if isinstance(asked, Mapping) else None
                 memory = str(amounts.get("memory")) if isinstance(amounts, Mapping) else ""
-                found[kind] = memory if _bytes(memory) else found[kind]
+                found[kind] = memory if bytes_of(memory) else found[kind]
     return found["limits"], found["requests"]
-
-
-def _bytes(quantity: str) -> int:
-    """0: it is no quantity, which the API server says."""
-    try:
-        return parse_quantity(quantity)
-    except ValueError:
-        return 0
 
 
 def _size(count: int) -> str:

@@ -40,7 +40,7 @@ from diloco_protocol.vocabulary import SyncerExit
 from diloco_protocol.wire import channels, services
 from diloco_syncer import startup
 from diloco_syncer.core.config import learners_by_region
-from diloco_syncer.runtime.driver import RESTART, Driver
+from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.server.control import Control, status_handler
 from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.front_page import front_page
@@ -141,7 +141,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     await private.start()
     if listener is not None:
         listener.start()
-    _stop_on_signals(driver)
+    for number in _STOP_SIGNALS:  # checkpoint and leave; learners go on and join the next syncer
+        asyncio.get_running_loop().add_signal_handler(number, driver.stop, 0, f"signal {number.name}")
     if options.address_file is not None:
         _write_addresses(options, epoch)
     log.info("serving on %s, control %s, http %s, epoch %d", options.listen, options.control, options.http, epoch)
@@ -199,13 +200,6 @@ def _pages(syncer: Syncer) -> Mapping[str, Page]:
         "/healthz": text_page(health_page),
         "/readyz": text_page(health_page),
     }
-
-
-def _stop_on_signals(driver: Driver) -> None:
-    """SIGTERM and SIGINT: checkpoint and leave; learners go on and join the next syncer."""
-    loop = asyncio.get_running_loop()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, driver.stop, 0, f"signal {number.name}")
 
 
 def _write_addresses(options: Options, epoch: int) -> None:

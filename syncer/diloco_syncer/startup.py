@@ -101,7 +101,6 @@ def restore(
         if model.outer_state_reset:
             optimizer = job.spec.sync.outer.optimizer
             core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
-    stay, plaintext = options.stay, options.credentials
     # A port that the system is yet to choose is one at which no learner can be trying to join.
     expected = options.listen.rpartition(":")[2] not in ("", "0")
     return Syncer(
@@ -113,8 +112,8 @@ def restore(
         restored=restored,
         loop=loop,
         listener=listener,
-        stay=stay,
-        plaintext=plaintext,
+        stay=options.stay,
+        plaintext=options.credentials,
         expected=expected,
     ), restored
 

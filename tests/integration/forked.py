@@ -130,7 +130,7 @@ def main() -> int:
     forkserver.preload(None)
     for module in ("diloco_syncer.__main__", "diloco_syncer.service", "diloco_syncer.numerics.outer"):
         importlib.import_module(module)
-    assert forkserver.count_threads() == 1
+    assert len(forkserver.thread_names()) == 1
     return forkserver.ForkServer(0, events, _run_child).run()
 
 

@@ -84,10 +84,6 @@ def _import(module: str) -> None:
         print(f"fork server: {module} is loaded by each worker instead: {error!r}", file=sys.stderr, flush=True)
 
 
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def thread_names() -> list[str]:
     """What the kernel calls each thread of this process: a library's own often tell whose they are."""
     names = []
@@ -266,10 +262,10 @@ def main(target: Callable[[], int | None] = _worker) -> int:
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, the shared pages in every child
     server = ForkServer(0, events, target)
-    threads = count_threads()
+    names = thread_names()
+    threads = len(names)
     if threads != 1:
-        names = ", ".join(thread_names())
-        words = f"{threads} threads before the first fork ({names}); children may hang"
+        words = f"{threads} threads before the first fork ({', '.join(names)}); children may hang"
         print(f"fork server: {words}", file=sys.stderr, flush=True)
     try:
         server._send_event(

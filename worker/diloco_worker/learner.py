@@ -453,7 +453,7 @@ class Learner:
             return
         synchronizer.send_report()
         # A syncer that was away for all of the drain is not waited for again.
-        goodbye = _GOODBYE_SECONDS if synchronizer.connected else _FAREWELL_SECONDS
+        goodbye = _GOODBYE_SECONDS if client.connected else _FAREWELL_SECONDS
         if not client.leave(min(goodbye, max(_FAREWELL_SECONDS, self._leave_by() - time.monotonic()))):
             log.warning("the syncer could not be told that this process leaves; it will notice by itself")
         else:

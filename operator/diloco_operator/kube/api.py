@@ -118,11 +118,6 @@ class Api:
         self._quiet_until = -math.inf  # monotonic
 
     @property
-    def host(self) -> str:
-        """The API server's URL."""
-        return self.client.host
-
-    @property
     def writing(self) -> bool:
         """Whether a write is under way: sent, and not yet answered."""
         return self._writing > 0
@@ -288,7 +283,9 @@ class Api:
                 status, answer = await loop.run_in_executor(self._pool, request)
         except TimeoutError as error:
             self.observe(verb, resource, 0, time.monotonic() - began)
-            raise ApiError(verb, resource, 0, f"the API server at {self.host} does not answer in time") from error
+            raise ApiError(
+                verb, resource, 0, f"the API server at {self.client.host} does not answer in time"
+            ) from error
         except NotLeading:
             raise
         except ApiError as error:

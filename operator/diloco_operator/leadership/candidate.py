@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from diloco_operator.kube.api import Observer
 from diloco_operator.kube.client import MERGE_PATCH, Client
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import LEASE
@@ -30,9 +31,6 @@ log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 4.0
 RELEASE_SECONDS = 3.0
-
-Observer = Callable[[str, str, int, float], None]
-"""Called after every request: verb, resource, HTTP status (0: no answer), seconds."""
 
 
 def read_clock() -> float:
@@ -62,11 +60,9 @@ class LeaseStore:
         """Make the Lease, or change the version of it that ``wanted`` names. Raises ApiError (409, 404: it is
         another by now)."""
         body = lease_manifest(wanted, self._namespace, self._name, datetime.now(UTC))
-        path = LEASE.path(self._namespace)
         if wanted.version is None:
-            return read_lease(self._ask("create", "POST", path, body=body))
-        query = {"fieldManager": MANAGER}
-        path = LEASE.path(self._namespace, self._name)
+            return read_lease(self._ask("create", "POST", LEASE.path(self._namespace), body=body))
+        path, query = LEASE.path(self._namespace, self._name), {"fieldManager": MANAGER}
         return read_lease(self._ask("patch", "PATCH", path, body=body, query=query, content=MERGE_PATCH))
 
     def _ask(self, verb: str, method: str, path: str, **parts: Any) -> Object:

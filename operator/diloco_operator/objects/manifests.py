@@ -24,7 +24,7 @@ from diloco_operator.kube.kinds import BY_NAME
 from diloco_operator.model import Object, PlanSettings, Ref, SecretWanted
 from diloco_operator.names import GENERATION, ORIGIN, RENDERED
 from diloco_operator.objects import pods
-from diloco_protocol.common.quantities import parse_quantity
+from diloco_protocol.common.quantities import bytes_of
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
@@ -230,7 +230,7 @@ def claim_manifest(job: Job, live: Mapping[str, Any] | None) -> Object | None:
         modes = spec.get("accessModes") or modes
         storage_class = spec.get("storageClassName")
         asked = ((spec.get("resources") or {}).get("requests") or {}).get("storage")
-        if isinstance(asked, str) and _bytes(asked) >= _bytes(size):
+        if isinstance(asked, str) and bytes_of(asked) >= bytes_of(size):
             size = asked
     spec = {"accessModes": modes, "resources": {"requests": {"storage": size}}}
     if storage_class is not None:
@@ -243,13 +243,6 @@ def claim_manifest(job: Job, live: Mapping[str, Any] | None) -> Object | None:
         "argocd.argoproj.io/compare-options": "IgnoreExtraneous",
     }
     return manifest
-
-
-def _bytes(quantity: str) -> int:
-    try:
-        return parse_quantity(quantity)
-    except ValueError:
-        return 0
 
 
 def wanted_secrets(job: Job, here: Placement, missed: frozenset[str] = frozenset()) -> list[SecretWanted]:

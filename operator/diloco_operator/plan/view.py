@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import Job, Placement, unix_seconds
+from diloco_operator.job import Job, Placement, seconds_of
 from diloco_operator.model import Fact, Object, Observed, PlanMemory, PlanSettings, Ref, Timer
 from diloco_operator.plan import pod_status
 from diloco_operator.plan.pod_status import Pod
@@ -262,11 +262,8 @@ class View:
 
     def condition_since(self, kind: str) -> float:
         """The condition's lastTransitionTime; now, if there is none."""
-        text = self.condition(kind).get("lastTransitionTime")
-        try:
-            return unix_seconds(text) if isinstance(text, str) else self.now
-        except ValueError:
-            return self.now
+        since = seconds_of(self.condition(kind).get("lastTransitionTime"))
+        return self.now if since is None else since
 
     @property
     def begun(self) -> bool:

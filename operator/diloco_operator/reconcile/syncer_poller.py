@@ -103,25 +103,21 @@ class _Job:
     phase: str = ""
 
 
+@dataclass
 class SyncerPoller:
     """Asks programs; ``answered(key)`` is told when there is something new. ``leads``: whether calls that change
     something may be sent."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        calls: int,
-        timeout: float,
-        answered: Callable[[Key], None],
-        leads: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._leads = leads
-        self._metrics = metrics
-        self._timeout = timeout
-        self._answered = answered
+    metrics: Metrics
+    calls: int
+    timeout: float
+    answered: Callable[[Key], None]
+    leads: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
         self._jobs: dict[Key, _Job] = {}
-        self._free = asyncio.Semaphore(calls)
-        self._share = max(1, calls // NAMESPACE_SHARE)
+        self._free = asyncio.Semaphore(self.calls)
+        self._share = max(1, self.calls // NAMESPACE_SHARE)
         self._shares: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -186,9 +182,7 @@ class SyncerPoller:
         done = 0
         for call in calls:
             try:
-                await self._control(
-                    key[0], syncer_ip, control_key, call.method, body=call.body, may_be_sent=self._leads
-                )
+                await self._control(key[0], syncer_ip, control_key, call.method, body=call.body, may_be_sent=self.leads)
             except _NotLeading:
                 break
             except ControlError as error:
@@ -238,7 +232,7 @@ class SyncerPoller:
             job.asking = False
             job.asked_at = time.monotonic() if job.target == target else -1e9
             if self._jobs.get(key) is job:
-                self._answered(key)
+                self.answered(key)
 
     def _places(self, namespace: str) -> asyncio.Semaphore:
         """The places that the programs of one namespace may take: those that stall stall no others."""
@@ -289,15 +283,15 @@ class SyncerPoller:
                 raise _NotLeading
             began = time.monotonic()
             try:
-                answer = await client.call(method, body, self._timeout)
+                answer = await client.call(method, body, self.timeout)
                 outcome = "ok"
                 return answer
             except ControlError as error:
                 outcome = error.kind
                 raise
             finally:
-                self._metrics.syncer_calls.labels(method, outcome).inc()
-                self._metrics.syncer_seconds.observe(time.monotonic() - began)
+                self.metrics.syncer_calls.labels(method, outcome).inc()
+                self.metrics.syncer_seconds.observe(time.monotonic() - began)
                 await client.close()
 
     async def _ask_learner(self, namespace: str, job: _Job, name: str, pod: str, ip: str) -> None:
@@ -306,14 +300,14 @@ class SyncerPoller:
         async with self._places(namespace), self._free:
             began, asked_at = time.monotonic(), time.time()
             try:
-                page = await _read_page(ip, WORKER_PORT, "/status", self._timeout)
+                page = await _read_page(ip, WORKER_PORT, "/status", self.timeout)
                 document = read_document(LearnerPage, page)
             except DocumentError as failed:
                 outcome, error = "failed", f"its status page: {failed}"[:300]
             except (OSError, http.client.HTTPException, ValueError) as failed:
                 outcome, error = "unreachable", f"{type(failed).__name__}: {failed}"[:300]
-            self._metrics.syncer_calls.labels("learner-status", outcome).inc()
-            self._metrics.syncer_seconds.observe(time.monotonic() - began)
+            self.metrics.syncer_calls.labels("learner-status", outcome).inc()
+            self.metrics.syncer_seconds.observe(time.monotonic() - began)
         since: float | None = None
         if document is None:
             before = job.learners.get(name)

@@ -46,29 +46,25 @@ class _State:
     failures: int = 0  # in a row
 
 
+@dataclass
 class WorkQueue:
     """``turn`` is called for each key when it is due, at most ``workers`` side by side.
 
     ``failed``: told of each turn that failed (key, error). ``clock``: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        turn: Turn,
-        workers: int,
-        failed: Callable[[Key, Exception], None] = lambda key, error: None,
-        clock: Callable[[], float] = time.monotonic,
-        pause: float = PAUSE_SECONDS,
-    ) -> None:
-        self._turn = turn
-        self._failed = failed
-        self._clock = clock
-        self._pause = pause
+    turn: Turn
+    workers: int
+    failed: Callable[[Key, Exception], None] = lambda key, error: None
+    clock: Callable[[], float] = time.monotonic
+    pause: float = PAUSE_SECONDS
+
+    def __post_init__(self) -> None:
         self._states: dict[Key, _State] = {}
         self._heap: list[tuple[float, int, Key]] = []
         self._tickets = itertools.count(1)
         self._changed = asyncio.Event()
-        self._free = asyncio.Semaphore(workers)
+        self._free = asyncio.Semaphore(self.workers)
         self._tasks: set[asyncio.Task[None]] = set()
         self._running_since: float | None = None
         self._moved_at = -1e9  # when a turn ended last
@@ -76,11 +72,11 @@ class WorkQueue:
     def add(self, key: Key, delay: float = 0.0) -> None:
         """Look at ``key`` in ``delay`` seconds at the latest."""
         state = self._states.setdefault(key, _State())
-        self._place(key, state, max(self._clock() + delay, self._earliest(state)))
+        self._place(key, state, max(self.clock() + delay, self._earliest(state)))
 
     def depth(self) -> int:
         """Keys that are due and wait for a worker."""
-        now = self._clock()
+        now = self.clock()
         return sum(1 for state in self._states.values() if state.due is not None and state.due <= now)
 
     def lag(self) -> float:
@@ -97,14 +93,14 @@ class WorkQueue:
         """Seconds of the longest turn, or for which a key has been due after ``since``, whichever is more."""
         if self._running_since is None:
             return 0.0
-        now, since = self._clock(), max(self._running_since, since)
+        now, since = self.clock(), max(self._running_since, since)
         waits = [now - max(state.due, since) for state in self._states.values() if state.due is not None]
         turns = [now - state.began for state in self._states.values() if state.began is not None]
         return max([0.0, *waits, *turns])
 
     async def run(self) -> None:
         """Work until cancelled."""
-        self._running_since = self._clock()
+        self._running_since = self.clock()
         try:
             while True:
                 async with self._free:  # a place is free; the turn takes it, at once
@@ -130,7 +126,7 @@ class WorkQueue:
             self._changed.set()
 
     def _earliest(self, state: _State) -> float:
-        return state.ended + max(self._pause, min(NEWS_SECONDS, _longest(state.failures)))
+        return state.ended + max(self.pause, min(NEWS_SECONDS, _longest(state.failures)))
 
     async def _next(self) -> Key:
         while True:
@@ -142,11 +138,11 @@ class WorkQueue:
                 if state is None or state.ticket != ticket or state.due is None or state.began is not None:
                     heapq.heappop(self._heap)  # an earlier place of a key that was moved
                     continue
-                wait = due - self._clock()
+                wait = due - self.clock()
                 if wait > 0:
                     break
                 heapq.heappop(self._heap)
-                state.due, state.began = None, self._clock()
+                state.due, state.began = None, self.clock()
                 return key
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
@@ -157,7 +153,7 @@ class WorkQueue:
         again: float | None
         try:
             async with asyncio.timeout(TURN_SECONDS):
-                again = await self._turn(key)
+                again = await self.turn(key)
             state.failures = 0
         except asyncio.CancelledError:
             state.due = None  # it has no place in the heap
@@ -166,16 +162,16 @@ class WorkQueue:
             state.failures += 1
             longest = _longest(state.failures)
             again = longest * random.uniform(0.5, 1.0)
-            self._failed(key, error)
+            self.failed(key, error)
         finally:
-            state.began, state.ended = None, self._clock()
+            state.began, state.ended = None, self.clock()
             self._moved_at = state.ended
             self._free.release()
         if again is None and state.due is None:
             del self._states[key]
             return
         if again is not None:
-            self._place(key, state, state.ended + max(again, self._pause))
+            self._place(key, state, state.ended + max(again, self.pause))
         if state.due is not None:  # what came while it was turned has no place in the heap yet
             state.due, state.ticket = max(state.due, self._earliest(state)), next(self._tickets)
             heapq.heappush(self._heap, (state.due, state.ticket, key))

@@ -77,20 +77,9 @@ def data_parallel(parameters: float, learners: int, step_seconds: float, utilisa
     return 16 * parameters * all_reduce_factor(learners) / window
 
 
-def data_parallel_utilisation(parameters: float, learners: int, step_seconds: float, bits_per_second: float) -> float:
-    """c of data-parallel training in bfloat16 over such links: ``data_parallel`` solved for c."""
-    seconds = 16 * parameters * all_reduce_factor(learners) / bits_per_second
-    return min(1.0, 1 / (FORWARD + seconds / step_seconds))
-
-
 def formula_seconds(turn: Turn, utilisation: float = UTILISATION) -> float:
     """Seconds that an exchange may take by the formula; 0: no bandwidth is enough."""
     return max(0.0, (turn.overlap / utilisation - FORWARD) * turn.step_seconds - turn.between_seconds)
-
-
-def formula_utilisation(turn: Turn, seconds: float) -> float:
-    """c by the formula, where an exchange takes ``seconds``: ``formula_seconds`` solved for c."""
-    return min(1.0, turn.overlap / (FORWARD + (seconds + turn.between_seconds) / turn.step_seconds))
 
 
 def rate(amount: float, seconds: float) -> float:

@@ -30,3 +30,11 @@ def parse_quantity(text: str) -> int:
     if abs(whole) >= _LIMIT:
         raise ValueError("is out of range: a quantity is below 2^63 (8Ei)")
     return whole
+
+
+def bytes_of(quantity: str) -> int:
+    """The same; 0 where it is no quantity, which the API server says."""
+    try:
+        return parse_quantity(quantity)
+    except ValueError:
+        return 0

@@ -155,15 +155,11 @@ async def _run_parts(
     try:
         await asyncio.gather(*tasks)
     finally:
-        await _cancelled(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         # What failed holds this frame: without this a cycle would keep the call, and its channel, alive.
         tasks.clear()
-
-
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def upload(

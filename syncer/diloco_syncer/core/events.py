@@ -57,7 +57,6 @@ class InitialModelFailed:
     """The upload of version 0 broke; somebody else must be asked."""
 
     connection: int
-    message: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class EncodedDelta:
 
 
 Delta = Float32s | EncodedDelta
+Factors = tuple[np.float32, ...]  # of a weighted sum, one for each part
+Parts = tuple[Float32s, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ def _add(parts: Sequence[Float32s], factors: Sequence[np.float32], out: Float32s
     while done < len(parts):
         left = len(parts) - done
         width = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-        _ADD[width](out, done > 0, *factors[done : done + width], *parts[done : done + width], 0, out.size)
+        _ADD[width](out, done > 0, tuple(factors[done : done + width]), tuple(parts[done : done + width]), 0, out.size)
         done += width
 
 
@@ -248,66 +250,35 @@ def _scale(factor: np.float32, out: Float32s, first: int, last: int) -> None:
         out[i] *= factor
 
 
-@kernel(F32_OUT, "boolean", "float32", F32_IN, RANGE)
-def _add1(out: Float32s, more: bool, f0: np.float32, x0: Float32s, first: int, last: int) -> None:
+@kernel(F32_OUT, "boolean", "UniTuple(float32, 1)", f"UniTuple({F32_IN}, 1)", RANGE)
+def _add1(out: Float32s, more: bool, factors: Factors, parts: Parts, first: int, last: int) -> None:
+    (f0,), (x0,) = factors, parts
     for i in range(np.uint64(first), np.uint64(last)):
         term = f0 * x0[i]
         out[i] = out[i] + term if more else term
 
 
-@kernel(F32_OUT, "boolean", *["float32"] * 2, *[F32_IN] * 2, RANGE)
-def _add2(
-    out: Float32s, more: bool, f0: np.float32, f1: np.float32, x0: Float32s, x1: Float32s, first: int, last: int
-) -> None:
+@kernel(F32_OUT, "boolean", "UniTuple(float32, 2)", f"UniTuple({F32_IN}, 2)", RANGE)
+def _add2(out: Float32s, more: bool, factors: Factors, parts: Parts, first: int, last: int) -> None:
+    (f0, f1), (x0, x1) = factors, parts
     for i in range(np.uint64(first), np.uint64(last)):
         term = f0 * x0[i]
         out[i] = (out[i] + term if more else term) + f1 * x1[i]
 
 
-@kernel(F32_OUT, "boolean", *["float32"] * 4, *[F32_IN] * 4, RANGE)
-def _add4(
-    out: Float32s,
-    more: bool,
-    f0: np.float32,
-    f1: np.float32,
-    f2: np.float32,
-    f3: np.float32,
-    x0: Float32s,
-    x1: Float32s,
-    x2: Float32s,
-    x3: Float32s,
-    first: int,
-    last: int,
-) -> None:
+@kernel(F32_OUT, "boolean", "UniTuple(float32, 4)", f"UniTuple({F32_IN}, 4)", RANGE)
+def _add4(out: Float32s, more: bool, factors: Factors, parts: Parts, first: int, last: int) -> None:
+    (f0, f1, f2, f3), (x0, x1, x2, x3) = factors, parts
     for i in range(np.uint64(first), np.uint64(last)):
         term = f0 * x0[i]
         head = out[i] + term if more else term
         out[i] = ((head + f1 * x1[i]) + f2 * x2[i]) + f3 * x3[i]
 
 
-@kernel(F32_OUT, "boolean", *["float32"] * 8, *[F32_IN] * 8, RANGE)
-def _add8(
-    out: Float32s,
-    more: bool,
-    f0: np.float32,
-    f1: np.float32,
-    f2: np.float32,
-    f3: np.float32,
-    f4: np.float32,
-    f5: np.float32,
-    f6: np.float32,
-    f7: np.float32,
-    x0: Float32s,
-    x1: Float32s,
-    x2: Float32s,
-    x3: Float32s,
-    x4: Float32s,
-    x5: Float32s,
-    x6: Float32s,
-    x7: Float32s,
-    first: int,
-    last: int,
-) -> None:
+@kernel(F32_OUT, "boolean", "UniTuple(float32, 8)", f"UniTuple({F32_IN}, 8)", RANGE)
+def _add8(out: Float32s, more: bool, factors: Factors, parts: Parts, first: int, last: int) -> None:
+    f0, f1, f2, f3, f4, f5, f6, f7 = factors
+    x0, x1, x2, x3, x4, x5, x6, x7 = parts
     for i in range(np.uint64(first), np.uint64(last)):
         term = f0 * x0[i]
         head = out[i] + term if more else term

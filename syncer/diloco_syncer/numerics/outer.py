@@ -161,7 +161,7 @@ class Adam(Outer):
         root = 1 / math.sqrt(1 - beta2**at.merges)
         constants = (beta1, 1 - beta1, beta2, 1 - beta2, rate, root, self.settings.eps, self._scale(at.age))
         first, second = state["first"], state["second"]
-        _run(_adam, at.threads, *(np.float32(value) for value in constants), theta, delta, first, second)
+        _run(_adam, at.threads, tuple(map(np.float32, constants)), theta, delta, first, second)
 
 
 class CosineGated(Adam):
@@ -214,16 +214,9 @@ def _nesterov(
         theta[i] -= lr * (delta[i] + mu * b)
 
 
-@kernel(*["float32"] * 8, F32_OUT, F32_IN, F32_OUT, F32_OUT, RANGE)
+@kernel("UniTuple(float32, 8)", F32_OUT, F32_IN, F32_OUT, F32_OUT, RANGE)
 def _adam(
-    beta1: np.float32,
-    rest1: np.float32,
-    beta2: np.float32,
-    rest2: np.float32,
-    rate: np.float32,
-    root: np.float32,
-    eps: np.float32,
-    scale: np.float32,
+    constants: tuple[np.float32, ...],
     theta: Float32s,
     delta: Float32s,
     moment1: Float32s,
@@ -231,6 +224,7 @@ def _adam(
     first: int,
     last: int,
 ) -> None:
+    beta1, rest1, beta2, rest2, rate, root, eps, scale = constants
     for i in range(np.uint64(first), np.uint64(last)):
         g = scale * delta[i]
         m = beta1 * moment1[i] + rest1 * g

@@ -116,23 +116,22 @@ class Durability:
         """Make a whole checkpoint now: tape, state and manifest; remove what no restart needs any more."""
 
         def write(now: Snapshot) -> None:
-            self.checkpoints.epoch.check()
-            self.tape.flush()
             self.checkpoints.write_manifest(now.document, now.versions, self.optimizer)
-            self.checkpoints.collect(self.optimizer)
 
-        await self._write_state(write)
+        await self._write_and_collect(write)
 
     async def write_state_and_collect(self) -> None:
         """Make the state durable, so that the records before it may go; after many merges."""
+        await self._write_and_collect(lambda now: self.checkpoints.write_state(now.document, now.versions))
 
-        def write(now: Snapshot) -> None:
+    async def _write_and_collect(self, write: Callable[[Snapshot], object]) -> None:
+        def flush_write_collect(now: Snapshot) -> None:
             self.checkpoints.epoch.check()
             self.tape.flush()
-            self.checkpoints.write_state(now.document, now.versions)
+            write(now)
             self.checkpoints.collect(self.optimizer)
 
-        await self._write_state(write)
+        await self._write_state(flush_write_collect)
 
     async def _write_state(self, write: Callable[[Snapshot], object]) -> None:
         """Run ``write`` in the store's thread until the store takes it, with the job's state as it is at each try."""

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,24 +52,18 @@ class InitialRefused(UploadRefused):
         super().__init__(TransferRefusal.INITIAL, message)
 
 
+@dataclass
 class InitialModelUpload:
     """The one upload of version 0 that is under way. ``job``: its name."""
 
-    def __init__(
-        self,
-        job: str,
-        core: Core,
-        model: GlobalModel,
-        durability: Durability,
-        spool: Spool,
-        emit: Callable[[ev.Event], None],
-    ) -> None:
-        self._job = job
-        self._core = core
-        self._model = model
-        self._durability = durability
-        self._spool = spool
-        self._emit = emit
+    job: str
+    core: Core
+    model: GlobalModel
+    durability: Durability
+    spool: Spool
+    emit: Callable[[ev.Event], None]
+
+    def __post_init__(self) -> None:
         self._connection = 0
         self._watched = 0  # the connection that was asked, as last seen
         self._touched = 0.0  # when an upload of it last was under way; time.monotonic()
@@ -92,7 +87,7 @@ class InitialModelUpload:
             size = self.check_part(connection, part, fragment, header.total_bytes)
             attempt = self.attempt
             # Frozen parameters may be larger than all that is trained, and are not needed here.
-            allocate = self._spool.allocate if part == FROZEN else allocate_memory
+            allocate = self.spool.allocate if part == FROZEN else allocate_memory
             whole = await read(("initial", header.process, part, fragment), lambda: allocate(size))
             if whole is None:
                 return None
@@ -112,9 +107,9 @@ class InitialModelUpload:
 
     def check_part(self, connection: int, part: int, fragment: int, size: int) -> int:
         """Check that this part may come now; returns its exact size in bytes. Raises ``InitialRefused``."""
-        if self._model.layout is not None:
+        if self.model.layout is not None:
             raise InitialRefused("version 0 exists already")
-        if not connection or connection != self._core.initialiser:
+        if not connection or connection != self.core.initialiser:
             raise InitialRefused("another learner was asked for version 0")
         if part == LAYOUT:
             if not 0 < size <= MAX_JSON_BYTES:
@@ -141,7 +136,7 @@ class InitialModelUpload:
     async def store_part(self, connection: int, attempt: int, part: int, fragment: int, data: Array) -> None:
         """Make a part (uint8) durable. ``attempt``: the one under way when the part was checked; a layout begins
         another. Raises ``InitialRefused``."""
-        if connection != self._core.initialiser:
+        if connection != self.core.initialiser:
             raise InitialRefused("another learner was asked for version 0 since")
         if part == LAYOUT:
             self._begin_attempt(connection)
@@ -163,8 +158,8 @@ class InitialModelUpload:
 
     async def _stage(self, attempt: int, part: str, pack: Callable[[], Sequence[Buffer]]) -> str:
         """Keep what ``pack`` makes, which takes its checksums: it is called in the store's thread."""
-        stage = self._durability.checkpoints.stage
-        name = await self._durability.run_write(lambda: stage(attempt, part, *pack()))
+        stage = self.durability.checkpoints.stage
+        name = await self.durability.run_write(lambda: stage(attempt, part, *pack()))
         self._check_attempt(attempt)
         return name
 
@@ -172,9 +167,9 @@ class InitialModelUpload:
 
     async def watch_sender(self) -> None:
         """Give up on a learner that was asked and sends nothing; returns when version 0 is durable."""
-        while self._model.layout is None:
+        while self.model.layout is None:
             await asyncio.sleep(WATCH_SECONDS)
-            asked, now = self._core.initialiser or 0, time.monotonic()
+            asked, now = self.core.initialiser or 0, time.monotonic()
             if asked != self._watched or self._under_way:
                 self._watched = asked
                 self._touched = now
@@ -183,9 +178,9 @@ class InitialModelUpload:
                 self._give_up(asked, f"nothing of it came for {PATIENCE:.0f} s")
 
     def _give_up(self, connection: int, message: str) -> None:
-        if connection and connection == self._core.initialiser:
+        if connection and connection == self.core.initialiser:
             log.warning("version 0 from session %d did not come through: %s", connection, message)
-            self._emit(ev.InitialModelFailed(connection, message))
+            self.emit(ev.InitialModelFailed(connection))
 
     async def _take_layout(self, data: Array, attempt: int) -> None:
         try:
@@ -194,7 +189,7 @@ class InitialModelUpload:
             raise InitialRefused(str(error)) from error
         if len(layout) > MAX_FRAGMENTS:
             raise self._fail_job(f"{len(layout)} fragments; at most {MAX_FRAGMENTS} are served")
-        origins = self._core.version_0_origins(self._connection)
+        origins = self.core.version_0_origins(self._connection)
         if origins and len(origins) != len(layout):
             raise InitialRefused(f"{len(layout)} fragments, and this learner said that it holds {len(origins)}")
         self._check_attempt(attempt)
@@ -203,7 +198,7 @@ class InitialModelUpload:
 
     def _fail_job(self, message: str) -> InitialRefused:
         """Fail the job: every learner would upload the same."""
-        self._emit(ev.EndRequested(JobPhase.FAILED, f"version 0 is refused: {message}"))
+        self.emit(ev.EndRequested(JobPhase.FAILED, f"version 0 is refused: {message}"))
         return InitialRefused(message)
 
     async def _take_fragment(self, fragment: int, data: Array, attempt: int) -> None:
@@ -217,8 +212,8 @@ class InitialModelUpload:
         self._fragments[fragment] = theta
 
     def _records(self, fragments: dict[int, Floats]) -> list[MergeRecord]:
-        origins = self._core.version_0_origins(self._connection)
-        return first_records(self._job, self._core.epoch, fragments, origins)
+        origins = self.core.version_0_origins(self._connection)
+        return first_records(self.job, self.core.epoch, fragments, origins)
 
     async def _finish(self, attempt: int) -> None:
         layout = self._layout
@@ -228,13 +223,13 @@ class InitialModelUpload:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
         newest = self._records(self._fragments)
-        broadcasts = await asyncio.to_thread(lambda: [self._model.encode(record, None) for record in newest])
+        broadcasts = await asyncio.to_thread(lambda: [self.model.encode(record, None) for record in newest])
         self._check_attempt(attempt)
-        commit = self._durability.checkpoints.commit_initial
+        commit = self.durability.checkpoints.commit_initial
         digest = self._frozen_digest if frozen else ""
-        await self._durability.run_write(commit, self._layout_name, names, frozen, digest)
-        self._model.begin(layout, newest, frozen, digest, broadcasts)
+        await self.durability.run_write(commit, self._layout_name, names, frozen, digest)
+        self.model.begin(layout, newest, frozen, digest, broadcasts)
         self._fragments = {}
-        self._emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
+        self.emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))
-        log.info("merges: %s", self._model.merging)
+        log.info("merges: %s", self.model.merging)

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from diloco_protocol.documents import RegionRow
+from diloco_protocol.vocabulary import EVALUATOR
 
 WireBytes = Callable[[], dict[str, tuple[int, int]]]  # by place, (received, sent)
-EVALUATOR = "evaluator"  # no region may have that name
 NOBODY = ""
 
 

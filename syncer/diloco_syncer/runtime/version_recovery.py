@@ -1,12 +1,9 @@
 """Versions that the store lost, on their way in from learners that hold them.
 
-The core decides whom to ask (core/recovery); here the bytes come in and become a record. A learner
+The core decides whom to ask (core/recovery tells the story); here the bytes come in and become a record. A learner
 uploads the version exactly as it was broadcast, so whoever holds it goes on holding the same bytes.
 Θ_p thus has the broadcast's precision. The outer optimizer's state is that of the last durable version,
 and the residual that a delta codec had dropped by then is lost.
-
-The record says which version it follows, because those between are in no store any more. It keeps the
-receipt of the version (core/recovery/receipts.py), from which a restart sets the ledger.
 """
 
 from __future__ import annotations

@@ -45,11 +45,6 @@ def job_for_learners(job: DiLoCoJob) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode()
 
 
-def _is_for_newcomers(request: sync_pb2.DownloadRequest) -> bool:
-    """Whether a process may ask for it before it has joined: for the job, to learn what to join."""
-    return request.what == sync_pb2.DownloadRequest.JOB
-
-
 @dataclass
 class Downloads:
     """The download call of the Bulk service."""
@@ -71,7 +66,8 @@ class Downloads:
         try:
             request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(request.format)
-            if _is_for_newcomers(request):  # the job is small, and nobody knows who they are
+            # Who has not joined may ask for the job, to learn what to join. It is small, and nobody knows who they are.
+            if request.what == sync_pb2.DownloadRequest.JOB:
                 await services.write_download(self._send(request, self.authorizer.find_place(context)), context)
                 return
             caller = self.sessions.find_caller(request.process, peer, context)

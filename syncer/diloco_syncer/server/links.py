@@ -13,7 +13,7 @@ from statistics import median
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.bandwidth import links
-from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured, Traffic
+from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
 from diloco_protocol.common.meter import Meter
 from diloco_protocol.documents import SlotLink
 from diloco_protocol.spec.job import DiLoCoJob
@@ -45,9 +45,7 @@ class LinkMeasures:
         return Measured(up, self._down, self._round_trip)
 
 
-@lru_cache(maxsize=4)
-def _traffic(sizes: tuple[int, ...], up: str, down: str, learners: int) -> Traffic:
-    return links.traffic(sizes, up, down, learners)
+_traffic = lru_cache(maxsize=4)(links.traffic)
 
 
 def slot_links(

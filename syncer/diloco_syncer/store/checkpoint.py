@@ -14,12 +14,9 @@ Names in the store::
     discarded/...                   what a restart could not use, kept for people
     tape/<n>.jsonl                  the event tape (tape.py)
 
-A restart (restore.py) takes the newest valid state, and on top of it, per fragment, the records after it
-without a gap. If the newest state is damaged the one before it serves, and then those of checkpoints.
-Records are kept from the older of the two newest states on, so one damaged state loses nothing.
-
-If a newest record is damaged its fragment goes back one version, and the log says so. A store in which
-nothing fits together is refused: a job is never begun anew over what could not be read.
+What a restart takes of it is in restore.py. Records are kept from the older of the two newest states on, so one
+damaged state loses nothing. A store in which nothing fits together is refused: a job is never begun anew over what
+could not be read.
 """
 
 from __future__ import annotations

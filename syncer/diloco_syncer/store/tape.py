@@ -32,7 +32,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,6 @@ class Tape:
         self.previous = ""
         self.lines = 0
         self.newest: dict[int, int] = {}
-        self.repaired_bytes = 0
         self.damage = ""
         self._read_end()
 
@@ -234,7 +233,6 @@ class Tape:
                     break
                 keep -= step
             if keep != size:
-                self.repaired_bytes = size - keep
                 file.truncate(keep)
                 os.fsync(file.fileno())
 
@@ -337,17 +335,6 @@ class Tape:
                 segment.unsaved.pop(0)
             if flush:
                 os.fsync(file.fileno())
-
-
-def raw_lines(store: Store) -> Iterator[bytes]:
-    """The tape's lines in order, as they are in the store, heads of segments among them."""
-    for name in segment_names(store):
-        path = store.local_path(name)
-        if path is None:
-            yield from store.read(name, _MAX_SEGMENT).splitlines(keepends=True)
-            continue
-        with open(path, "rb") as file:
-            yield from file
 
 
 def decode_line(raw: bytes, number: int) -> dict[str, Any]:

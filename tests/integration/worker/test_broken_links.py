@@ -183,7 +183,7 @@ def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing(
     service = syncer({"fragments": 1, "every": 1000}, {"steps": 1_000_000})
     trainer = Trainer(service.environ())
     with trainer.learner as learner:
-        inbox = learner._synchronizer._inbox
+        inbox = learner._synchronizer.inbox
 
         def pull(round: int) -> list[int]:
             """Sequences of the pushes that follow."""

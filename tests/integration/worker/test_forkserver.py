@@ -46,7 +46,7 @@ def worker():
 events = os.dup(1)
 os.dup2(2, 1)
 z = forkserver.ForkServer(0, events, worker)
-z._send_event(event="ready", threads=forkserver.count_threads(), pid=os.getpid())
+z._send_event(event="ready", threads=len(forkserver.thread_names()), pid=os.getpid())
 sys.exit(z.run())
 """
 

@@ -34,6 +34,7 @@ class Batch:
     cursors: tuple[LeaseCursor, ...]
 
 
+@dataclass
 class BatchPrefetcher:
     """Draws and collates batches in a thread of its own. Any thread may call the methods.
 
@@ -43,30 +44,24 @@ class BatchPrefetcher:
     one batch.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        sequences: int,
-        seed: int,
-        request: Callable[[int], None],
-        notify: Callable[[], None],
-        collate: Callable[[list[Any]], Any] = default_collate,
-        reserve: int = 0,
-    ) -> None:
-        if sequences < 1:
-            raise ConfigurationError(f"a batch of {sequences} sequences: at least one is needed")
-        if len(dataset) < sequences:
+    dataset: Any
+    sequences: int
+    seed: int
+    request: Callable[[int], None]
+    notify: Callable[[], None]
+    collate: Callable[[list[Any]], Any] = default_collate
+    reserve: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1:
+            raise ConfigurationError(f"a batch of {self.sequences} sequences: at least one is needed")
+        if len(self.dataset) < self.sequences:
             raise ConfigurationError(
-                f"the data set has {len(dataset)} sequences and a step needs {sequences}: "
+                f"the data set has {len(self.dataset)} sequences and a step needs {self.sequences}: "
                 "give more data, or lower batch.sequences, batch.accumulation or data.sequenceLength"
             )
-        self._dataset = dataset
-        self._sequences = sequences
-        self._collate = collate
-        self._reserve = max(4 * sequences, reserve)
-        self._leases = Leases(seed, len(dataset))
-        self._request = request
-        self._notify = notify
+        self._reserve = max(4 * self.sequences, self.reserve)
+        self._leases = Leases(self.seed, len(self.dataset))
         self._asked = 0
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()
@@ -141,16 +136,16 @@ class BatchPrefetcher:
             while (drawn := self._next()) is not None:
                 draw, generation = drawn
                 self.is_loading = True
-                data = self._collate([self._dataset[index] for index in draw.sequences])
+                data = self.collate([self.dataset[index] for index in draw.sequences])
                 self.is_loading = False
                 with self._changed:
                     if generation == self._generation:
                         self._ready.append(Batch(data, draw.cursors))
-                self._notify()
+                self.notify()
         except BaseException as error:  # handed to the training thread, which raises it
             with self._changed:
                 self._error = error
-            self._notify()
+            self.notify()
 
     def _next(self) -> tuple[Draw, int] | None:
         with self._changed:
@@ -162,9 +157,9 @@ class BatchPrefetcher:
                 if missing > 0 and free > 0:
                     more = min(-(-missing // block), free)
                     self._asked += more
-                    self._request(more)
+                    self.request(more)
                 if len(self._ready) < _AHEAD:
-                    draw = self._leases.draw(self._sequences)
+                    draw = self._leases.draw(self.sequences)
                     if draw is not None:
                         return draw, self._generation
                 self._changed.wait(1.0)

@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpc import aio
@@ -39,53 +39,43 @@ class ByteCounts:
         self.chunks_up += 1
 
 
+@dataclass
 class BulkChannels:
     """``slot`` and ``incarnation`` go into every upload's header, where they fence a stale process; the client
     sets them when the syncer names others. ``up`` and ``down`` measure the throughput."""
 
-    def __init__(
-        self,
-        channels: Sequence[aio.Channel],
-        metadata: Sequence[tuple[str, str]],
-        job: str,
-        process: str,
-        executor: Executor,
-        counts: ByteCounts,
-        up: Meter | None = None,
-        down: Meter | None = None,
-    ) -> None:
-        self.slot = 0
-        self.incarnation = 0
-        self._channels = list(channels)
-        self._metadata = tuple(metadata)
-        self._job = job
-        self._process = process
-        self._executor = executor
-        self._counts = counts
-        self._up = up
-        self._down = down
+    channels: Sequence[aio.Channel]
+    metadata: Sequence[tuple[str, str]]
+    job: str
+    process: str
+    executor: Executor
+    counts: ByteCounts
+    up: Meter | None = None
+    down: Meter | None = None
+    slot: int = field(default=0, init=False)
+    incarnation: int = field(default=0, init=False)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run ``work`` in an executor thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work, *arguments)
 
     async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
         """Upload a contiguous buffer; ``kind`` is the header's field that says what it is.
 
         Raises TransferError when no answer came, in which case the upload may have been accepted."""
         header = sync_pb2.UploadHeader(
-            job=self._job, slot=self.slot, incarnation=self.incarnation, process=self._process, **kind
+            job=self.job, slot=self.slot, incarnation=self.incarnation, process=self.process, **kind
         )
         broken = 0
         for attempt in range(_BUSY_TRIES):
             try:
                 reply = await bulk.upload(
-                    self._channels,
+                    self.channels,
                     header,
                     payload,
-                    metadata=self._metadata,
-                    meter=self._up,
-                    note_chunk=self._counts.count_chunk,
+                    metadata=self.metadata,
+                    meter=self.up,
+                    note_chunk=self.counts.count_chunk,
                 )
             except bulk.TransferError as error:
                 broken += 1
@@ -95,7 +85,7 @@ class BulkChannels:
                 raise bulk.TransferError(str(error), retry=False) from error
             else:
                 if reply.accepted or reply.reason not in (TransferRefusal.BUSY, *_DAMAGED):
-                    self._counts.up += len(bulk.flat(payload))
+                    self.counts.up += len(bulk.flat(payload))
                     return reply
                 broken += reply.reason in _DAMAGED
                 if broken >= _TRIES:
@@ -115,19 +105,13 @@ class BulkChannels:
 
         ``size``: exactly so many bytes; otherwise at most ``limit``. ``allocate`` makes the array. Raises TransferError
         and, for another size, WireError."""
-        request = sync_pb2.DownloadRequest(job=self._job, process=self._process, **what)
+        request = sync_pb2.DownloadRequest(job=self.job, process=self.process, **what)
         header, data = await bulk.download(
-            self._channels,
-            request,
-            size=size,
-            limit=limit,
-            allocate=allocate,
-            metadata=self._metadata,
-            meter=self._down,
+            self.channels, request, size=size, limit=limit, allocate=allocate, metadata=self.metadata, meter=self.down
         )
         if not header.found:
             return None
-        self._counts.down += data.nbytes
+        self.counts.down += data.nbytes
         return header, data
 
 

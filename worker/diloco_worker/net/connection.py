@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
@@ -61,46 +61,40 @@ _STEADY_SECONDS = 10.0  # a session that lasted so long starts the backoff anew
 _REPORT_SECONDS = 0.02  # a report that is younger than this is not replaced without need
 
 
+@dataclass
 class SyncerConnection:
     """The connection of one worker process. Any thread may read ``status``, ``connected``, ``report_wanted`` and
-    ``drain_confirmed``; the methods belong to the loop's thread."""
+    ``drain_confirmed``; the methods belong to the loop's thread. The arguments are those of ``SyncerClient``;
+    ``executor`` runs codec and checksums."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        layout: Layout,
-        inbox: Inbox,
-        executor: Executor,
-        to_vector: Callable[[Floats], Vector],
-        eager: bool,
-        idle: bool,
-        status: ConnectionStatus,
-    ) -> None:
-        """The arguments are those of ``SyncerClient``; ``executor`` runs codec and checksums."""
-        sync = settings.job.spec.sync
-        self.status = status
+    settings: WorkerSettings
+    layout: Layout
+    inbox: Inbox
+    executor: Executor
+    to_vector: InitVar[Callable[[Floats], Vector]]
+    eager: InitVar[bool]
+    idle: bool
+    status: ConnectionStatus
+
+    def __post_init__(self, to_vector: Callable[[Floats], Vector], eager: bool) -> None:
+        sync = self.settings.job.spec.sync
         self.connected = False
         self.report_wanted = True  # false: the newest report is younger than a report's interval
         self.drain_confirmed = False  # the syncer has read Drained
-        self.feedback = ErrorFeedback(len(layout), sync.compression.error_feedback)
+        self.feedback = ErrorFeedback(len(self.layout), sync.compression.error_feedback)
         self.outbox = Outbox()
         self.counts = ByteCounts()
         self.probe = LinkProbe()
         self.count_batches: Callable[[], int] = lambda: 0  # that the loop was given since its last step
         self.state_limit = 0  # bytes of a peer's optimizer state
-        self._settings = settings
-        self._credentials = WorkerCredentials(settings)
-        self._syncer_settings = SyncerSettings.of(settings.job.spec)  # in use
+        self._credentials = WorkerCredentials(self.settings)
+        self._syncer_settings = SyncerSettings.of(self.settings.job.spec)  # in use
         self._heartbeat = sync.heartbeat.interval_seconds
-        self._layout = layout
-        self._inbox = inbox
         self._sequences = 0
-        self._executor = executor
-        self._idle = idle
-        self._digests = immutable_digests(settings.job)
-        self._cache = FragmentCache(len(layout))
+        self._digests = immutable_digests(self.settings.job)
+        self._cache = FragmentCache(len(self.layout))
         self._context = TransferContext(
-            layout, inbox, self.outbox, self._cache, feedback=self.feedback, to_vector=to_vector, eager=eager
+            self.layout, self.inbox, self.outbox, self._cache, feedback=self.feedback, to_vector=to_vector, eager=eager
         )
         # What the syncer has said of this process; it outlives sessions.
         self._incarnation = 0
@@ -139,7 +133,7 @@ class SyncerConnection:
         logged = ""
         lost = time.monotonic()  # since when there is no session
         while True:
-            address = self._settings.address()
+            address = self.settings.address()
             started = time.monotonic()
             if address is None:
                 reason = "its address file is not there"
@@ -204,14 +198,14 @@ class SyncerConnection:
     def _begin_session(
         self, session: Session, bulk: Sequence[Any], metadata: Sequence[tuple[str, str]], pinned: bool
     ) -> None:
-        settings = self._settings
+        settings = self.settings
         self.probe.reset()
         bulk_channels = BulkChannels(
             bulk,
             metadata,
             settings.job.metadata.name,
             settings.process,
-            executor=self._executor,
+            executor=self.executor,
             counts=self.counts,
             up=self.probe.up,
             down=self.probe.down,
@@ -235,10 +229,10 @@ class SyncerConnection:
         await self.cancel_tasks()
         if transfers is not None:
             transfers.close()
-            self._inbox.put(Disconnected())
+            self.inbox.put(Disconnected())
 
     def _join(self) -> sync_pb2.Join:
-        settings = self._settings
+        settings = self.settings
         self._attempt = max(self._attempt + 1, time.time_ns() // 1000)
         role = sync_pb2.ROLE_LEARNER if settings.role == "learner" else sync_pb2.ROLE_EVALUATOR
         return sync_pb2.Join(
@@ -248,14 +242,14 @@ class SyncerConnection:
             role=role,
             region=settings.region,
             ordinal=settings.ordinal,
-            layout_digest=self._layout.digest,
+            layout_digest=self.layout.digest,
             digests=self._digests,
             sequences=self._sequences,
             held=self._cache.held_versions(),
             previous_incarnation=self._incarnation,
             tenure=self._tenure,
             slot=self._tenure_slot,
-            idle=self._idle,
+            idle=self.idle,
             pod=settings.pod,
             attempt=self._attempt,
         )
@@ -278,22 +272,22 @@ class SyncerConnection:
         elif kind == "pull":
             pull = convert.from_wire(Pull, message.pull)
             self._check_fragment(pull.fragment)
-            self._inbox.put(pull)
+            self.inbox.put(pull)
         elif kind == "announcement":
             self._on_announcement(convert.from_wire(Announcement, message.announcement))
         elif kind == "lease":
-            self._inbox.put(convert.from_wire(Lease, message.lease))
+            self.inbox.put(convert.from_wire(Lease, message.lease))
         elif kind == "phase":
             self._on_phase(message.phase)
         elif kind == "peer_state_request":
-            self._inbox.put(StateRequested(message.peer_state_request.transfer))
+            self.inbox.put(StateRequested(message.peer_state_request.transfer))
         elif kind == "peer_state_ready":
             transfer = message.peer_state_ready.transfer
             if transfer:
                 what = sync_pb2.DownloadRequest.PEER_STATE
                 self._spawn(self._transfers.fetch_state, what, self.state_limit, transfer)
             else:
-                self._inbox.put(StateDownloaded(True, None))
+                self.inbox.put(StateDownloaded(True, None))
         elif kind == "base_request":
             self._check_fragment(message.base_request.fragment)
             self._spawn(self._transfers.return_version, message.base_request)
@@ -319,30 +313,30 @@ class SyncerConnection:
         except LayoutError as error:
             log.debug("the job's tensors cannot be read: %s", error)
             return refusal.message
-        differs = describe_difference(self._layout.tensors, job) or "the same tensors are cut into other fragments"
+        differs = describe_difference(self.layout.tensors, job) or "the same tensors are cut into other fragments"
         return f"this learner's model is not the job's: {differs}. Give every learner the same model and sync.fragments"
 
     def _on_welcome(self, welcome: sync_pb2.Welcome) -> None:
-        standby = welcome.standby and not self._idle
+        standby = welcome.standby and not self.idle
         self.status = replace(self.status, epoch=welcome.epoch, standby=standby, slot=-1)
-        if self._idle:
+        if self.idle:
             self._on_phase(welcome.phase)
             return
         announcements = [convert.from_wire(Announcement, announcement) for announcement in welcome.fragments]
         trained = any(announcement.version > 0 for announcement in announcements)
         self._apply_settings(welcome.settings)
-        self._inbox.put(Welcomed(trained, welcome.optimizer_bytes, self._syncer_settings))
+        self.inbox.put(Welcomed(trained, welcome.optimizer_bytes, self._syncer_settings))
         if welcome.HasField("seat"):
             self._on_seat(convert.from_wire(Seat, welcome.seat))
         elif not welcome.observer:
             self._set_identity(0, 0)
             self.outbox.put_report(None)
-            self._inbox.put(Unseated())
+            self.inbox.put(Unseated())
         for announcement in announcements:
             self._on_announcement(announcement)
         self._on_phase(welcome.phase)
         if welcome.initialise:
-            self._inbox.put(InitialRequested())
+            self.inbox.put(InitialRequested())
 
     def _apply_settings(self, document: str) -> None:
         """Use the syncer's settings instead of the job file's."""
@@ -364,7 +358,7 @@ class SyncerConnection:
             self._tenure = seat.tenure
             self._tenure_slot = seat.slot
             self.outbox.put_report(None)
-        self._inbox.put(seat)
+        self.inbox.put(seat)
 
     def _set_identity(self, slot: int, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -375,20 +369,20 @@ class SyncerConnection:
         if phase.name != sync_pb2.PHASE_UNSPECIFIED:
             name = sync_pb2.PhaseName.Name(phase.name).removeprefix("PHASE_").lower()
             self.status = replace(self.status, phase=name, message=phase.message)
-            self._inbox.put(PhaseChanged(name, phase.message))
+            self.inbox.put(PhaseChanged(name, phase.message))
 
     def _on_announcement(self, announcement: Announcement) -> None:
-        if self._idle or self._transfers is None:
+        if self.idle or self._transfers is None:
             return
         self._check_fragment(announcement.fragment)
         self._transfers.on_announcement(announcement)
         self._versions[announcement.fragment] = announcement.version
-        if len(self._versions) == len(self._layout):
+        if len(self._versions) == len(self.layout):
             self.status = replace(self.status, merges=sum(self._versions.values()))
 
     def _check_fragment(self, fragment: int) -> None:
-        if fragment >= len(self._layout):
-            raise limits.WireError(f"fragment {fragment} is named, and there are {len(self._layout)}")
+        if fragment >= len(self.layout):
+            raise limits.WireError(f"fragment {fragment} is named, and there are {len(self.layout)}")
 
     # ------------------------------------------------------- work beside the session
 
@@ -406,9 +400,9 @@ class SyncerConnection:
         """Encode and upload a push; without a session its fate is open. One of a tenure that is over is not sent: it
         would count as work of the new one."""
         if self._transfers is None:
-            self._inbox.put(push.answered(None, "", "there is no connection"))
+            self.inbox.put(push.answered(None, "", "there is no connection"))
         elif push.report.tenure != self._tenure:
-            self._inbox.put(push.answered(None, "", "its tenure is over"))
+            self.inbox.put(push.answered(None, "", "its tenure is over"))
         else:
             self._transfers.push(push)
 
@@ -438,7 +432,7 @@ class SyncerConnection:
     def fail(self, error: BaseException) -> None:
         """Have the training thread raise ``error``."""
         failure = error if isinstance(error, WorkerError) else WorkerError(f"{type(error).__name__}: {error}")
-        self._inbox.put(Failed(failure))
+        self.inbox.put(Failed(failure))
 
     async def cancel_tasks(self) -> None:
         """End what runs beside the session."""

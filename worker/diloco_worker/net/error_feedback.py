@@ -32,11 +32,6 @@ class ErrorFeedback:
         """r_p, float32[elements]; None stands for zero."""
         return self._residual[fragment]
 
-    @property
-    def open_pushes(self) -> int:
-        """How many pushes have an open fate, over all fragments."""
-        return sum(len(pushes) for pushes in self._open)
-
     def expect_push(self, fragment: int, sequence: int) -> None:
         """Announce a push that will be encoded. If it is resolved before that, nothing is kept of it."""
         if self.enabled:

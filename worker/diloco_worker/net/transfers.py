@@ -99,30 +99,23 @@ class TransferContext:
     eager: bool = True
 
 
+@dataclass
 class Transfers:
     """The bulk transfers of one session. ``encoding`` is that of pushes; the client sets it when the syncer
-    names another."""
+    names another. ``end_session(reason)`` makes the client connect anew. ``pinned_server``: the channels trust one
+    server certificate only."""
 
-    def __init__(
-        self,
-        context: TransferContext,
-        channels: BulkChannels,
-        encoding: str,
-        spawn: Spawn,
-        end_session: Callable[[str], None],
-        pinned_server: bool = False,
-    ) -> None:
-        """``end_session(reason)`` makes the client connect anew. ``pinned_server``: the channels trust one
-        server certificate only."""
-        self.encoding = encoding
-        self._context = context
-        self._layout = context.layout
-        self._inbox = context.inbox
-        self._cache = context.cache
-        self._channels = channels
-        self._spawn = spawn
-        self._end_session = end_session
-        self._pinned_server = pinned_server
+    context: TransferContext
+    channels: BulkChannels
+    encoding: str
+    spawn: Spawn
+    end_session: Callable[[str], None]
+    pinned_server: bool = False
+
+    def __post_init__(self) -> None:
+        self._layout = self.context.layout
+        self._inbox = self.context.inbox
+        self._cache = self.context.cache
         self._announced: dict[int, Announcement] = {}  # the newest, per fragment
         self._fetching: set[int] = set()
         self._pushes: list[Push] = []
@@ -131,8 +124,8 @@ class Transfers:
 
     def set_identity(self, slot: int, incarnation: int) -> None:
         """Upload in the name of this slot and incarnation from now on."""
-        self._channels.slot = slot
-        self._channels.incarnation = incarnation
+        self.channels.slot = slot
+        self.channels.incarnation = incarnation
 
     def close(self) -> None:
         """Answer the pushes that are still queued. The tasks that were spawned must have ended."""
@@ -150,7 +143,7 @@ class Transfers:
         self._announced[fragment] = announcement
         self._cache.record_reset(announcement)
         self._inbox.put(announcement)
-        if self._context.eager or self._cache.get(fragment) is None:
+        if self.context.eager or self._cache.get(fragment) is None:
             self._fetch(fragment)
 
     def _check_announcement(self, announcement: Announcement) -> None:
@@ -178,7 +171,7 @@ class Transfers:
     def _fetch(self, fragment: int) -> None:
         if fragment not in self._fetching:
             self._fetching.add(fragment)
-            self._spawn(self._fetch_fragment, fragment)
+            self.spawn(self._fetch_fragment, fragment)
 
     async def _fetch_fragment(self, fragment: int) -> None:
         """Download the newest announced version, and again while a newer one was announced."""
@@ -190,18 +183,18 @@ class Transfers:
                 if version is None:
                     attempt += 1
                     if attempt >= _VERSION_TRIES:
-                        self._end_session(f"fragment {fragment} does not arrive in {attempt} tries")
+                        self.end_session(f"fragment {fragment} does not arrive in {attempt} tries")
                     await asyncio.sleep(pause(attempt))
                     continue
                 attempt = 0
                 self._cache.put(version)
-                vector = await self._channels.run(self._context.to_vector, version.values)  # it may pin its memory
+                vector = await self.channels.run(self.context.to_vector, version.values)  # it may pin its memory
                 self._inbox.put(Downloaded(announcement, vector, self._cache.newest_reset(fragment)))
                 del version, vector
                 if time.monotonic() >= self._return_memory_at:
                     self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
-                    await self._channels.run(return_free_memory)
-                if self._announced[fragment] is announcement or not self._context.eager:
+                    await self.channels.run(return_free_memory)
+                if self._announced[fragment] is announcement or not self.context.eager:
                     break
         finally:
             self._fetching.discard(fragment)
@@ -240,27 +233,27 @@ class Transfers:
         ):
             found = await self._download(sync_pb2.DownloadRequest.DELTA, announcement, announcement.delta)
             if found is not None:
-                update = await self._channels.run(codec.decode, found[1], announcement.delta.encoding, elements)
+                update = await self.channels.run(codec.decode, found[1], announcement.delta.encoding, elements)
                 values: Floats = cached.values + update
-                if full.encoding != "float32" or await self._channels.run(bulk.checksum, values) == full.checksum:
+                if full.encoding != "float32" or await self.channels.run(bulk.checksum, values) == full.checksum:
                     return CachedVersion(announcement, values, found[0])
         found = await self._download(sync_pb2.DownloadRequest.FULL, announcement, full)
         if found is None:
             return None
         return CachedVersion(
-            announcement, await self._channels.run(codec.decode, found[1], full.encoding, elements), found[0]
+            announcement, await self.channels.run(codec.decode, found[1], full.encoding, elements), found[0]
         )
 
     async def _download(self, what: Any, announcement: Announcement, payload: Payload) -> tuple[bytes, Bytes] | None:
         """Receipt and bytes, uint8; None: the syncer has it no more."""
         fragment, version = announcement.fragment, announcement.version
-        found = await self._channels.download(
+        found = await self.channels.download(
             size=payload.bytes, what=what, fragment=fragment, epoch=announcement.epoch, version=version
         )
         if found is None:
             return None
         header, data = found
-        if await self._channels.run(bulk.checksum, data) != payload.checksum:
+        if await self.channels.run(bulk.checksum, data) != payload.checksum:
             raise limits.WireError(
                 f"fragment {fragment} version {version}: its bytes are not those that were announced"
             )
@@ -268,8 +261,8 @@ class Transfers:
 
     def _reconnect_if_pinned(self, error: Exception) -> None:
         """End the session if a transfer failed for good and the syncer may have another certificate by now."""
-        if self._pinned_server and isinstance(error, bulk.TransferError):
-            self._end_session(f"bulk transfers fail: {error}")
+        if self.pinned_server and isinstance(error, bulk.TransferError):
+            self.end_session(f"bulk transfers fail: {error}")
 
     # ------------------------------------------------------- versions, up
 
@@ -286,7 +279,7 @@ class Transfers:
                 receipt=cached.receipt,
             )
             try:
-                reply = await self._channels.upload(await self._channels.run(cached.encode), base=base)
+                reply = await self.channels.upload(await self.channels.run(cached.encode), base=base)
                 if reply.accepted:
                     log.info("fragment %d: the syncer took version %d back", fragment, request.version)
                     return
@@ -295,13 +288,13 @@ class Transfers:
                 why = str(error)
         log.warning("fragment %d version %d is not given back: %s", fragment, request.version, why)
         unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
-        self._context.outbox.put(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
+        self.context.outbox.put(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
 
     async def upload_initial(self, vectors: Sequence[Vector], frozen: bytes, digest: str = "") -> None:
         """Upload version 0; ``digest``: of the frozen parameters. After a few tries the session is ended, so that the
         syncer asks another learner, or this one again. Raises ConfigurationError for a start that is not finite."""
         for fragment, vector in enumerate(vectors):
-            if not (await self._channels.run(lambda v=vector: codec.norm_and_finite(v.array)))[1]:
+            if not (await self.channels.run(lambda v=vector: codec.norm_and_finite(v.array)))[1]:
                 raise ConfigurationError(
                     f"the model's start has values that are not finite (fragment {fragment}): version 0 "
                     "would be useless; check how the model is built, or the weights that it starts from"
@@ -315,7 +308,7 @@ class Transfers:
             await asyncio.sleep(pause(attempt, first=_INITIAL_PAUSE))
             if len(self._announced) == len(self._layout):
                 return  # it exists: only the last answer was lost
-        self._end_session(f"version 0 did not come through in {_INITIAL_TRIES} tries")
+        self.end_session(f"version 0 did not come through in {_INITIAL_TRIES} tries")
 
     async def _upload_initial_parts(self, vectors: Sequence[Vector], frozen: bytes, digest: str) -> None:
         """Raises bulk.TransferError if a part was refused or did not come through."""
@@ -328,8 +321,8 @@ class Transfers:
         ]
         for what, payload in payloads:
             if isinstance(payload, Vector):
-                payload = await self._channels.run(lambda vector=payload: vector.array)
-            reply = await self._channels.upload(payload, initial=what)
+                payload = await self.channels.run(lambda vector=payload: vector.array)
+            reply = await self.channels.upload(payload, initial=what)
             if not reply.accepted:
                 raise bulk.TransferError(f"version 0 was refused ({reply.reason}): {reply.message}", retry=True)
 
@@ -340,11 +333,11 @@ class Transfers:
         if len(self._pushes) >= _MOST_QUEUED_PUSHES:
             self._inbox.put(push.answered(None, "", "too many pushes wait to be sent"))
             return
-        self._context.feedback.expect_push(push.plan.fragment, push.plan.sequence)
+        self.context.feedback.expect_push(push.plan.fragment, push.plan.sequence)
         self._pushes.append(push)
         if self._pushing < _PUSHES_AT_ONCE:
             self._pushing += 1
-            self._spawn(self._send_pushes)
+            self.spawn(self._send_pushes)
 
     async def _send_pushes(self) -> None:
         try:
@@ -357,15 +350,15 @@ class Transfers:
         plan = push.plan
         try:
             encoding = self.encoding
-            encoded = await self._channels.run(encode_push, push, encoding, self._context.feedback)
+            encoded = await self.channels.run(encode_push, push, encoding, self.context.feedback)
             report = convert.to_wire(push.report)
             message = convert.to_wire(plan, encoding=encoding, layout_digest=self._layout.digest, report=report)
-            reply = await self._channels.upload(encoded, push=message)
+            reply = await self.channels.upload(encoded, push=message)
         except bulk.TransferError as error:
             log.warning("push %d of fragment %d got no answer: %s", plan.sequence, plan.fragment, error)
             self._inbox.put(push.answered(None, "", "no answer came"))
-            if error.retry or self._pinned_server:
-                self._end_session(f"pushes do not come through: {error}")
+            if error.retry or self.pinned_server:
+                self.end_session(f"pushes do not come through: {error}")
             return
         except asyncio.CancelledError:
             self._inbox.put(push.answered(None, "", "the connection broke"))
@@ -384,9 +377,7 @@ class Transfers:
         """Download the frozen parameters, at most ``limit`` bytes, if their digest is not ``own_digest()``, which is
         called in another thread; ``FrozenDownloaded`` follows in the inbox."""
         digest = await self._download_state(sync_pb2.DownloadRequest.FROZEN_DIGEST, _MOST_DIGEST_BYTES, 0)
-        if digest is not None and digest[1].tobytes().decode("ascii", "replace") == await self._channels.run(
-            own_digest
-        ):
+        if digest is not None and digest[1].tobytes().decode("ascii", "replace") == await self.channels.run(own_digest):
             self._inbox.put(FrozenDownloaded(None, same=True))
             return
         found = await self._download_state(sync_pb2.DownloadRequest.FROZEN, limit, 0)
@@ -410,7 +401,7 @@ class Transfers:
         name = sync_pb2.DownloadRequest.What.Name(what)
         for attempt in range(_STATE_TRIES):
             try:
-                return await self._channels.download(limit=limit, allocate=map_new_file, what=what, transfer=transfer)
+                return await self.channels.download(limit=limit, allocate=map_new_file, what=what, transfer=transfer)
             except (limits.WireError, OSError) as error:
                 log.warning("%s was not taken: %s", name, error)
                 return None
@@ -425,15 +416,15 @@ class Transfers:
         """Upload this learner's inner optimizer state, made on ``versions`` ((epoch, version) per fragment). One that
         ``encode`` cannot serialise is declined: it is no reason to end this learner."""
         try:
-            data = await self._channels.run(encode)
+            data = await self.channels.run(encode)
         except Exception as error:
             log.warning("the optimizer's state is not given to a newcomer: it cannot be serialised: %s", error)
-            self._context.outbox.put(f"no-state-{transfer}", decline_state(transfer))
+            self.context.outbox.put(f"no-state-{transfer}", decline_state(transfer))
             return
         held = [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in versions]
         state = sync_pb2.PeerState(transfer=transfer, versions=held)
         try:
-            reply = await self._channels.upload(data, peer_state=state)
+            reply = await self.channels.upload(data, peer_state=state)
             if not reply.accepted:
                 log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
         except bulk.TransferError as error:

@@ -75,13 +75,13 @@ def offer_everything(
     offers = [_Offer() for _ in synchronizer.adoption.fragments]
     now = time.monotonic()
     end, patience = now + LONGEST_SECONDS, now + PATIENCE_SECONDS
-    chunks = synchronizer.chunks_up
+    chunks = synchronizer.client.chunks_up
     while True:
         synchronizer.run_boundary()
         now = time.monotonic()
-        if _advance_offers(synchronizer, offers, now) or synchronizer.chunks_up != chunks:
+        if _advance_offers(synchronizer, offers, now) or synchronizer.client.chunks_up != chunks:
             patience = now + PATIENCE_SECONDS
-        chunks = synchronizer.chunks_up
+        chunks = synchronizer.client.chunks_up
         left = [p for p, offer in enumerate(offers) if not offer.done and not offer.given_up]
         if not left or synchronizer.phase in ENDED_PHASES or not synchronizer.seated:
             break
@@ -89,7 +89,7 @@ def offer_everything(
             for p in left:
                 offers[p].given_up = "no acknowledgement in time"
             break
-        synchronizer.wait_for_message(0.05)
+        synchronizer.inbox.wait(0.05)
     given_up = []
     for p, offer in enumerate(offers):
         tokens = synchronizer.adoption.pending_tokens(p)
@@ -123,7 +123,7 @@ def _advance_offers(synchronizer: Synchronizer, offers: list[_Offer], now: float
                 offer.again_at = now + 0.2 * 2**offer.tries
         if offer.waits_above is not None and version > offer.waits_above:
             offer.waits_above, offer.again_at, progress = None, now, True
-    if not synchronizer.connected:
+    if not synchronizer.client.connected:
         return progress
     on_the_way = sum(offer.sequence is not None for offer in offers)
     order = adoption.drain_order()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.wire import limits
@@ -42,6 +43,7 @@ PEER, JOB, OWN = "peer", "job's checkpoint", "slot's own checkpoint"
 Held = Sequence[tuple[int, int]]  # (epoch, version) per fragment
 
 
+@dataclass
 class OptimizerHandover:
     """The handover of one learner; only the training thread calls it.
 
@@ -49,22 +51,15 @@ class OptimizerHandover:
     optimizer starts fresh: the learning rate is warmed up from that slot step.
     """
 
-    def __init__(
-        self,
-        inner: InnerOptimizers,
-        adoption: Adoption,
-        client: SyncerClient,
-        checkpoint: SlotCheckpoint,
-        warm_up: int,
-        on_fresh: Callable[[int], None],
-    ) -> None:
-        self._inner = inner
-        self._adoption = adoption
-        self._client = client
-        self._checkpoint = checkpoint
-        self._warm_up = warm_up
-        self._on_fresh = on_fresh
-        self._limit = optimizer_state.max_state_bytes(inner.model)
+    inner: InnerOptimizers
+    adoption: Adoption
+    client: SyncerClient
+    checkpoint: SlotCheckpoint
+    warm_up: int
+    on_fresh: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self._limit = optimizer_state.max_state_bytes(self.inner.model)
         self._trained = 0  # inner steps since the state began fresh, whoever made them
         self._job_has_one = False
         self._source = ""  # what is waited for: PEER, JOB, OWN, or nothing
@@ -79,8 +74,8 @@ class OptimizerHandover:
     @property
     def is_young(self) -> bool:
         """Whether this learner trains, with a state that began fresh within the job and is not beyond the warm-up."""
-        few = min(self._warm_up, self._adoption.now.step / 2)
-        return self._adoption.trained_steps > 0 and self._trained < few
+        few = min(self.warm_up, self.adoption.now.step / 2)
+        return self.adoption.trained_steps > 0 and self._trained < few
 
     def count_step(self) -> None:
         """An inner step was made."""
@@ -88,13 +83,13 @@ class OptimizerHandover:
 
     def clear_state(self) -> None:
         """Forget the state: the optimizer starts fresh."""
-        self._inner.clear_state()
+        self.inner.clear_state()
         self._trained = 0
-        self._on_fresh(self._adoption.now.step)
+        self.on_fresh(self.adoption.now.step)
 
     def _warmed_up(self, trained: int) -> int:
         """How many steps of the warm-up a state holds that was trained for so many."""
-        return min(trained, self._warm_up)
+        return min(trained, self.warm_up)
 
     def _trained_of(self, data: Bytes) -> int:
         """The steps since a state began fresh; of one that does not say, the warm-up's."""
@@ -102,7 +97,7 @@ class OptimizerHandover:
             origin = optimizer_state.origin_of(data)
         except StateRefused:
             origin = None  # ``restore`` will say it
-        return self._warm_up if origin is None else origin.trained
+        return self.warm_up if origin is None else origin.trained
 
     # ------------------------------------------------------------------ taking over
 
@@ -126,9 +121,9 @@ class OptimizerHandover:
         patience = limits.REJOIN_SECONDS if self._patient else 0.0
         self._deadline = time.monotonic() + patience + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
         if self._source == PEER:
-            self._client.request_peer_state(self._limit, self._patient)
+            self.client.request_peer_state(self._limit, self._patient)
         elif self._source == JOB:
-            self._client.fetch_optimizer(self._limit)
+            self.client.fetch_optimizer(self._limit)
 
     def receive_state(self, item: StateDownloaded) -> None:
         """Take an answer; one that came too late is ignored."""
@@ -151,12 +146,12 @@ class OptimizerHandover:
             if late:
                 self._try_next("none came in time")
             return
-        if not self._adoption.complete:
+        if not self.adoption.complete:
             return
         name, state = self._candidates[0]
         if state.usable(held):
             try:
-                optimizer_state.restore(state.data, self._inner)
+                optimizer_state.restore(state.data, self.inner)
                 self._trained = self._trained_of(state.data)
                 log.info("the inner optimizer continues from the state of the %s", name)
                 self._candidates = []
@@ -165,7 +160,7 @@ class OptimizerHandover:
             except StateRefused as error:
                 why = str(error)
             except Exception as error:  # of whatever kind: somebody else made these bytes
-                self._inner.clear_state()  # it may lie there in part
+                self.inner.clear_state()  # it may lie there in part
                 self._trained = 0
                 why = repr(error)
         elif name == PEER and not late:
@@ -180,12 +175,12 @@ class OptimizerHandover:
         """Turn to the next source, for ``why``."""
         if self._candidates:
             self._source = self._candidates[0][0]
-        elif self._ranked and self._ask_again and not self._inner.has_state:
+        elif self._ranked and self._ask_again and not self.inner.has_state:
             self._source, self._patient, self._ask_again = PEER, True, False
             words = "waiting, at most %g s, for learners that may bring an optimizer state: %s"
             log.info(words, limits.REJOIN_SECONDS, why)
             self.repeat_request()
-        elif self._ranked or (self._source == PEER and self._inner.has_state):
+        elif self._ranked or (self._source == PEER and self.inner.has_state):
             self._begin_fresh(why)
         elif self._source == PEER and self._job_has_one:
             self._source = JOB
@@ -197,11 +192,11 @@ class OptimizerHandover:
         """Rank a peer's state before this learner's own, in memory or on disk, unless it holds less of the warm-up."""
         self._candidates = [(PEER, state)]
         warmed_up = self._warmed_up(self._trained_of(state.data))
-        if self._inner.has_state:
+        if self.inner.has_state:
             if self._warmed_up(self._trained) > warmed_up:
                 self._begin_fresh("the peer's is younger")
             return
-        own = self._checkpoint.load() if warmed_up < self._warm_up else None
+        own = self.checkpoint.load() if warmed_up < self.warm_up else None
         if own is not None and self._warmed_up(own[1].trained) > warmed_up:
             self._candidates.insert(0, (OWN, ReceivedState(own[0], own[1].versions)))
 
@@ -215,7 +210,7 @@ class OptimizerHandover:
                 found.append((self._rank(origin), JOB, ReceivedState(job, ())))
             except StateRefused as error:
                 why = f"the state of the {JOB} is not used: {error}"
-        own = self._checkpoint.load()
+        own = self.checkpoint.load()
         if own is not None:
             found.append((self._rank(own[1]), OWN, ReceivedState(own[0], own[1].versions)))
         found.sort(key=lambda one: one[0], reverse=True)
@@ -230,7 +225,7 @@ class OptimizerHandover:
     def _begin_fresh(self, why: str) -> None:
         self._candidates = []
         self._source = ""
-        if self._inner.has_state:
+        if self.inner.has_state:
             log.info("the inner optimizer continues with this process's own state: %s", why)
             return
         log.info("the inner optimizer begins fresh, with warm-up: %s", why)
@@ -242,29 +237,29 @@ class OptimizerHandover:
         """Answer the request for this learner's state, by a newcomer or for the job's checkpoint. Whatever goes wrong
         (as no memory for the copy) costs the newcomer this state, and this learner nothing."""
         encode = None
-        if self._adoption.trained_steps and self._adoption.complete:
-            origin = self._checkpoint.origin(self._adoption.now.step, held, self._trained)
+        if self.adoption.trained_steps and self.adoption.complete:
+            origin = self.checkpoint.origin(self.adoption.now.step, held, self._trained)
             try:
-                encode = optimizer_state.snapshot(self._inner, origin, self._checkpoint.folder)
+                encode = optimizer_state.snapshot(self.inner, origin, self.checkpoint.folder)
             except Exception as error:
                 log.warning("the optimizer's state is not given to a newcomer: it cannot be copied: %s", error)
         if encode is None:
-            self._client.decline_state(transfer)
+            self.client.decline_state(transfer)
         else:
-            self._client.send_state(transfer, encode, held)
+            self.client.send_state(transfer, encode, held)
 
     def write_checkpoint(self, held: Callable[[], Held]) -> None:
         """After a step: start writing the slot's own checkpoint, if one is due."""
-        if not self._checkpoint.due or not self._adoption.complete:
+        if not self.checkpoint.due or not self.adoption.complete:
             return
         started = time.monotonic()
-        origin = self._checkpoint.origin(self._adoption.now.step, held(), self._trained)
+        origin = self.checkpoint.origin(self.adoption.now.step, held(), self._trained)
         try:
-            encode = optimizer_state.snapshot(self._inner, origin, self._checkpoint.folder)
+            encode = optimizer_state.snapshot(self.inner, origin, self.checkpoint.folder)
         except Exception as error:  # of whatever kind, as no memory for the copy: training is worth more
-            self._checkpoint.report_failure(f"the optimizer's state cannot be copied: {error}")
+            self.checkpoint.report_failure(f"the optimizer's state cannot be copied: {error}")
             return
         if encode is None:
-            self._checkpoint.report_failure("the optimizer has no state, or one that cannot be written")
+            self.checkpoint.report_failure("the optimizer has no state, or one that cannot be written")
         else:
-            self._checkpoint.start_write(encode, time.monotonic() - started)
+            self.checkpoint.start_write(encode, time.monotonic() - started)

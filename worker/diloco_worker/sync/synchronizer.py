@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 
@@ -74,26 +74,25 @@ log = logging.getLogger(__name__)
 _SLICE = 0.1  # seconds; a wait looks for SIGTERM so often
 
 
+@dataclass
 class Synchronizer:
-    """The synchronisation of one learner."""
+    """The synchronisation of one learner. ``spec``: the job's, with the syncer's settings once they are known;
+    ``stopping()``: whether the process was told to end."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        model: torch.nn.Module,
-        inner: InnerOptimizers,
-        layout: Layout,
-        client: SyncerClient,
-        inbox: Inbox,
-        fragments: ModelFragments,
-        checkpoint: SlotCheckpoint,
-        metrics: StepMetrics,
-        stopping: Callable[[], bool],
-    ) -> None:
-        """``stopping()``: whether the process was told to end."""
-        self.spec = spec  # with the syncer's settings, once they are known
-        self.adoption = Adoption(AdoptionConfig.of(spec, len(layout)))
-        warm_up = spec.training.optimizer.warmup_steps or spec.sync.every
+    spec: JobSpec
+    model: InitVar[torch.nn.Module]
+    inner: InnerOptimizers
+    layout: Layout
+    client: SyncerClient
+    inbox: Inbox
+    fragments: ModelFragments
+    checkpoint: InitVar[SlotCheckpoint]
+    metrics: StepMetrics
+    stopping: Callable[[], bool]
+
+    def __post_init__(self, model: torch.nn.Module, checkpoint: SlotCheckpoint) -> None:
+        self.adoption = Adoption(AdoptionConfig.of(self.spec, len(self.layout)))
+        warm_up = self.spec.training.optimizer.warmup_steps or self.spec.sync.every
         self.rewarm = Rewarm(warm_up)
         self.slot = -1
         self.slot_tokens = 0  # of the slot, when the tenure began
@@ -101,23 +100,16 @@ class Synchronizer:
         self.message = ""
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}  # by fragment and sequence; for the drain
-        self._syncer_settings = SyncerSettings.of(spec)
-        self._inner = inner
-        self._layout = layout
-        self._client = client
-        self._inbox = inbox
-        self._fragments = fragments
-        self._metrics = metrics
+        self._syncer_settings = SyncerSettings.of(self.spec)
         self._prefetcher: BatchPrefetcher | None = None
-        self._stopping = stopping
-        self._deterministic = DeterministicMode(self.adoption) if spec.sync.deterministic else None
-        self._frozen = FrozenParameters(model, client)
+        self._deterministic = DeterministicMode(self.adoption) if self.spec.sync.deterministic else None
+        self._frozen = FrozenParameters(model, self.client)
         self._handover = OptimizerHandover(
-            inner, self.adoption, client, checkpoint, warm_up=warm_up, on_fresh=self.rewarm.begin
+            self.inner, self.adoption, self.client, checkpoint, warm_up=warm_up, on_fresh=self.rewarm.begin
         )
         self._draining = False
         self._offered: dict[int, Push] = {}  # per fragment, the offer that was sent and not refused
-        self._bases: list[Vector | None] = [None] * len(layout)
+        self._bases: list[Vector | None] = [None] * len(self.layout)
         self._snapshots: dict[tuple[int, int], Vector] = {}  # by fragment and sequence
         self._downloaded: dict[int, Downloaded] = {}  # per fragment, to be adopted
         self._newest: dict[int, Downloaded] = {}  # per fragment, adopted or not
@@ -178,17 +170,7 @@ class Synchronizer:
     @property
     def must_stop(self) -> bool:
         """Whether no further step is made: this process was told to end, the job closes, or its own stop is reached."""
-        return self._stopping() or self.phase in STOPPED_PHASES or self.reached_own_stop
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a session with the syncer."""
-        return self._client.connected
-
-    @property
-    def chunks_up(self) -> int:
-        """How many chunks of uploads were sent so far, of finished ones or not."""
-        return self._client.chunks_up
+        return self.stopping() or self.phase in STOPPED_PHASES or self.reached_own_stop
 
     def base_versions(self) -> list[tuple[int, int]]:
         """(epoch, version) of every fragment's base; of those that have one."""
@@ -216,42 +198,38 @@ class Synchronizer:
                 self._answer_pulls()
         if self._handover.is_waiting:
             self._handover.apply_when_ready(self.base_versions())
-        if moved or self._client.report_wanted:
+        if moved or self.client.report_wanted:
             self.send_report()
 
     def await_ready(self) -> None:
         """Run boundaries until the next step may be made, or until ``must_stop``."""
         self.run_boundary()
         while not self.ready and not self.must_stop:
-            self._metrics.mark_alive()
-            self._inbox.wait(_SLICE)
+            self.metrics.mark_alive()
+            self.inbox.wait(_SLICE)
             self.run_boundary()
-
-    def wait_for_message(self, seconds: float) -> None:
-        """Wait at most so long for a message in the inbox."""
-        self._inbox.wait(seconds)
 
     def send_report(self) -> None:
         """Leave the newest report; none is sent before all fragments have a base."""
         if self.seated and self.adoption.complete:
-            self._client.send_report(self.report())
+            self.client.send_report(self.report())
 
     def report(self) -> StepReport:
         """The report as of now."""
         return replace(
             self.adoption.report(),
-            stalled_seconds=self._metrics.stalled_seconds,
-            loss=self._metrics.read_loss(),
-            diverged=self._metrics.diverged,
+            stalled_seconds=self.metrics.stalled_seconds,
+            loss=self.metrics.read_loss(),
+            diverged=self.metrics.diverged,
             young_optimizer=self._handover.is_young,
-            step_seconds=self._metrics.step_seconds,
+            step_seconds=self.metrics.step_seconds,
             cursors=self._prefetcher.cursors() if self._prefetcher is not None else (),
         )
 
     # ------------------------------------------------------------------ messages from the syncer
 
     def _read_inbox(self) -> None:
-        for message in self._inbox.take_all():
+        for message in self.inbox.take_all():
             self._handle(message)
 
     def _handle(self, message: Message) -> None:
@@ -287,8 +265,8 @@ class Synchronizer:
                 self._on_welcome(message)
             case InitialRequested():
                 # Bases where there are some: an emptied store is rebuilt without this learner's own work.
-                vectors = [base or self._fragments.snapshot(p) for p, base in enumerate(self._bases)]
-                self._client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
+                vectors = [base or self.fragments.snapshot(p) for p, base in enumerate(self._bases)]
+                self.client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
             case FrozenDownloaded():
                 self._frozen.load(message)
             case StateRequested():
@@ -309,12 +287,12 @@ class Synchronizer:
         if settings is not None and settings != self._syncer_settings:  # the job was changed while this process ran
             self.spec = apply_settings(settings, self.spec)
             self._syncer_settings = settings
-            self.adoption.config = AdoptionConfig.of(self.spec, len(self._layout))
+            self.adoption.config = AdoptionConfig.of(self.spec, len(self.layout))
         # What the session before may have lost, and nobody asks for again.
         self._frozen.repeat_request()
         if self._deterministic is not None:
             for push in self._deterministic.unmerged_pushes:
-                self._client.push(push)
+                self.client.push(push)
 
     def _on_seat(self, seat: Seat) -> None:
         continuing = seat.continuing and self.tenure > 0 and self.seated
@@ -339,7 +317,7 @@ class Synchronizer:
         self._offered.clear()
         self._forget_pulls()
         self._downloaded.update(self._newest)
-        self._client.begin_tenure()
+        self.client.begin_tenure()
         above_zero = self._job_has_trained or any(one.announcement.version > 0 for one in self._newest.values())
         if seat.slot_step or self._optimizer_bytes or above_zero:
             self._handover.request_state(self._optimizer_bytes > 0)
@@ -349,7 +327,7 @@ class Synchronizer:
         if answer.reason == PushRefusal.NOT_FINITE:  # finite values too large for the encoding become infinite
             raise DivergedError(f"a push of fragment {answer.fragment} was refused: {answer.message}")
         self.push_answers[answer.fragment, answer.sequence] = answer
-        while len(self.push_answers) > 4 * len(self._layout):
+        while len(self.push_answers) > 4 * len(self.layout):
             del self.push_answers[next(iter(self.push_answers))]
         refused = answer.accepted is False
         pushed = self._pushed_rounds.get(answer.fragment)
@@ -400,7 +378,7 @@ class Synchronizer:
             return decision.kind is Kind.RELABEL
         base = self._bases[fragment]
         reference = self._snapshots[fragment, decision.reference] if decision.kind is Kind.KEEP else base
-        self._fragments.move(fragment, decision.kind, new, reference, decision.alpha)
+        self.fragments.move(fragment, decision.kind, new, reference, decision.alpha)
         # Here, on the host, and not in another thread: only where a second push of the fragment is under way while the
         # first one's merge is adopted, which is seldom, and the next adoption may need it at once.
         for sequence in decision.move:
@@ -422,7 +400,7 @@ class Synchronizer:
         if self._deterministic is not None:
             self._deterministic.on_resolved(fragment, forget)
         if merged or forget:
-            self._client.resolve_pushes(fragment, merged, forget)
+            self.client.resolve_pushes(fragment, merged, forget)
 
     # ------------------------------------------------------------------ pushes
 
@@ -435,12 +413,12 @@ class Synchronizer:
         self._resolve_pushes(fragment, 0, given_up)
         base = self._bases[fragment]
         assert base is not None
-        theta = self._fragments.snapshot(fragment)
+        theta = self.fragments.snapshot(fragment)
         self._snapshots[fragment, plan.sequence] = theta
         push = Push(plan, base, theta, self.report())
         if self._deterministic is not None:
             self._deterministic.on_push(push)
-        self._client.push(push)
+        self.client.push(push)
         return push
 
     def _answer_pulls(self) -> None:
@@ -474,15 +452,15 @@ class Synchronizer:
         adopt them fragment by fragment, as they would have been."""
         schedule = self._deterministic
         end = time.monotonic() + seconds
-        while schedule and time.monotonic() < end and not self._stopping() and self.phase not in ENDED_PHASES:
-            for fragment in range(len(self._layout)):
+        while schedule and time.monotonic() < end and not self.stopping() and self.phase not in ENDED_PHASES:
+            for fragment in range(len(self.layout)):
                 if schedule.adoption_step(fragment) is not None and fragment in self._downloaded:
                     self._adopt_fragment(self._downloaded.pop(fragment))
             if not schedule.awaits_merges:
                 break
-            self._inbox.wait(_SLICE)
+            self.inbox.wait(_SLICE)
             self._read_inbox()
-            if self._client.report_wanted:
+            if self.client.report_wanted:
                 self.send_report()
 
     def begin_drain(self) -> None:
@@ -497,7 +475,7 @@ class Synchronizer:
         Where an earlier offer has no answer, that very offer is sent again."""
         push = self._offered.get(fragment)
         if push is not None:
-            self._client.push(push)
+            self.client.push(push)
         else:
             push = self.push_fragment(fragment, round=0, version=0)
             if push is None:

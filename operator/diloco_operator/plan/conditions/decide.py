@@ -266,21 +266,17 @@ def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None
         }
         said += [f"Region {name}: {cause}." for name, cause in sorted(causes.items())]
         reason = reason or ("RolloutStopped" if found.rollout.stopped else "Learners" if causes else "")
-        evaluator = _explain_evaluator(view, found)
-        if evaluator:
-            said.append(evaluator)
-            reason = reason or "Evaluator"
-    fixed = _explain_fixed_volume(view)
-    if fixed:
-        said.append(fixed)
-        reason = reason or "VolumeFixed"
+    unwritten = ""
     if view.output is not None and view.output["state"] == "Failed":
-        said.append(f"The merged model was not written to {view.output['uri']}: {view.output['message']}.")
-        reason = reason or "OutputFailed"
-    small = explain_small_resources(view) if found.decision.training else ""
-    if small:
-        said.append(small)
-        reason = reason or "ResourcesTooSmall"
+        unwritten = f"The merged model was not written to {view.output['uri']}: {view.output['message']}."
+    for word, text in (
+        ("Evaluator", _explain_evaluator(view, found) if found.decision.training else ""),
+        ("VolumeFixed", _explain_fixed_volume(view)),
+        ("OutputFailed", unwritten),
+        ("ResourcesTooSmall", explain_small_resources(view) if found.decision.training else ""),
+    ):
+        said += [text] if text else []
+        reason = reason or (word if text else "")
     out.set_fault("Degraded", reason, " ".join(said), over="AsWanted")
 
 

@@ -33,10 +33,10 @@ def test_the_published_needs_by_formula_and_by_queue() -> None:
 def test_a_share_at_the_needed_rate_is_the_share_that_was_asked_for() -> None:
     for share in (0.6, 0.9, 0.95):
         rate = model.data_parallel(5e9, 8, 1.0, share)
-        assert model.data_parallel_utilisation(5e9, 8, 1.0, rate) == pytest.approx(share)
+        assert bandwidth.data_parallel_utilisation(5e9, 8, 1.0, rate) == pytest.approx(share)
         turn = Turn(24, 24, 2, 1.0, between_seconds=0.1)
-        assert model.formula_utilisation(turn, model.formula_seconds(turn, share)) == pytest.approx(share)
-    assert model.data_parallel_utilisation(5e9, 8, 1.0, 1e15) == 1.0
+        assert bandwidth.formula_utilisation(turn, model.formula_seconds(turn, share)) == pytest.approx(share)
+    assert bandwidth.data_parallel_utilisation(5e9, 8, 1.0, 1e15) == 1.0
 
 
 def test_curves_rise_with_bandwidth_and_reach_what_links_are_sized_for() -> None:

@@ -495,14 +495,14 @@ def test_whoever_failed_to_initialise_is_asked_after_the_others() -> None:
     desk = Desk(config(slots=3))
     for ordinal in range(3):
         desk.join(ordinal + 1, ordinal)
-    asked = of(desk.do(ev.InitialModelFailed(1, "refused")), ev.RequestInitialModel)
+    asked = of(desk.do(ev.InitialModelFailed(1)), ev.RequestInitialModel)
     assert asked == [ev.RequestInitialModel(2)]
     # Its session ends, for only a Welcome can ask; that is no reason to ask the others meanwhile.
     assert of(desk.do(ev.ConnectionLost(2)), ev.RequestInitialModel) == []
     assert not of(desk.join(4, 0, "p1"), ev.Admit)[0].initialise, "it failed, and another one is expected"
     assert of(desk.join(5, 1, "p2", previous_incarnation=2), ev.Admit)[0].initialise
     # It fails too: now the third, who does not come back; then the first again.
-    assert of(desk.do(ev.InitialModelFailed(5, "refused")), ev.RequestInitialModel) == [ev.RequestInitialModel(3)]
+    assert of(desk.do(ev.InitialModelFailed(5)), ev.RequestInitialModel) == [ev.RequestInitialModel(3)]
     desk.do(ev.ConnectionLost(3))
     desk.now += 9.0
     for connection in (4, 5):
@@ -516,9 +516,7 @@ def test_whoever_failed_to_initialise_is_asked_after_the_others() -> None:
 def test_a_newcomer_initialises_rather_than_who_failed() -> None:
     desk = Desk(config())
     desk.join(1, 0)
-    assert of(desk.do(ev.InitialModelFailed(1, "refused")), ev.RequestInitialModel) == [ev.RequestInitialModel(1)], (
-        "it is alone"
-    )
+    assert of(desk.do(ev.InitialModelFailed(1)), ev.RequestInitialModel) == [ev.RequestInitialModel(1)], "it is alone"
     assert of(desk.join(2, 1), ev.Admit)[0].initialise
 
 

@@ -162,10 +162,10 @@ def test_one_thread_in_deterministic_mode_whatever_the_environment_says(
     threads = torch.get_num_threads()
     monkeypatch.setenv("DILOCO_THREADS", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "many, please")
-    job = made[0]._settings.job
+    job = made[0].settings.job
     sync = job.spec.sync.model_copy(update={"deterministic": True})
     settings = dataclasses.replace(
-        made[0]._settings, job=job.model_copy(update={"spec": job.spec.model_copy(update={"sync": sync})})
+        made[0].settings, job=job.model_copy(update={"spec": job.spec.model_copy(update={"sync": sync})})
     )
     model = torch.nn.Linear(2, 2)
     try:
@@ -220,7 +220,7 @@ class Tries:
         monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(connection_module.asyncio, "sleep", self._sleep)
         monkeypatch.setattr(self._one, "_connect", self._connect)
-        monkeypatch.setattr(self._one, "_settings", self._settings)
+        monkeypatch.setattr(self._one, "settings", self._settings)
         await self._one.serve(0)
 
 
@@ -260,14 +260,14 @@ async def test_where_no_address_is_known_yet_the_file_is_looked_at_once_a_second
 
 
 def announced(one: SyncerConnection, version: int, fragment: int = 0) -> Announcement:
-    return Announcement(fragment, 1, version, Payload("float32", 4 * one._layout.elements(fragment), 0))
+    return Announcement(fragment, 1, version, Payload("float32", 4 * one.layout.elements(fragment), 0))
 
 
 def test_the_jobs_merges_are_every_fragments_version_as_announced_last(
     made: tuple[SyncerConnection, inbox.Inbox],
 ) -> None:
     layout = build_layout(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), 2)
-    one = connection(made[0]._settings, layout, inbox.Inbox())
+    one = connection(made[0].settings, layout, inbox.Inbox())
     begin_session(one)
     assert one.status.merges is None
     one._on_announcement(announced(one, 3))
@@ -287,7 +287,7 @@ def test_the_hubs_settings_are_shown_as_they_were_said(made: tuple[SyncerConnect
     said = {**own, "sync": {**own["sync"], "every": 77}, "learners": 9}
     one._apply_settings(json.dumps(said))
     assert one.status.settings is not None and one.status.settings.model_dump(mode="json") == said
-    port = StatusPort(one._settings, "127.0.0.1:0")
+    port = StatusPort(one.settings, "127.0.0.1:0")
     try:
         port.attach(lambda: dataclasses.replace(one.status, merges=12), dict)
         page = port.document()

@@ -31,11 +31,12 @@ class Scripted:
             self.adopt(fragment, 1)
         for _ in range(steps):
             self.adoption.on_step(8, 0.1)
-        self.phase, self.seated, self.connected = JobPhase.TRAINING, True, True
+        self.phase, self.seated = JobPhase.TRAINING, True
+        self.client = SimpleNamespace(connected=True, chunks_up=0)
+        self.inbox = SimpleNamespace(wait=self.wait)
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}
         self.offers: list[tuple[float, int]] = []  # when, and of which fragment
         self.draining = False
-        self.chunks_up = 0
         self.at: dict[float, Callable[[], None]] = {}  # what happens when
         self._answers = answers
         self._due: list[tuple[float, PushAnswered]] = []
@@ -63,7 +64,7 @@ class Scripted:
                 self.push_answers[answer.fragment, answer.sequence] = answer
         self._due = [row for row in self._due if row[0] > self.now]
 
-    def wait_for_message(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         self.now += seconds
         assert self.seconds < 2 * LONGEST_SECONDS, "it does not end"
 
@@ -154,7 +155,7 @@ def test_without_a_syncer_it_ends_within_the_grace_period_that_pods_have_unless_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = Scripted(2, lambda fragment, n: TAKEN)
-    one.connected = False
+    one.client.connected = False
     assert one.drain(monkeypatch) == [(fragment, 16, "no acknowledgement in time") for fragment in range(2)]
     assert one.seconds == pytest.approx(PATIENCE_SECONDS, abs=0.11)
     assert one.seconds + learner._FAREWELL_SECONDS < 25, "of 30 s; the rest is for the program's own end"
@@ -199,8 +200,8 @@ def test_nothing_is_waited_for_once_the_job_ended_or_the_slot_is_another_ones(
 
 def test_without_a_session_nothing_is_offered_and_patience_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Scripted(1, lambda fragment, n: TAKEN)
-    one.connected = False
-    one.at[6.0] = lambda: setattr(one, "connected", True)
+    one.client.connected = False
+    one.at[6.0] = lambda: setattr(one.client, "connected", True)
     assert one.drain(monkeypatch) == []
     assert [when for when, _ in one.offers] == pytest.approx([6], abs=0.11)
 
@@ -215,7 +216,7 @@ def test_an_offer_whose_bytes_move_is_waited_for(monkeypatch: pytest.MonkeyPatch
     seconds = 5 * PATIENCE_SECONDS
 
     def send() -> None:
-        one.chunks_up += moves
+        one.client.chunks_up += moves
 
     def arrive() -> None:
         one.push_answers[0, 1] = PushAnswered(0, 1, True, "", message="")
