@@ -43,7 +43,7 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     ledger = state.ledger
     if ledger is None:
         return False
-    trained, computed = ledger.trained(slot.index), ledger.figure(slot.index, "compute_seconds")
+    trained, computed = ledger.trained(slot.index), ledger.compute_seconds(slot.index)
     if not ledger.apply_report(slot.index, report):
         return False
     ledger.drop_rolled_back(slot.index, state.epoch)
@@ -67,6 +67,6 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
         actions.record_event(EventKind.FIRST_STEP, slot, f"{slot.learner} made its first step, {slot.step}")
     if ledger.trained(slot.index) > trained:
         state.clock.start(now)
-        computed = ledger.figure(slot.index, "compute_seconds") - computed
+        computed = ledger.compute_seconds(slot.index) - computed
         state.clock.advance(now, slot.step_seconds, computed, ledger.total_trained())
     return True

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from diloco_protocol.documents import LedgerRow, Tokens
 from diloco_protocol.wire import limits
@@ -309,10 +309,17 @@ class Ledger:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""
         return sum(book.take_sums().compute_seconds for book in self.books)
 
-    def figure(self, slot: int, name: Literal["trained_steps", "compute_seconds", "stalled_seconds"]) -> Any:
-        """A figure of the slot, over all its tenures."""
+    def steps(self, slot: int) -> int:
         book = self.books[slot]
-        return getattr(book, name) + (getattr(book.report, name) if book.report else 0)
+        return book.trained_steps + (book.report.trained_steps if book.report else 0)
+
+    def compute_seconds(self, slot: int) -> float:
+        book = self.books[slot]
+        return book.compute_seconds + (book.report.compute_seconds if book.report else 0.0)
+
+    def stalled_seconds(self, slot: int) -> float:
+        book = self.books[slot]
+        return book.stalled_seconds + (book.report.stalled_seconds if book.report else 0.0)
 
     # ------------------------------------------------------------- durable
 

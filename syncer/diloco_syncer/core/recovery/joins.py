@@ -8,9 +8,10 @@ Else there are three more cases:
 1. *It holds an epoch that this syncer has not reached.* The store's epochs went back. The syncer restarts above that
    epoch, so that one (epoch, version) never has two meanings. Where nothing can be recovered any more, the process is
    refused.
-2. *It holds versions that the store has not.* It is not told of the store's older ones.
-3. *It counts in a tenure that the store does not know.* It begins a new one; in a rebuild its tenure goes on in the
-   slot that it names.
+2. *It holds versions that the store has not.* They are remembered (``lost_versions``), and it is not told of the
+   store's older ones.
+3. *It counts in a tenure that the store does not know.* It begins a new one, in whichever slot it gets. In a rebuild
+   its tenure goes on in the slot that it names, for receipts count by slot.
 
 Example. The store is empty, and this syncer is epoch 1. A learner joins that holds version 8, announced in epoch 2,
 and counts in slot 3. The answer is a restart above epoch 2. It joins again, now epoch 3: no answer, and later, when

@@ -8,14 +8,20 @@ had settled then. With s the store's version, made in epoch m, the learner's ver
 - m <= e, so that it was made no earlier than the store's own;
 - no epoch after e has settled: once a syncer went on without a version, that version is another lineage's.
 
-This is decided while ``can_recover``; everything waits while ``is_pending``. Each missing fragment is requested from a
-holder of its newest version, one request per learner at a time, of several at once. One that sends nothing for
-``ANSWER_SECONDS`` is given up, and so is one that is slower than a transfer may be. If no learner had anything, tokens
-that learners know to be merged beyond the store's versions are dropped (``rolled-back``).
+This is decided between a restart and the first merge after it (``can_recover``). When such a version shows up, or
+the tape tells of versions that the store has not, the loss is *announced*, and everything waits (``is_pending``).
+When all learners are back or given up, each missing fragment is requested from a holder of its newest version, one
+request per learner at a time, of several at once. One that sends nothing for ``ANSWER_SECONDS`` is given up, and so is
+one that is slower than a transfer may be. If no learner had anything, tokens that learners know to be merged beyond the
+store's versions are dropped (``rolled-back``).
 
-In a *rebuild*, of a store that came back empty, version 0 has stand-ins (``STAND_IN``). A learner that holds only
-version 0 may be the first one back, before those that hold more: it gives version 0 back only when all are there, or
-none came for ``rebuild_seconds``.
+Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
+above them, so that one (epoch, version) never has two meanings.
+
+A *rebuild* is the same for a store that came back empty. Version 0 then has stand-ins (``STAND_IN``), from which
+the job never goes on: it waits for learners that hold the fragments. A learner that holds nothing but version 0 may
+be the first one back, before those that hold more: it gives version 0 back only when all are there, or none came for
+``rebuild_seconds``.
 """
 
 from __future__ import annotations

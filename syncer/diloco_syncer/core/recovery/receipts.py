@@ -1,9 +1,10 @@
 """Receipts: what the ledger says of a fragment's version, kept by everybody who holds its bytes.
 
-Theory of operation. The bytes of a version that the store lost are not enough to go on from. They may contain work
-that other learners still have above their bases: merged again it would count twice. So every version travels with a
-receipt: per slot, the tokens merged so far and the newest push that was merged. Learners keep it unread and give it
-back with the bytes.
+Theory of operation. A store may lose its newest records, and the state documents that go with them; a learner
+still has the bytes of a version that was merged since. The bytes alone are not enough to go on from. They may
+contain work that other learners still have above their bases: merged again it would count twice. And the ledger
+would not know what it says it merged. So every version travels with a receipt: per slot, the tokens merged so
+far and the newest push that was merged. Learners keep it unread and give it back with the bytes.
 
 ``apply_recovered_version`` puts a version and its receipt on top of a restored state. A slot is in one of two cases:
 
