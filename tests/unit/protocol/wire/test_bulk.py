@@ -401,7 +401,7 @@ def test_a_download_that_nobody_reads_is_given_up(limit: str, monkeypatch: pytes
             assert sync_pb2.DownloadHeader.FromString(await call.read()).found
             stalled.append(call)
         assert receiver.downloads == 4
-        _, data = await bulk.download(channels[1:], sync_pb2.DownloadRequest(job="j"), timeout=20)
+        _, data = await bulk.download(channels[1:], sync_pb2.DownloadRequest(job="j"), timeout=600)
         assert np.array_equal(data, receiver.stored)
         await until(lambda: receiver.downloads == 4)  # the last byte has come before the server has seen it off
         patience.over.set()
