@@ -393,6 +393,8 @@ class Checkpoints:
                 body, arrays = self._map(name, "offer")
                 header, norm = header_from_json(body["header"]), float(body["norm"])
                 squares, size = arrays["squares"].copy(), arrays["encoded"].nbytes
+            except ObjectNotFound:
+                continue  # merged or replaced before this epoch began; the syncer before has removed it just now
             except (Damaged, KeyError, TypeError, ValueError) as error:
                 restored.problems.append(f"{name}: {error}; the offer is lost")
                 self._set_aside(name)
