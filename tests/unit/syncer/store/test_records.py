@@ -508,6 +508,15 @@ def test_offers_and_optimizer_state(store: Store, monkeypatch: pytest.MonkeyPatc
         made.read_offer(header(1, 5))
 
 
+def test_an_optimizer_state_that_is_torn_keeps_no_syncer_from_its_start(store: Store) -> None:
+    made = begun(store)
+    before, newest = (made.write_blob("optimizer", np.arange(size, dtype=np.uint8)) for size in (50, 100))
+    store.replace(newest, store.read(newest, 1 << 20)[:10])
+    restored = opened(store).load()
+    assert (restored.optimizer, restored.optimizer_bytes) == (before, 50)
+    assert newest in restored.problems[0] and store.list("optimizer") == [before]
+
+
 def test_an_offer_that_is_removed_while_a_successor_reads_is_no_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
