@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -77,7 +77,10 @@ class Oracle:
         """An object was created, or deleted."""
         if name not in objects:
             if (found := parse_record_name(name)) is not None and self._was_set_aside(objects, name):
-                self.records.pop(found, None)
+                p, newest = found[0], max((v for q, v in _records_of(objects) if q == found[0]), default=0)
+                # With it goes what the store has lost between this one and those that it goes on from.
+                for lost in [(q, v) for q, v in self.records if (q, v) == found or (q == p and v > newest)]:
+                    del self.records[lost]
             return
         parts = [name] if parse_record_name(name) is not None else []
         if name == "initial.json":
@@ -114,7 +117,7 @@ class Oracle:
         """The store has lost something: only what it still has is promised."""
         self.losses += 1
         whole = {name for name, data in now.items() if before.get(name, data) == data}
-        there = {found for name in whole if (found := parse_record_name(name)) is not None}
+        there = _records_of(whole)
         for p, v in list(self.records):
             newest = max((w for q, w in there if q == p), default=0)
             if v > newest or (v == 0 and "initial.json" not in now):
@@ -141,3 +144,7 @@ class Oracle:
             p = header.fragment
             newest = self.records[p, max(v for q, v in self.records if q == p)]
             assert ids <= newest.ids, f"the offer {push_id} was acknowledged, and is lost"
+
+
+def _records_of(names: Iterable[str]) -> set[tuple[int, int]]:
+    return {found for name in names if (found := parse_record_name(name)) is not None}

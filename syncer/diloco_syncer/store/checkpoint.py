@@ -365,10 +365,13 @@ class Checkpoints:
                 for above in chain.unusable:
                     self._set_aside(record_name(fragment, above))
         self._load_offers(restored)
-        optimizers = self.store.list("optimizer")
-        if optimizers:
-            restored.optimizer = optimizers[-1]
-            restored.optimizer_bytes = records.blob_bytes(self.store, optimizers[-1])
+        for name in reversed(self.store.list("optimizer")):
+            try:
+                restored.optimizer, restored.optimizer_bytes = name, records.blob_bytes(self.store, name)
+                break
+            except Damaged as error:  # newcomers can do without it
+                restored.problems.append(f"{error}; no newcomer gets this optimizer state")
+                self._set_aside(name)
         return restored
 
     def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:
@@ -390,6 +393,8 @@ class Checkpoints:
                 body, arrays = self._map(name, "offer")
                 header, norm = header_from_json(body["header"]), float(body["norm"])
                 squares, size = arrays["squares"].copy(), arrays["encoded"].nbytes
+            except ObjectNotFound:
+                continue  # merged or replaced before this epoch began; the syncer before has removed it just now
             except (Damaged, KeyError, TypeError, ValueError) as error:
                 restored.problems.append(f"{name}: {error}; the offer is lost")
                 self._set_aside(name)

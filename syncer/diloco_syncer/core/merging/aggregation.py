@@ -70,10 +70,15 @@ class Aggregator:
         self._actions.add(ev.AnswerPush(event.handle, None, "", offer=not header.round))
         if opened is not None and not opened.merging:
             replaced = state.rounds.accept(opened, push, now)
+            self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
         else:
-            waiting = self._offers.get(header.fragment, [])
-            replaced = superseded(waiting, header)
-            self._offers[header.fragment] = [offer for offer in waiting if offer not in replaced] + [push]
+            self._let_wait(push)
+
+    def _let_wait(self, offer: Accepted) -> None:
+        """Let an offer wait, in place of those of which it has the steps."""
+        waiting = self._offers.get(offer.header.fragment, [])
+        replaced = superseded(waiting, offer.header)
+        self._offers[offer.header.fragment] = [old for old in waiting if old not in replaced] + [offer]
         self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
 
     def _record_refusal(self, header: PushHeader, reason: PushRefusal) -> None:
@@ -272,7 +277,8 @@ class Aggregator:
         state.merges += 1
 
     def restore_offer(self, header: PushHeader, handle: int, norm: float) -> bool:
-        """Take back a spooled offer that the store has; False: it was merged, or makes no sense, and may go."""
+        """Take back a spooled offer that the store has; False: it was merged, or makes no sense, and may go. Of two
+        copies the second stays: one may have been written late, or not be removed yet."""
         state = self._state
         assert state.rounds and state.ledger
         slot = state.slot(header.slot)
@@ -290,7 +296,7 @@ class Aggregator:
             slot.pushes.mark_accepted(header.fragment, header.sequence)
         slot.step = max(slot.step, header.report.slot_step)
         self._advance_cursors(slot, header)
-        self._offers.setdefault(header.fragment, []).append(Accepted(header, handle, norm))
+        self._let_wait(Accepted(header, handle, norm))
         return True
 
     def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:

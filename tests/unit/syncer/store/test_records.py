@@ -508,6 +508,30 @@ def test_offers_and_optimizer_state(store: Store, monkeypatch: pytest.MonkeyPatc
         made.read_offer(header(1, 5))
 
 
+def test_an_optimizer_state_that_is_torn_keeps_no_syncer_from_its_start(store: Store) -> None:
+    made = begun(store)
+    before, newest = (made.write_blob("optimizer", np.arange(size, dtype=np.uint8)) for size in (50, 100))
+    store.replace(newest, store.read(newest, 1 << 20)[:10])
+    restored = opened(store).load()
+    assert (restored.optimizer, restored.optimizer_bytes) == (before, 50)
+    assert newest in restored.problems[0] and store.list("optimizer") == [before]
+
+
+def test_an_offer_that_is_removed_while_a_successor_reads_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The syncer before may have merged it, and removes what nobody needs without asking for its epoch."""
+    made = begun(store)
+    made.spool_offer(header(0, 6), 0.5, np.array([0.25]), np.arange(3, dtype=np.uint8))
+    made.spool_offer(header(1, 5), 0.5, np.array([0.25]), np.arange(3, dtype=np.uint8))
+    names, list_names = store.list("offers"), store.list
+    made.remove_offer(header(0, 6))
+    successor = opened(store)
+    monkeypatch.setattr(store, "list", lambda folder: names if folder == "offers" else list_names(folder))
+    restored = successor.load()
+    assert [offer.header.id for offer in restored.offers] == [header(1, 5).id] and not restored.problems
+
+
 class SucceededMeanwhile(DirectoryStore):
     """A directory in which a successor claims the next epoch just before an object of ``folder`` is written."""
 

@@ -240,6 +240,24 @@ def test_an_offer_that_was_taken_is_repeated_when_the_job_is_over_too() -> None:
         assert desk.core.check_push(other, process) == (PushRefusal.ENDED, "the job is complete")
 
 
+def test_of_two_copies_of_an_offer_that_the_store_has_one_is_restored() -> None:
+    """A syncer that was succeeded while it wrote one makes it durable late, when its learner has sent it again."""
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    desk.report(1, 4)
+    first = desk.header(0, 4, round=0)
+    again = Desk(config(slots=1), desk.core.state(0.0), 2)
+    again.join(1, 0, process="p1", previous_incarnation=1)
+    second = replace(first, incarnation=again.core.slots[0].holder.incarnation)
+    core = Desk(config(slots=1), again.core.state(0.0), 3).core
+    for handle, offer in ((51, first), (52, second)):
+        assert core.restore_offer(offer, handle, 1.0)
+    assert [release.handle for release in of(core.start(0.0), ev.ReleasePush)] == [51]
+    core.write_off_learners()
+    assert core.ledger is not None and core.ledger.imbalances(0) == []
+    assert core.ledger.pending(0, 0) == 40 and not core.ledger.dropped(0, 0)
+
+
 def test_a_record_that_is_applied_twice_counts_once() -> None:
     desk = Desk(config(slots=1))
     desk.begin(1)
