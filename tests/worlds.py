@@ -155,8 +155,13 @@ def find_base() -> str | None:
 
 
 def fails_on(base: str | None, case: Case) -> bool | None:
-    """Whether the commit fails in this world too, with its own simulation; None: it cannot run the world."""
-    if base is None:
+    """Whether the commit fails in this world too, with its own simulation; None: it cannot run the world. One that
+    has no such program is taken for the first that has it."""
+    if base is not None and not git("ls-tree", "--name-only", base, "tests/worlds.py"):
+        base = git(
+            "log", "--first-parent", "-m", "--diff-filter=A", "--format=%H", "-1", "HEAD", "--", "tests/worlds.py"
+        )
+    if not base:
         return None
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", base], cwd=ROOT, capture_output=True)
