@@ -28,7 +28,8 @@ where it has more learners than places, every place has a slot that is held, who
 not there beyond the places: no region is lost by it, and no slot is kept for it.
 
 *States.* ``active``: its process is connected and has reported. ``suspect``: its stream broke. ``lost``: nothing was
-heard of it for the heartbeat timeout, or whoever knows said that its process has ended. ``draining``: its process was
+heard of it for the heartbeat timeout, or whoever knows said that its process has ended. Heard are a Join and reports,
+which are its heartbeats; a push is not. ``draining``: its process was
 told to leave. ``drained``: it left, with everything offered. A *region* is lost when somebody of it held a slot and
 nobody of it was there for failurePolicy.regionLostSeconds.
 
