@@ -6,8 +6,8 @@ that within an epoch the leases are disjoint and together cover everything, whoe
 
 A newcomer in a slot goes on with the slot's leases, from their cursors: a slot that is lost keeps them. A slot that is
 given up returns what is left of its leases, and that is leased first. When an epoch's last block is out, what lost
-slots hold is leased to others before the next epoch begins. Data of steps that were trained and then dropped are not trained again, because their
-cursor has moved on.
+slots hold is leased to others before the next epoch begins. Data of steps that were trained and then dropped are not
+trained again, because their cursor has moved on.
 
 Example. 1000 sequences in 10 blocks of 100. Slot 0 has block 7 and has trained 40 sequences of it when it is given
 up: the next lease that anybody gets is block 7, sequences 40 to 100.
