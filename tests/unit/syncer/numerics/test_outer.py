@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_protocol import resources
 from diloco_protocol.merging import OuterSettings, outer_settings
 from diloco_protocol.spec.sync import OuterSpec
 from diloco_syncer.numerics import outer
@@ -46,6 +47,10 @@ def torch_train(optimizer: torch.optim.Optimizer, theta: torch.Tensor, deltas: l
 def test_every_name_of_the_spec_is_there_and_no_other() -> None:
     names = OuterSpec.model_json_schema()["properties"]["optimizer"]["enum"]
     assert sorted(names) == sorted(NAMES)
+
+
+def test_the_memory_that_a_job_needs_counts_each_ones_vectors() -> None:
+    assert {name: len(kind.vectors) for name, kind in outer.REGISTRY.items()} == resources._OUTER_VECTORS
 
 
 def test_plain_sgd_with_rate_1_is_theta_minus_delta_exactly() -> None:
