@@ -102,4 +102,4 @@ def register_second_chances(config: pytest.Config) -> None:
     """Register the plugin where UNSTABLE names its folder."""
     if folder := os.environ.get("UNSTABLE"):
         known = open_lines(KNOWN.read_text().splitlines())
-        config.pluginmanager.register(SecondChances(Path(folder), known), "second-chances")
+        config.pluginmanager.register(SecondChances(Path(folder).absolute(), known), "second-chances")

@@ -132,7 +132,8 @@ def settle(name: str, *, write: bool) -> bool:
         return True
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, wanted.encode("utf-8"), mode=PUBLIC)
+        mode = path.stat().st_mode & 0o777 if path.exists() else PUBLIC  # a program stays one
+        write_whole(path, wanted.encode("utf-8"), mode=mode)
         print(f"{name} written")
         return True
     print(f"{difference(name, there, wanted)}\n{name} is not current: run make generate", file=sys.stderr)

@@ -31,8 +31,8 @@ An event goes down this list, and what is decided comes back as actions.
 ``merging/``   which pushes count (``push_checks`` lists all checks), when rounds open and are merged
 ``recovery/``  versions that the store lost and learners hold
 ``documents``  the status document and the report; ``reports``: what a learner's report changes
-``actions``    the collector of what is to be done outside
 ``state``      all books of one job
+``actions``    the collector of what is to be done outside
 ``books/``     what is known: slots, leases, ledger, rounds, ... Books change only themselves
 """
 

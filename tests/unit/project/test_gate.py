@@ -180,7 +180,7 @@ def run_gate(clone: Path, failing: str = "") -> tuple[int, str, list[str]]:
         "LOCALKUBE": "true",
     }
     done = subprocess.run(
-        ["bash", ".ci/run"], cwd=clone, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [clone / ".ci" / "run"], cwd=clone, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
 

@@ -53,6 +53,14 @@ def test_what_is_not_current_is_shown_and_then_written(table: Path, capsys: pyte
     assert generate.main(["--check", "docs/whole.md", "docs/page.md"]) == 0
 
 
+def test_a_program_stays_one(table: Path) -> None:
+    program = table / "docs" / "whole.md"
+    program.write_text("old\n")
+    program.chmod(0o755)
+    assert generate.main(["--write", "docs/whole.md"]) == 0
+    assert program.read_text() == "all of it\n" and program.stat().st_mode & 0o100
+
+
 def test_a_page_without_marks_is_a_problem(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (table / "docs" / "page.md").write_text("no marks")
     assert generate.main(["--write", "docs/page.md"]) == 1

@@ -39,6 +39,7 @@ def test_a_part_is_due_until_it_has_passed_on_this_code() -> None:
         (0, "no tests here\n", 1, 0),
         (2, "", 0, 1),
         (5, "===== 3 deselected in 0.1s =====\n", 1, 0),
+        (0, "===== 3 skipped in 0.1s =====\n", 0, 0),  # and so it is due again
     ],
 )
 def test_what_is_counted(status: int, output: str, passed: int, failed: int) -> None:

@@ -18,6 +18,7 @@ A new condition: decide it in one of these three files with ``ConditionSet.set``
 needs a ``Fact`` (``model.py``); one whose False is nothing to tell, a place in ``_NEUTRAL`` (the command line's
 ``cluster/render.py``), or it is shown in red while it is False: no test notices. Where the job does not train, those of
 ``hub_conditions.py`` become False. Describe it in docs/decisions/024 and in docs/operator.md; one of the hub or of the
-other clusters alone also in docs/regions.md. Tests complain of one of ``ORDER`` that docs/operator.md does not have, of a fault without ``FAULT_OVER``, and of an
+other clusters alone also in docs/regions.md.
+Tests complain of one of ``ORDER`` that docs/operator.md does not have, of a fault without ``FAULT_OVER``, and of an
 unexpected condition in a cluster without the syncer. ``plan/job_status.py`` and the CRD need nothing.
 """
