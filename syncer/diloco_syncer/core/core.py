@@ -341,6 +341,8 @@ class Core:
                 self._donors.failed(event.connection, event.transfer)
             case ev.LostVersionAdvanced():
                 self._recovery.mark_advanced(event.connection, event.fragment, event.whole, now)
+            case ev.LostVersionAccepted():
+                self._recovery.mark_accepted(event.connection, event.fragment)
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():

@@ -952,6 +952,46 @@ async def test_bytes_of_a_lost_version_are_told_to_the_core_once_a_second(
         assert told[2:] == [ev.LostVersionAdvanced(7, 0)]
 
 
+async def test_the_record_of_a_lost_version_is_made_though_its_sender_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is slow, and the call ends first: what the store may have by then the core hears of."""
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        await until(lambda: not bench.syncer.driver._actions)
+        told: list[object] = []
+        monkeypatch.setattr(bench.syncer.versions, "emit", told.append)
+        monkeypatch.setattr(bench.syncer.core, "check_version_upload", lambda *_: "")
+        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=convert.receipt_bytes(()))
+        values = np.ones(LAYOUT.elements(0), np.float32)
+        with held_up(bench.syncer):
+            call = asyncio.create_task(bench.upload("a", values, base=base))
+            await until(lambda: ev.LostVersionAccepted(1, 0) in told)
+            call.cancel()
+            await asyncio.wait((call,))
+        await until(lambda: ev.LostVersionStored(0) in told)
+        assert bench.syncer.durability.tape.newest == {0: 3}
+        assert (await bench.upload("a", values[: LAYOUT.elements(1)], base=sync_pb2.Base(fragment=1))).reason == "base"
+        base.fragment = 1
+        assert (await bench.upload("a", np.ones(LAYOUT.elements(1), np.float32), base=base)).accepted
+        assert told[-1] == ev.LostVersionStored(1) and not bench.syncer.driver.outcome.done()
+
+
+async def test_a_sender_whose_version_cannot_be_made_durable_is_not_kept_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        monkeypatch.setattr(bench.syncer.core, "check_version_upload", lambda *_: "")
+        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=convert.receipt_bytes(()))
+        Epoch.claim(DirectoryStore(tmp_path))
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(bench.upload("a", np.ones(LAYOUT.elements(0), np.float32), base=base), 20)
+        assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 20) == SyncerExit.SUPERSEDED
+
+
 @pytest.mark.promise(
     "A drain waits for an offer whose bytes arrive, however slow its link is, on both sides and within a bound"
 )

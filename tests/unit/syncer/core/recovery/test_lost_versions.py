@@ -343,6 +343,36 @@ def test_who_is_gone_is_given_up_for_another_that_holds_the_version() -> None:
     assert [ask.connection for ask in of(life.log, ev.RequestVersion)] == [first.connection, other]
 
 
+@pytest.mark.parametrize("fate", ["gone", "silent", "says that it failed", "slow store"])
+def test_an_accepted_version_is_waited_for_whatever_becomes_of_who_sent_it(fate: str) -> None:
+    """The store may have its record at any moment: who goes on without it makes a version that is older, or the same
+    version once more."""
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    life.join(12, 1, held=OLD)
+    life.do(ev.LostVersionAdvanced(11, 0, whole=True))
+    life.do(ev.LostVersionAccepted(12, 0))  # whom nobody has asked
+    life.do(ev.LostVersionAccepted(11, 0))
+    if fate == "gone":
+        life.do(ev.ConnectionLost(11))
+    elif fate == "says that it failed":  # its call was broken off
+        life.do(ev.LostVersionFailed(11, 0))
+    stay(life, 1000.0 if fate == "slow store" else CONFIG.heartbeat_timeout + 1, 12, *[11] * (fate == "slow store"))
+    life.join(13, 0, held=HELD)
+    assert life.core.is_recovering and len(of(life.log, ev.RequestVersion)) == 1
+    assert not of(life.log, ev.RestartFromStore) and life.core.newest_settled_epoch == 1
+    assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
+
+
+def test_a_version_that_nobody_waits_for_any_more_is_not_accepted() -> None:
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    (ask,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
+    life.do(ev.LostVersionAccepted(23 - ask.connection, 0))
+    life.do(ev.LostVersionAccepted(ask.connection, 1))
+    assert of(life.do(ev.LostVersionFailed(ask.connection, 0)), ev.RequestVersion)
+
+
 def test_a_version_from_before_the_stores_own_or_of_this_epoch_is_not_taken() -> None:
     """The store's version of fragment 0 is of epoch 2: what epoch 1 made above it is of another past."""
     life = Life(trained()[0], 3, (2, 1))
@@ -748,8 +778,10 @@ def test_what_was_given_up_is_not_taken_though_the_store_has_forgotten(first: in
     assert [a.fragment for a in of(life.log, ev.Announce)] == [0] * waits
 
 
-def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
-    """Its pushes and confirmations are of a history in which version 1 never was."""
+@pytest.mark.parametrize("stored_first", [True, False])
+def test_who_gave_up_what_was_taken_meanwhile_begins_anew(stored_first: bool) -> None:
+    """Its pushes and confirmations are of a history in which version 1 never was. ``stored_first``: it comes when the
+    record is durable; else while it is being made."""
     _, receipts = trained()
     life = Life(settled_without_it(), 3, (1, 1))
     life.join(12, 1, held=HELD)
@@ -758,9 +790,14 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
     life.later(2.0)
     (ask,) = of(life.log, ev.RequestVersion)
     assert life.core.check_version_upload(12, 0, ask.epoch, ask.version, receipts[0]) == ""
-    assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
+    life.do(ev.LostVersionAccepted(12, 0))
+    if stored_first:
+        life.do(ev.LostVersionStored(0))
     (late,) = of(life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), ev.Admit)
     assert late.seat is not None and not late.seat.continuing
+    if not stored_first:
+        life.do(ev.LostVersionStored(0))
+    assert of(life.log, ev.RestartFromStore)
 
     for settled, continuing in (((2, 2), False), ((1, 1), True)):
         again = Core(CONFIG, json.loads(json.dumps(life.core.state(0.0))), 4, 0.0, wall=0.0)
