@@ -385,10 +385,7 @@ class Core:
 
     def _initial_model_stored(self, event: ev.InitialModelStored, now: float) -> None:
         state = self._state
-        if state.initialised:
-            return
-        if self._recovery.is_rebuilding:
-            self._recovery.restart_with_stand_ins()
+        if state.initialised or self._recovery.hold_back_version_0():
             return
         state.make_books(event.layout_digest, event.fragment_elements)
         assert state.ledger and state.rounds

@@ -184,10 +184,13 @@ class VersionRecovery:
         what = "merged versions" if any(held.version for held in join.held) else "version 0"
         self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds {what}")
 
-    def restart_with_stand_ins(self) -> None:
-        """Version 0's place is taken: the versions that it stands in for are requested after a restart."""
-        self._restarting = True
-        self._actions.add(ev.RestartFromStore("an empty store is rebuilt from what learners hold", 0))
+    def hold_back_version_0(self) -> bool:
+        """Version 0's place is taken; whether by what learners gave back, from which nobody goes on before a restart.
+        The versions that it stands in for are requested then, or when a job that has ended meanwhile goes on."""
+        if self._rebuilding and self.can_recover:
+            self._restarting = True
+            self._actions.add(ev.RestartFromStore("an empty store is rebuilt from what learners hold", 0))
+        return self._rebuilding
 
     # ------------------------------------------------------------- which learner holds what
 

@@ -588,6 +588,21 @@ def test_a_rebuild_never_goes_on_from_what_stands_in_for_a_version() -> None:
 VERSION_0 = ((1, 0), (1, 0))
 
 
+@pytest.mark.parametrize("end", [JobPhase.SUSPENDED, JobPhase.FAILED])
+def test_what_stands_in_for_a_version_is_told_to_nobody_where_the_job_has_ended_meanwhile(end: JobPhase) -> None:
+    """Whoever takes it for version 0 moves steps onto it that are in it already."""
+    life = Life(None, 2)
+    assert rejoin(life, 11, 0).initialise
+    life.do(ev.EndRequested(end, "ended"))
+    assert life.core.phase is end
+    actions = life.do(ev.InitialModelStored("L", (8, 8)))
+    assert not of(actions, ev.Announce) and not of(actions, ev.RestartFromStore) and not life.core.initialised
+    life = Life(life.core.state(0.0), 3)
+    life.core.handle(ev.InitialModelStored("L", (8, 8)), 0.0)
+    life.log += life.core.start(0.0, (0, 1))
+    assert rejoin(life, 21, 0).withheld == {0} and life.core.is_recovering
+
+
 @pytest.mark.promise("An emptied store is rebuilt from the learners, whichever returns first")
 def test_an_empty_store_without_a_merge_has_its_version_0_back() -> None:
     """Given back by a learner that holds it, as it was: under one (epoch, version) there are never two models."""
