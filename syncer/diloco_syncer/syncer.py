@@ -151,6 +151,7 @@ class Syncer:
             decode_thread=self._decode_thread,
             next_number=self.merger.next_number,
             emit=emit,
+            run_task=self.driver.run_task,
         )
         self.uploads = self._make_uploads()
         self.downloads = self._make_downloads()

@@ -341,6 +341,8 @@ class Core:
                 self._donors.failed(event.connection, event.transfer)
             case ev.LostVersionAdvanced():
                 self._recovery.mark_advanced(event.connection, event.fragment, event.whole, now)
+            case ev.LostVersionAccepted():
+                self._recovery.mark_accepted(event.connection, event.fragment)
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():
@@ -383,10 +385,7 @@ class Core:
 
     def _initial_model_stored(self, event: ev.InitialModelStored, now: float) -> None:
         state = self._state
-        if state.initialised:
-            return
-        if self._recovery.is_rebuilding:
-            self._recovery.restart_with_stand_ins()
+        if state.initialised or self._recovery.hold_back_version_0():
             return
         state.make_books(event.layout_digest, event.fragment_elements)
         assert state.ledger and state.rounds

@@ -174,6 +174,14 @@ class LostVersionAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class LostVersionAccepted:
+    """A base that a learner held is here and makes sense: from now on the store may have it as the newest record."""
+
+    connection: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class LostVersionStored:
     """A base that a learner held is durable as the fragment's newest record."""
 
@@ -215,6 +223,7 @@ Event = (
     | VersionSent
     | PushAdvanced
     | LostVersionAdvanced
+    | LostVersionAccepted
     | LostVersionStored
     | LostVersionFailed
     | Tick

@@ -222,13 +222,15 @@ class InitialModelUpload:
         if missing:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
+        given_back = bool(self.core.version_0_origins(self._connection))
         newest = self._records(self._fragments)
         broadcasts = await asyncio.to_thread(lambda: [self.model.encode(record, None) for record in newest])
         self._check_attempt(attempt)
         commit = self.durability.checkpoints.commit_initial
         digest = self._frozen_digest if frozen else ""
         await self.durability.run_write(commit, self._layout_name, names, frozen, digest)
-        self.model.begin(layout, newest, frozen, digest, broadcasts)
+        if not given_back:  # else it may stand in for later versions, and is told to nobody before a restart
+            self.model.begin(layout, newest, frozen, digest, broadcasts)
         self._fragments = {}
         self.emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))

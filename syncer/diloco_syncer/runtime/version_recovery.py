@@ -4,6 +4,9 @@ The core decides whom to ask (core/recovery tells the story); here the bytes com
 uploads the version exactly as it was broadcast, so whoever holds it goes on holding the same bytes.
 Θ_p thus has the broadcast's precision. The outer optimizer's state is that of the last durable version,
 and the residual that a delta codec had dropped by then is lost.
+
+Once the core has heard that a version is accepted, its record is written whatever becomes of the upload's call: a
+caller may be gone before a slow store has taken it, and the store has it all the same.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +49,7 @@ class VersionUploads:
     decode_thread: Executor
     next_number: Callable[[], int]
     emit: Callable[[ev.Event], None]
+    run_task: Callable[[Coroutine[Any, Any, None]], None]
     _tell_at: dict[int, float] = field(default_factory=dict)  # by fragment, of the next bytes; time.monotonic()
 
     def note_chunk(self, key: Hashable) -> None:
@@ -64,7 +69,11 @@ class VersionUploads:
         if whole is None:
             return None
         self.emit(ev.LostVersionAdvanced(connection, base.fragment, whole=True))
-        await self._store(connection, base, rows, whole)
+        record = await self._make_record(connection, base, rows, whole)
+        self.emit(ev.LostVersionAccepted(connection, base.fragment))
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.run_task(self._store(record, stored))
+        await stored
         return upload_reply(True)
 
     def _refused(self, why: str) -> UploadRefused:
@@ -92,8 +101,8 @@ class VersionUploads:
             raise self._refused(why)
         return rows
 
-    async def _store(self, connection: int, base: sync_pb2.Base, rows: Receipt, encoded: Array) -> None:
-        """Make a version (uint8, all its bytes) durable as the fragment's newest record. Raises ``UploadRefused``."""
+    async def _make_record(self, connection: int, base: sync_pb2.Base, rows: Receipt, encoded: Array) -> MergeRecord:
+        """The fragment's newest record, of a version (uint8, all its bytes). Raises ``UploadRefused``."""
         layout, fragment = self.model.layout, base.fragment
         assert layout is not None
         elements = layout.elements(fragment)
@@ -109,7 +118,7 @@ class VersionUploads:
             self.emit(ev.LostVersionFailed(connection, fragment))
             raise self._refused(why or "it has values that are not finite")
         old = self.model.newest[fragment]
-        record = MergeRecord(
+        return MergeRecord(
             job=self.job,
             epoch=self.core.epoch,
             fragment=fragment,
@@ -121,8 +130,15 @@ class VersionUploads:
             digest=digest,
             recovered=Recovered(old.version, base.epoch, rows),
         )
-        await self.durability.write_merge_record(record)
-        log.warning(
-            "fragment %d: version %d is taken from a learner; the store had %d", fragment, base.version, old.version
-        )
-        self.emit(ev.LostVersionStored(fragment))
+
+    async def _store(self, record: MergeRecord, stored: asyncio.Future[None]) -> None:
+        """Make the record durable; ``stored`` is done when it is, and cancelled if it never will be."""
+        try:
+            await self.durability.write_merge_record(record)
+            fragment, version, follows = record.fragment, record.version, record.follows
+            log.warning("fragment %d: version %d is taken from a learner; the store had %d", fragment, version, follows)
+            self.emit(ev.LostVersionStored(fragment))
+            if not stored.done():  # else the sender has gone
+                stored.set_result(None)
+        finally:
+            stored.cancel()

@@ -12,8 +12,9 @@ This is decided between a restart and the first merge after it (``can_recover``)
 the tape tells of versions that the store has not, the loss is *announced*, and everything waits (``is_pending``).
 When all learners are back or given up, each missing fragment is requested from a holder of its newest version, one
 request per learner at a time, of several at once. One that sends nothing for ``ANSWER_SECONDS`` is given up, and so is
-one that is slower than a transfer may be. If no learner had anything, tokens that learners know to be merged beyond the
-store's versions are dropped (``rolled-back``).
+one that is slower than a transfer may be. A version that came whole and makes sense is *accepted*: the store may have
+it from then on, so whatever becomes of its learner, everything waits until its record is durable. If no learner had
+anything, tokens that learners know to be merged beyond the store's versions are dropped (``rolled-back``).
 
 Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
 above them, so that one (epoch, version) never has two meanings.
@@ -49,7 +50,7 @@ class VersionRequest:
     fragment: int
     epoch: int
     version: int
-    deadline: float  # for all of it, and for its record
+    deadline: float  # for all of it, decoded
     idle_until: float  # for its next byte
 
 
@@ -67,6 +68,7 @@ class VersionRecovery:
         self._origins: dict[int, list[int]] = {}  # connection -> fragment -> epoch of its bases as version 0
         self._requests: dict[int, VersionRequest] = {}  # by fragment
         self._retry_at: dict[tuple[int, int], float] = {}  # (connection, fragment) that failed, in a rebuild
+        self._accepted: set[int] = set()  # fragments whose records are being made durable
         self._recovered: set[int] = set()  # fragments
         self._withheld: set[int] = set()  # fragments that some learner was not told of
         self._welcomed: set[str] = set()  # processes that this syncer has admitted
@@ -182,10 +184,13 @@ class VersionRecovery:
         what = "merged versions" if any(held.version for held in join.held) else "version 0"
         self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds {what}")
 
-    def restart_with_stand_ins(self) -> None:
-        """Version 0's place is taken: the versions that it stands in for are requested after a restart."""
-        self._restarting = True
-        self._actions.add(ev.RestartFromStore("an empty store is rebuilt from what learners hold", 0))
+    def hold_back_version_0(self) -> bool:
+        """Version 0's place is taken; whether by what learners gave back, from which nobody goes on before a restart.
+        The versions that it stands in for are requested then, or when a job that has ended meanwhile goes on."""
+        if self._rebuilding and self.can_recover:
+            self._restarting = True
+            self._actions.add(ev.RestartFromStore("an empty store is rebuilt from what learners hold", 0))
+        return self._rebuilding
 
     # ------------------------------------------------------------- which learner holds what
 
@@ -209,7 +214,9 @@ class VersionRecovery:
         self._withheld |= stand_ins
         if len(join.held) != len(state.versions):
             return stand_ins
-        if state.lineage.learn_settled(max(held.settled for held in join.held), emptied=self._rebuilding):
+        # What is accepted counts as recovered: its lineage is the store's.
+        settled = max(held.settled for held in join.held)
+        if not self._accepted and state.lineage.learn_settled(settled, emptied=self._rebuilding):
             self._drop_other_lineages()
         if self.is_other_lineage(join):
             return stand_ins
@@ -277,15 +284,23 @@ class VersionRecovery:
             self._held.get(connection, {}).pop(fragment, None)
 
     def mark_advanced(self, connection: int, fragment: int, whole: bool, now: float) -> None:
-        """Bytes of an answer have come. ``whole``: all of them, and its record is being made."""
+        """Bytes of an answer have come. ``whole``: all of them, and they are being decoded."""
         request = self._requests.get(fragment)
         if request is not None and request.connection == connection:
             idle_until = request.deadline if whole else now + ANSWER_SECONDS
             self._requests[fragment] = replace(request, idle_until=idle_until)
 
+    def mark_accepted(self, connection: int, fragment: int) -> None:
+        """The version that was asked for is here, and its record is being made durable. It is not given up any more."""
+        request = self._requests.get(fragment)
+        if request is not None and request.connection == connection:
+            del self._requests[fragment]
+            self._accepted.add(fragment)
+
     def mark_stored(self, fragment: int) -> None:
         """A record with the version is durable."""
         self._requests.pop(fragment, None)
+        self._accepted.discard(fragment)
         self._recovered.add(fragment)
         self._state.lineage.mark_recovered(self._state.epoch)
 
@@ -302,9 +317,10 @@ class VersionRecovery:
             if now >= min(request.deadline, request.idle_until):
                 self.mark_failed(request.connection, request.fragment, now)
         for fragment in range(len(self._made)):
-            if fragment not in self._recovered and fragment not in self._requests:
+            if fragment not in self._recovered | self._accepted and fragment not in self._requests:
                 self._request(fragment, now)
-        if self._requests or any(held.keys() - self._recovered for held in self._held.values()):
+        waiting = self._requests or self._accepted
+        if waiting or any(held.keys() - self._recovered for held in self._held.values()):
             return
         if self._recovered:
             self._restarting = True

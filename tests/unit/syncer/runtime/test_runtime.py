@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
+from diloco_protocol.wire.records import Held
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
 from diloco_syncer.core import events as ev
@@ -112,8 +113,16 @@ class Bench:
     async def __aexit__(self, *_: object) -> None:
         await self.syncer.close(checkpoint=False)
 
-    def connect(self, number: int, ordinal: int, process: str, evaluator: bool = False, before: int = 0) -> Connection:
-        """``before``: the incarnation that the process had."""
+    def connect(
+        self,
+        number: int,
+        ordinal: int,
+        process: str,
+        evaluator: bool = False,
+        before: int = 0,
+        held: tuple[Held, ...] = (),
+    ) -> Connection:
+        """``before``: the incarnation that the process had; ``held``: its versions."""
         connection = Connection(number)
         connection.process = process
         self.syncer.sessions._connections[number] = connection
@@ -127,7 +136,7 @@ class Bench:
                 layout_digest=LAYOUT.digest,
                 digests={},
                 sequences=0 if evaluator else 100_000,
-                held=(),
+                held=held,
                 previous_incarnation=before,
             )
         )
@@ -172,12 +181,14 @@ class Bench:
         found = sync_pb2.DownloadHeader.FromString(sent[0]).found
         return b"".join(sent[1:]) if found else None
 
-    async def initialise(self, process: str) -> None:
+    async def initialise(self, process: str, before_done: Callable[[], object] = lambda: None) -> None:
         part = sync_pb2.Initial
         rows: list[tuple[Any, Any]] = [(part(part=part.LAYOUT), LAYOUT.to_json().encode())]
         rows += [(part(part=part.FRAGMENT, fragment=p), np.zeros(LAYOUT.elements(p), np.float32)) for p in (0, 1)]
         rows += [(part(part=part.DONE), b"")]
         for what, payload in rows:
+            if what.part == part.DONE:
+                before_done()
             assert (await self.upload(process, payload, initial=what)).accepted
 
     def report(self, connection: int, step: int = 0, **changes: Any) -> sync_pb2.Report:
@@ -950,6 +961,64 @@ async def test_bytes_of_a_lost_version_are_told_to_the_core_once_a_second(
         bench.syncer.versions._tell_at.clear()
         bench.syncer._note_chunk(("version", 7, 0))
         assert told[2:] == [ev.LostVersionAdvanced(7, 0)]
+
+
+async def test_what_stands_in_for_a_version_is_not_served_where_the_job_is_suspended_meanwhile(tmp_path: Path) -> None:
+    """The store was emptied, and a learner gives back what it holds of it."""
+    Epoch.claim(DirectoryStore(tmp_path))
+    held = Held(1, 1, 1), Held(1, 0, 1)
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a", before=1, held=held)
+        await bench.initialise(
+            "a", before_done=lambda: bench.syncer.driver.handle(ev.EndRequested(JobPhase.SUSPENDED, "suspended"))
+        )
+        assert bench.syncer.core.phase is JobPhase.SUSPENDED and not bench.syncer.core.initialised
+        assert bench.syncer.model.layout is None and not bench.syncer.model.broadcasts
+        assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 20) == SyncerExit.OK
+    async with Bench(tmp_path) as bench:
+        assert bench.syncer.core.is_recovering and bench.syncer.core.versions == [0, 0]
+        bench.connect(1, 0, "a", before=1, held=held)
+        assert bench.syncer.core.phase is JobPhase.WAITING
+
+
+async def test_the_record_of_a_lost_version_is_made_though_its_sender_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is slow, and the call ends first: what the store may have by then the core hears of."""
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        await until(lambda: not bench.syncer.driver._actions)
+        told: list[object] = []
+        monkeypatch.setattr(bench.syncer.versions, "emit", told.append)
+        monkeypatch.setattr(bench.syncer.core, "check_version_upload", lambda *_: "")
+        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=convert.receipt_bytes(()))
+        values = np.ones(LAYOUT.elements(0), np.float32)
+        with held_up(bench.syncer):
+            call = asyncio.create_task(bench.upload("a", values, base=base))
+            await until(lambda: ev.LostVersionAccepted(1, 0) in told)
+            call.cancel()
+            await asyncio.wait((call,))
+        await until(lambda: ev.LostVersionStored(0) in told)
+        assert bench.syncer.durability.tape.newest == {0: 3}
+        assert (await bench.upload("a", values[: LAYOUT.elements(1)], base=sync_pb2.Base(fragment=1))).reason == "base"
+        base.fragment = 1
+        assert (await bench.upload("a", np.ones(LAYOUT.elements(1), np.float32), base=base)).accepted
+        assert told[-1] == ev.LostVersionStored(1) and not bench.syncer.driver.outcome.done()
+
+
+async def test_a_sender_whose_version_cannot_be_made_durable_is_not_kept_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        monkeypatch.setattr(bench.syncer.core, "check_version_upload", lambda *_: "")
+        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=convert.receipt_bytes(()))
+        Epoch.claim(DirectoryStore(tmp_path))
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(bench.upload("a", np.ones(LAYOUT.elements(0), np.float32), base=base), 20)
+        assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 20) == SyncerExit.SUPERSEDED
 
 
 @pytest.mark.promise(

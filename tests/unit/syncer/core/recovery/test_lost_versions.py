@@ -343,6 +343,36 @@ def test_who_is_gone_is_given_up_for_another_that_holds_the_version() -> None:
     assert [ask.connection for ask in of(life.log, ev.RequestVersion)] == [first.connection, other]
 
 
+@pytest.mark.parametrize("fate", ["gone", "silent", "says that it failed", "slow store"])
+def test_an_accepted_version_is_waited_for_whatever_becomes_of_who_sent_it(fate: str) -> None:
+    """The store may have its record at any moment: who goes on without it makes a version that is older, or the same
+    version once more."""
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    life.join(12, 1, held=OLD)
+    life.do(ev.LostVersionAdvanced(11, 0, whole=True))
+    life.do(ev.LostVersionAccepted(12, 0))  # whom nobody has asked
+    life.do(ev.LostVersionAccepted(11, 0))
+    if fate == "gone":
+        life.do(ev.ConnectionLost(11))
+    elif fate == "says that it failed":  # its call was broken off
+        life.do(ev.LostVersionFailed(11, 0))
+    stay(life, 1000.0 if fate == "slow store" else CONFIG.heartbeat_timeout + 1, 12, *[11] * (fate == "slow store"))
+    life.join(13, 0, held=HELD)
+    assert life.core.is_recovering and len(of(life.log, ev.RequestVersion)) == 1
+    assert not of(life.log, ev.RestartFromStore) and life.core.newest_settled_epoch == 1
+    assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
+
+
+def test_a_version_that_nobody_waits_for_any_more_is_not_accepted() -> None:
+    life = restarted()
+    life.join(11, 0, held=HELD)
+    (ask,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
+    life.do(ev.LostVersionAccepted(23 - ask.connection, 0))
+    life.do(ev.LostVersionAccepted(ask.connection, 1))
+    assert of(life.do(ev.LostVersionFailed(ask.connection, 0)), ev.RequestVersion)
+
+
 def test_a_version_from_before_the_stores_own_or_of_this_epoch_is_not_taken() -> None:
     """The store's version of fragment 0 is of epoch 2: what epoch 1 made above it is of another past."""
     life = Life(trained()[0], 3, (2, 1))
@@ -558,6 +588,21 @@ def test_a_rebuild_never_goes_on_from_what_stands_in_for_a_version() -> None:
 VERSION_0 = ((1, 0), (1, 0))
 
 
+@pytest.mark.parametrize("end", [JobPhase.SUSPENDED, JobPhase.FAILED])
+def test_what_stands_in_for_a_version_is_told_to_nobody_where_the_job_has_ended_meanwhile(end: JobPhase) -> None:
+    """Whoever takes it for version 0 moves steps onto it that are in it already."""
+    life = Life(None, 2)
+    assert rejoin(life, 11, 0).initialise
+    life.do(ev.EndRequested(end, "ended"))
+    assert life.core.phase is end
+    actions = life.do(ev.InitialModelStored("L", (8, 8)))
+    assert not of(actions, ev.Announce) and not of(actions, ev.RestartFromStore) and not life.core.initialised
+    life = Life(life.core.state(0.0), 3)
+    life.core.handle(ev.InitialModelStored("L", (8, 8)), 0.0)
+    life.log += life.core.start(0.0, (0, 1))
+    assert rejoin(life, 21, 0).withheld == {0} and life.core.is_recovering
+
+
 @pytest.mark.promise("An emptied store is rebuilt from the learners, whichever returns first")
 def test_an_empty_store_without_a_merge_has_its_version_0_back() -> None:
     """Given back by a learner that holds it, as it was: under one (epoch, version) there are never two models."""
@@ -748,8 +793,10 @@ def test_what_was_given_up_is_not_taken_though_the_store_has_forgotten(first: in
     assert [a.fragment for a in of(life.log, ev.Announce)] == [0] * waits
 
 
-def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
-    """Its pushes and confirmations are of a history in which version 1 never was."""
+@pytest.mark.parametrize("stored_first", [True, False])
+def test_who_gave_up_what_was_taken_meanwhile_begins_anew(stored_first: bool) -> None:
+    """Its pushes and confirmations are of a history in which version 1 never was. ``stored_first``: it comes when the
+    record is durable; else while it is being made."""
     _, receipts = trained()
     life = Life(settled_without_it(), 3, (1, 1))
     life.join(12, 1, held=HELD)
@@ -758,9 +805,14 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew() -> None:
     life.later(2.0)
     (ask,) = of(life.log, ev.RequestVersion)
     assert life.core.check_version_upload(12, 0, ask.epoch, ask.version, receipts[0]) == ""
-    assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
+    life.do(ev.LostVersionAccepted(12, 0))
+    if stored_first:
+        life.do(ev.LostVersionStored(0))
     (late,) = of(life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), ev.Admit)
     assert late.seat is not None and not late.seat.continuing
+    if not stored_first:
+        life.do(ev.LostVersionStored(0))
+    assert of(life.log, ev.RestartFromStore)
 
     for settled, continuing in (((2, 2), False), ((1, 1), True)):
         again = Core(CONFIG, json.loads(json.dumps(life.core.state(0.0))), 4, 0.0, wall=0.0)
