@@ -21,19 +21,7 @@ Example. K = 1, one learner. ``Join`` gives ``Persist`` and ``Admit``. Its ``Rep
 phase moves: ``Persist``, ``SetPhase``. A later report reaches H steps: ``Pull``. ``PushReceived`` gives
 ``AnswerPush`` and ``Merge``; ``MergeDurable`` gives ``ReleasePush`` and ``Announce``.
 
-The parts
----------
-An event goes down this list, and what is decided comes back as actions.
-
-``core``       takes an event to the part that decides, and then advances all parts in one order
-``phases``     start, hold, drain, end
-``members/``   admission, who uploads version 0, whose optimizer state a newcomer gets
-``merging/``   which pushes count (``push_checks`` lists all checks), when rounds open and are merged
-``recovery/``  versions that the store lost and learners hold
-``documents``  the status document and the report; ``reports``: what a learner's report changes
-``state``      all books of one job
-``actions``    the collector of what is to be done outside
-``books/``     what is known: slots, leases, ledger, rounds, ... Books change only themselves
+An event goes down the stack of parts that ``__init__.py`` names, and what is decided comes back as actions.
 """
 
 from __future__ import annotations
@@ -279,9 +267,7 @@ class Core:
         """Take in one event; returns the actions that follow, in the order in which they are to be carried out.
 
         Raises ``ev.BadMessage``, and has changed nothing, for what a caller cannot truly have said."""
-        self._take_in(event, now)
-        self._advance(now)
-        return self._actions.drain()
+        return self.handle_together((event,), now)
 
     def handle_together(self, events: Iterable[ev.Event], now: float) -> list[Action]:
         """Take in events of one moment, and only then do what is due. For simulations of many learners, whose reports
