@@ -16,7 +16,10 @@ from diloco_protocol.wire.records import Announcement, Evaluation, Payload, Push
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
 from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.records import Array
+from diloco_syncer.store.restore import StoreUnusable
+from diloco_syncer.store.tape import TapeError
 from syncer_simulation.learners import Ids, Learner
 from syncer_simulation.shell_world import Life, ShellSetup, SyncerProcesses
 
@@ -165,8 +168,10 @@ class ShellWorld(SyncerProcesses):
             raw = await receive(header, connection if connection in self.connections else 0, read)
         except UploadRefused as error:
             return sync_pb2.UploadReply(reason=error.reason, message=str(error))
-        except (TooManyUploads, HigherEpoch, OSError, asyncio.CancelledError):
+        except (TooManyUploads, asyncio.CancelledError):
             return None
+        except (HigherEpoch, RecordMadeMeanwhile, TapeError, StoreUnusable, OSError):
+            return None  # these end the process, which is judged by that
         except Exception as error:
             self.failures.append(error)
             raise

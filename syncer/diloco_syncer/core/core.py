@@ -328,7 +328,7 @@ class Core:
             case ev.LostVersionAdvanced():
                 self._recovery.mark_advanced(event.connection, event.fragment, event.whole, now)
             case ev.LostVersionAccepted():
-                self._recovery.mark_accepted(event.connection, event.fragment)
+                self._recovery.mark_accepted(event.fragment)
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():

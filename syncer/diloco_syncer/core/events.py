@@ -177,7 +177,6 @@ class LostVersionAdvanced:
 class LostVersionAccepted:
     """A base that a learner held is here and makes sense: from now on the store may have it as the newest record."""
 
-    connection: int
     fragment: int
 
 

@@ -146,11 +146,12 @@ class Driver:
 
     # ------------------------------------------------------------- tasks and the end
 
-    def run_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a piece of work beside the queue; its failure ends the process."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

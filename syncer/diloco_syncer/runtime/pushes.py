@@ -69,7 +69,7 @@ class ReceivedPushes:
     buffers: BufferPool
     decode_thread: Executor
     emit: Callable[[ev.Event], None]
-    run_task: Callable[[Coroutine[Any, Any, None]], None]
+    run_task: Callable[[Coroutine[Any, Any, None]], object]
     refused: Counter[str]
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _held: dict[int, Payload] = field(default_factory=dict)

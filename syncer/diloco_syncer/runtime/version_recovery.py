@@ -4,9 +4,6 @@ The core decides whom to ask (core/recovery tells the story); here the bytes com
 uploads the version exactly as it was broadcast, so whoever holds it goes on holding the same bytes.
 Θ_p thus has the broadcast's precision. The outer optimizer's state is that of the last durable version,
 and the residual that a delta codec had dropped by then is lost.
-
-Once the core has heard that a version is accepted, its record is written whatever becomes of the upload's call: a
-caller may be gone before a slow store has taken it, and the store has it all the same.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ class VersionUploads:
     decode_thread: Executor
     next_number: Callable[[], int]
     emit: Callable[[ev.Event], None]
-    run_task: Callable[[Coroutine[Any, Any, None]], None]
+    run_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     _tell_at: dict[int, float] = field(default_factory=dict)  # by fragment, of the next bytes; time.monotonic()
 
     def note_chunk(self, key: Hashable) -> None:
@@ -70,10 +67,9 @@ class VersionUploads:
             return None
         self.emit(ev.LostVersionAdvanced(connection, base.fragment, whole=True))
         record = await self._make_record(connection, base, rows, whole)
-        self.emit(ev.LostVersionAccepted(connection, base.fragment))
-        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.run_task(self._store(record, stored))
-        await stored
+        self.emit(ev.LostVersionAccepted(base.fragment))
+        # In a task of the syncer's: a slow store may take the record when its sender has gone.
+        await asyncio.shield(self.run_task(self._store(record)))
         return upload_reply(True)
 
     def _refused(self, why: str) -> UploadRefused:
@@ -131,14 +127,8 @@ class VersionUploads:
             recovered=Recovered(old.version, base.epoch, rows),
         )
 
-    async def _store(self, record: MergeRecord, stored: asyncio.Future[None]) -> None:
-        """Make the record durable; ``stored`` is done when it is, and cancelled if it never will be."""
-        try:
-            await self.durability.write_merge_record(record)
-            fragment, version, follows = record.fragment, record.version, record.follows
-            log.warning("fragment %d: version %d is taken from a learner; the store had %d", fragment, version, follows)
-            self.emit(ev.LostVersionStored(fragment))
-            if not stored.done():  # else the sender has gone
-                stored.set_result(None)
-        finally:
-            stored.cancel()
+    async def _store(self, record: MergeRecord) -> None:
+        await self.durability.write_merge_record(record)
+        fragment, version, follows = record.fragment, record.version, record.follows
+        log.warning("fragment %d: version %d is taken from a learner; the store had %d", fragment, version, follows)
+        self.emit(ev.LostVersionStored(fragment))

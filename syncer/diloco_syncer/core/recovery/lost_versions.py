@@ -185,8 +185,7 @@ class VersionRecovery:
         self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds {what}")
 
     def hold_back_version_0(self) -> bool:
-        """Version 0's place is taken; whether by what learners gave back, from which nobody goes on before a restart.
-        The versions that it stands in for are requested then, or when a job that has ended meanwhile goes on."""
+        """Version 0's place is taken; whether by what a learner gave back, and nobody goes on from before a restart."""
         if self._rebuilding and self.can_recover:
             self._restarting = True
             self._actions.add(ev.RestartFromStore("an empty store is rebuilt from what learners hold", 0))
@@ -290,12 +289,10 @@ class VersionRecovery:
             idle_until = request.deadline if whole else now + ANSWER_SECONDS
             self._requests[fragment] = replace(request, idle_until=idle_until)
 
-    def mark_accepted(self, connection: int, fragment: int) -> None:
+    def mark_accepted(self, fragment: int) -> None:
         """The version that was asked for is here, and its record is being made durable. It is not given up any more."""
-        request = self._requests.get(fragment)
-        if request is not None and request.connection == connection:
-            del self._requests[fragment]
-            self._accepted.add(fragment)
+        self._requests.pop(fragment, None)
+        self._accepted.add(fragment)
 
     def mark_stored(self, fragment: int) -> None:
         """A record with the version is durable."""
@@ -319,8 +316,7 @@ class VersionRecovery:
         for fragment in range(len(self._made)):
             if fragment not in self._recovered | self._accepted and fragment not in self._requests:
                 self._request(fragment, now)
-        waiting = self._requests or self._accepted
-        if waiting or any(held.keys() - self._recovered for held in self._held.values()):
+        if self._accepted or self._requests or any(held.keys() - self._recovered for held in self._held.values()):
             return
         if self._recovered:
             self._restarting = True

@@ -351,8 +351,7 @@ def test_an_accepted_version_is_waited_for_whatever_becomes_of_who_sent_it(fate:
     life.join(11, 0, held=HELD)
     life.join(12, 1, held=OLD)
     life.do(ev.LostVersionAdvanced(11, 0, whole=True))
-    life.do(ev.LostVersionAccepted(12, 0))  # whom nobody has asked
-    life.do(ev.LostVersionAccepted(11, 0))
+    life.do(ev.LostVersionAccepted(0))
     if fate == "gone":
         life.do(ev.ConnectionLost(11))
     elif fate == "says that it failed":  # its call was broken off
@@ -362,15 +361,6 @@ def test_an_accepted_version_is_waited_for_whatever_becomes_of_who_sent_it(fate:
     assert life.core.is_recovering and len(of(life.log, ev.RequestVersion)) == 1
     assert not of(life.log, ev.RestartFromStore) and life.core.newest_settled_epoch == 1
     assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore)
-
-
-def test_a_version_that_nobody_waits_for_any_more_is_not_accepted() -> None:
-    life = restarted()
-    life.join(11, 0, held=HELD)
-    (ask,) = of(life.join(12, 1, held=HELD), ev.RequestVersion)
-    life.do(ev.LostVersionAccepted(23 - ask.connection, 0))
-    life.do(ev.LostVersionAccepted(ask.connection, 1))
-    assert of(life.do(ev.LostVersionFailed(ask.connection, 0)), ev.RequestVersion)
 
 
 def test_a_version_from_before_the_stores_own_or_of_this_epoch_is_not_taken() -> None:
@@ -805,7 +795,7 @@ def test_who_gave_up_what_was_taken_meanwhile_begins_anew(stored_first: bool) ->
     life.later(2.0)
     (ask,) = of(life.log, ev.RequestVersion)
     assert life.core.check_version_upload(12, 0, ask.epoch, ask.version, receipts[0]) == ""
-    life.do(ev.LostVersionAccepted(12, 0))
+    life.do(ev.LostVersionAccepted(0))
     if stored_first:
         life.do(ev.LostVersionStored(0))
     (late,) = of(life.join(11, 0, held=((2, 0), (2, 0)), settled=(2, 2)), ev.Admit)
