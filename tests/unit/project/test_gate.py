@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import wait_until
 from repository import ROOT
 from unstable import MOST, open_lines, reason_for_red
 
@@ -231,7 +232,8 @@ def test_work_in_the_background_gives_way_to_another_session() -> None:
     usual = subprocess.Popen(command, start_new_session=True)
     behind = subprocess.Popen([str(ROOT / "tools" / "in_background.sh"), *command])
     try:
-        time.sleep(1.0)  # both are busy by then
+        for process in (usual, behind):  # each chooses its processor just before it is busy
+            wait_until(lambda pid=process.pid: os.sched_getaffinity(pid) == {processor}, "it is busy", process)
         before = processor_seconds(usual.pid), processor_seconds(behind.pid)
         end = time.monotonic() + 30
         while (got := processor_seconds(usual.pid) - before[0]) < 1.0:
