@@ -46,8 +46,10 @@ class Bound:
 
 # A bound falls when its figure does. It is raised only with its reason beside it.
 BOUNDS = {
-    "lines of product": Bound(60_500, "the product as it was when its laboratory had left it"),
-    "lines of cli": Bound(15_500, "the command line without simulations of jobs and comparisons with other systems"),
+    "lines of product": Bound(
+        63_000, "60,500 without its laboratory, and 2,500 for jobs that end well with the wrong model"
+    ),
+    "lines of cli": Bound(16_330, "15,500 without its laboratory, and a third of those 2,500"),
     "import circles": Bound(0, "of two modules that need each other neither can be read first"),
     "folder circles": Bound(0, "folders that need each other are headings and no layers"),
     "bench circles": Bound(0, "of two programs that need each other neither can be read first"),
