@@ -107,8 +107,8 @@ async def connect_first(address: str, seconds: float) -> socket.socket:
     tasks = [asyncio.ensure_future(one(number, RACE_SECONDS * n)) for n, number in enumerate(numbers)]
     found: list[socket.socket] = []
     try:
-        for ended in asyncio.as_completed(tasks, timeout=seconds):
-            if (made := await ended) is not None:
+        for first in asyncio.as_completed(tasks, timeout=seconds):
+            if (made := await first) is not None:
                 found.append(made)
                 return made
     except TimeoutError:
@@ -116,9 +116,9 @@ async def connect_first(address: str, seconds: float) -> socket.socket:
     finally:
         for task in tasks:
             task.cancel()
-        for made in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(made, socket.socket) and made not in found:
-                made.close()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, socket.socket) and ended not in found:
+                ended.close()
     if len(numbers) > 1:
         raise NoAddressAnswers(", ".join(f"{number}: {fate}" for number, fate in fates.items()))
     raise errors[0] if errors else OSError("the name has no IP address")
