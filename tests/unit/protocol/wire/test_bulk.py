@@ -363,7 +363,7 @@ def test_a_channel_carries_one_part_at_a_time_and_rests_after_a_break() -> None:
         loop = asyncio.get_running_loop()
 
         async def use(seconds: float, breaks: bool = False) -> str:
-            async with lanes.take() as channel:
+            async with lanes.borrow_channel() as channel:
                 await asyncio.sleep(seconds)
                 if breaks:
                     raise bulk.TransferError("it broke", retry=True)
