@@ -482,3 +482,14 @@ def test_a_session_is_half_closed_only_when_everything_was_handed_over(
     all_sent(one.outbox)
     one.half_close()
     assert closed == ["half close"]
+
+
+async def test_what_has_come_of_a_download_outlives_the_session(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, _ = made
+    kept = []
+    for _ in range(2):
+        one._begin_session(SimpleNamespace(end=None), [], (), False)  # type: ignore[arg-type]
+        assert one._transfers is not None
+        kept.append(one._transfers.channels.kept)
+        await one._end_session()
+    assert kept[0] is kept[1]
