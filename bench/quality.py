@@ -24,6 +24,9 @@ Of the larger models at 40 and 200 merges some arms are trained only with ``--le
 hours (``is_chosen``). ``--sizes gpu`` is a dense model of 26 million parameters, trained on a CUDA device; without that
 word no trial needs one.
 
+Rates are chosen by 1,024 held-out sequences, and the losses are those of 1,024 others (bench/trials/tasks.py).
+``--published`` shows the tables of docs/results/quality.md, which are of the code before.
+
 Results are kept in bench/results/trials.jsonl, which is part of the repository, and an interrupted run goes on.
 bench/ablations.py varies one thing at a time.
 """
@@ -44,7 +47,7 @@ from typing import Any
 
 import common
 from diloco_protocol.spec.load import JobError, job_to_json, parse_job
-from trials.cells import Cache, Trial, common_losses, losses, run_trials
+from trials.cells import Cache, Trial, choice_losses, common_losses, run_trials
 from trials.options import add_trial_options, check_cache, check_shown
 from trials.reports import quality_report, show_trials
 from trials.search import INNER_RATES, SEARCH_ROUND, of_seeds, searched_seeds, tuned
@@ -81,7 +84,11 @@ def references(chosen: argparse.Namespace) -> Iterator[Trial]:
     for merges in chosen.lengths or sorted({merges for size in chosen.sizes for merges in LENGTHS[size]}):
         for size in chosen.sizes:
             if chosen.lengths or merges in LENGTHS[size]:
-                found = (Trial(kind, size, merges, 0) for kind in chosen.kinds if size != ON_GPU or kind == "dense")
+                found = (
+                    Trial(kind, size, merges, 0, published=chosen.published)
+                    for kind in chosen.kinds
+                    if size != ON_GPU or kind == "dense"
+                )
                 yield from (trial for trial in found if is_chosen(chosen, trial))
 
 
@@ -154,11 +161,11 @@ def searches(chosen: argparse.Namespace) -> Iterator[tuple[str, Trial]]:
 
 
 def show_rates(chosen: argparse.Namespace, cache: Cache) -> None:
-    """Each known loss of a search, with a star at the best, where the search has ended."""
+    """Each known loss by which a search chooses, with a star at the best, where the search has ended."""
     for name, trial in searches(chosen):
         best, _ = tuned(trial, cache)
         for rate in INNER_RATES:
-            values = losses(of_seeds(replace(trial, rate=rate), searched_seeds(trial)), cache)
+            values = choice_losses(of_seeds(replace(trial, rate=rate), searched_seeds(trial)), cache)
             if values is not None:
                 star = " *" if rate == best.rate else ""
                 print(f"{name}: inner rate {rate:g}: {sum(values) / len(values):.4f} nats{star}")
@@ -182,11 +189,8 @@ def quick_rows() -> list[TrialRow]:
             (DDP, replace(base, ddp=True)),
         ]
         run_trials([base, *(trial for _, trial in named)], cache, 1)
-        reference = losses([base], cache)
-        assert reference is not None
         for name, trial in named:
-            values = losses([trial], cache)
-            assert values is not None
+            values, reference = common_losses([trial], [base], cache)
             words = f"dense-small, 48 steps: {name}"
             rows.append(make_row(words, values, "data-parallel", reference, group="dense-small", merges=2, arm=name))
     return rows

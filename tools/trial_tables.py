@@ -1,6 +1,7 @@
 """The tables of docs/results/quality.md and ablations.md, from the results in bench/results/trials.jsonl.
 
-Nothing is trained here (tools/generate.py): ``make quality`` and ``make ablations`` do that, and add to the results.
+Nothing is trained here (tools/generate.py): ``make quality`` and ``make ablations`` do that, and add to the
+results. The tables are of the published lines (bench/trials/cells.py), until whoever has the day runs all trials again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def quality_rows(*, dilocos: bool = False, inner: str = "adamw") -> list[TrialRo
     """Every arm beside data-parallel training with that inner optimizer, with the defaults or with DiLoCo's own
     settings, by kind of model."""
     sync = DILOCOS_SETTINGS if dilocos else {}
-    chosen = quality.parse(["--show", "--sizes", *quality.LENGTHS, "--sync", json.dumps(sync)])
+    chosen = quality.parse(["--published", "--sizes", *quality.LENGTHS, "--sync", json.dumps(sync)])
     rows = quality.quality_rows(chosen, results(), inner=inner)
     return sorted(rows, key=lambda row: quality.KINDS.index(row.group.partition("-")[0]))
 
@@ -80,7 +81,7 @@ def quality_table(*, dilocos: bool) -> str:
 
 def ablation_table() -> str:
     """Of those groups of which more than one arm was run: the default is an arm of each."""
-    arms = ablations.chosen_arms(ablations.parse(["--lengths", *map(str, quality.LENGTHS["small"])]))
+    arms = ablations.chosen_arms(ablations.parse(["--published", "--lengths", *map(str, quality.LENGTHS["small"])]))
     rows = ablations.ablation_rows(arms, ablations.SEEDS, results())
     run = Counter(row.group for row in rows)
     shown = [((row.group, row.name), row) for row in rows if run[row.group] > 1]
