@@ -120,8 +120,8 @@ class Learner:
             limit=optimizer_state.max_state_bytes(model),
         )
         self._inbox = Inbox()
-        fragments = ModelFragments(model, self.layout)
-        self._checks = LoopChecks(model, fragments.watch, spec.sync.every)
+        fragments, inner = ModelFragments(model, self.layout), InnerOptimizers(model, optimizers)
+        self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
         self._client = SyncerClient(
             settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device
         )
@@ -129,7 +129,7 @@ class Learner:
         self._synchronizer = Synchronizer(
             spec,
             model,
-            InnerOptimizers(model, optimizers),
+            inner,
             self.layout,
             client=self._client,
             inbox=self._inbox,

@@ -83,12 +83,11 @@ class StandaloneLearner:
         refuse_running_statistics(model)
         sync = job.spec.sync
         self.layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)
-        InnerOptimizers(model, optimizers)
         self.job = job
         self.learners = 1
         self.step = 0
         self.tokens = 0
-        self._checks = LoopChecks(model, ModelWatch(model), sync.every)
+        self._checks = LoopChecks(InnerOptimizers(model, optimizers), ModelWatch(model), sync.every)
         self._metrics = StepMetrics()
         self._losses: list[float] = []  # the first and the last
         self._started = False

@@ -9,12 +9,11 @@ import logging
 import threading
 from collections.abc import Iterator
 
-import torch
-
 from diloco_protocol.wire.limits import MAX_STEP_TOKENS
 from diloco_worker.fragments import refuse_running_statistics
 from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import WorkerError
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +21,8 @@ log = logging.getLogger(__name__)
 class LoopChecks:
     """The checks of one loop. ``every``: steps of a turn, sync.every."""
 
-    def __init__(self, model: torch.nn.Module, watch: ModelWatch, every: int) -> None:
-        self._model = model
+    def __init__(self, inner: InnerOptimizers, watch: ModelWatch, every: int) -> None:
+        self._inner = inner
         self._watch = watch
         self._every = every
         self._steps = 0
@@ -42,7 +41,8 @@ class LoopChecks:
     def find_errors(self, tokens: int) -> Iterator[WorkerError]:
         """What would have to end the loop, after a step of ``tokens``."""
         self._steps += 1
-        for check in (self._check_thread, self._check_modes, self._watch.check, lambda: self._check_tokens(tokens)):
+        model = (self._check_modes, self._watch.check, self._inner.check_parameters)
+        for check in (self._check_thread, *model, lambda: self._check_tokens(tokens)):
             try:
                 check()
             except WorkerError as error:
@@ -69,7 +69,7 @@ class LoopChecks:
 
     def _check_modes(self) -> None:
         if self._steps == 1:
-            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
+            refuse_running_statistics(self._inner.model)  # modules may be in another mode than at the start
 
     def _check_tokens(self, tokens: int) -> None:
         """The counts of a job only rise, and a push without tokens is not merged."""

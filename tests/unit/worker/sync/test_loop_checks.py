@@ -15,16 +15,17 @@ from diloco_worker import Learner
 from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.standalone.learner import StandaloneLearner
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.loop_checks import LoopChecks
 
 EVERY = 3
 
 
 def checks(model: torch.nn.Module) -> LoopChecks:
-    return LoopChecks(model, ModelWatch(model), EVERY)
+    return LoopChecks(InnerOptimizers(model, torch.optim.SGD(model.parameters(), lr=0.1)), ModelWatch(model), EVERY)
 
 
-def learner(kind: str, model: torch.nn.Module, folder: Path) -> Any:
+def learner(kind: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
     """One of a job that nobody serves, or alone."""
     job = DiLoCoJob.model_validate(
         {
@@ -39,7 +40,6 @@ def learner(kind: str, model: torch.nn.Module, folder: Path) -> Any:
         }
     )
     (folder / "job.json").write_text(job_to_json(job))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind == "alone":
         return StandaloneLearner(model, optimizer, job)
     environ = {"DILOCO_JOB_FILE": str(folder / "job.json"), "DILOCO_SYNCER": "127.0.0.1:1"}
@@ -50,13 +50,18 @@ def learner(kind: str, model: torch.nn.Module, folder: Path) -> Any:
 @pytest.mark.parametrize("kind", ["alone", "job"])
 def test_a_head_that_is_replaced_is_noticed_at_the_next_step(kind: str, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2))
-    one = learner(kind, model, tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    one = learner(kind, model, optimizer, tmp_path)
     head, model[1] = model[1], torch.nn.Linear(4, 2)
     with pytest.raises(ConfigurationError, match=r"parameter 1\.weight was moved or assigned anew"):
         one.after_step(tokens=8)
     model[1] = head
     model[0].requires_grad_(True)
     with pytest.raises(ConfigurationError, match=r"parameter 0\.weight was unfrozen"):
+        one.after_step(tokens=8)
+    model[0].requires_grad_(False)
+    optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters()})
+    with pytest.raises(ConfigurationError, match=r"SGD holds 2 tensors that are no parameters of the model"):
         one.after_step(tokens=8)
 
 
