@@ -36,6 +36,8 @@ class StartCheck:
         found = await self._ask(forkserver)
         if problems := [*found.wrong, *found.here]:
             raise CommandError(problems_text(JobError(problems, str(self.file))))
+        for doubt in found.doubts:
+            self.tell(f"warning: {doubt.path}: {doubt.message}")
         for what in found.unchecked:
             self.tell(f"not checked: {what}")
         if found.model is None:

@@ -26,11 +26,12 @@ def judge_file(
     What this machine lacks is wrong too, unless the job is for a cluster. Data may be where the job runs: that they
     are not here is a warning in any case, and the verdict says that `diloco run` would refuse the job here."""
     read = validate_file(path, overrides)
-    job, warnings = read.job, [*read.warnings]
+    job = read.job
     if job is None:
         return read
     directory = Path(path).resolve().parent
     found = ask(job, directory)
+    warnings = [*read.warnings, *found.doubts]
     here = [*find_absent_programs(job, directory), *find_absent_modules(job, directory), *found.here]
     elsewhere = is_for_cluster(job)
     refused = read.refused_here or (elsewhere and bool(here))

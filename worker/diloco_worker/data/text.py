@@ -39,7 +39,8 @@ PIECE_CHARACTERS = 1_000_000
 
 
 class Tokenizer(Protocol):
-    """Turns a document into tokens. ``identity`` changes whenever its output may."""
+    """Turns a document into tokens. ``identity`` changes whenever its output may; every token is below
+    ``vocabulary``."""
 
     identity: str
     vocabulary: int
@@ -74,7 +75,8 @@ class HubTokenizer:
                 f"no tokenizer could be loaded ({one_line(e)}); use `bytes`, a directory that "
                 "`save_pretrained` wrote, or a name on Hugging Face",
             ) from e
-        self.vocabulary = len(self.inner)
+        # Ids may have holes, and be more than the number of tokens.
+        self.vocabulary = max(len(self.inner), 1 + max(self.inner.get_vocab().values(), default=-1))
         backend = getattr(self.inner, "backend_tokenizer", None)
         content = backend.to_str() if backend is not None else repr(sorted(self.inner.get_vocab().items()))
         self.identity = hashlib.sha256(content.encode()).hexdigest()
@@ -228,14 +230,25 @@ def pack(
     in what it is given; ``unread`` is said where nobody counted.
 
     Raises JobError on the field ``named`` with its ``value`` if there is not even one sequence."""
-    dtype, length = token_dtype(tokenizer(data.tokenizer).vocabulary), data.sequence_length
+    vocabulary, length = tokenizer(data.tokenizer).vocabulary, data.sequence_length
+    dtype = token_dtype(vocabulary)
     key = cache.digest(origin)
     counted: Found | None = None
 
     def counting() -> Iterator[NDArray[np.generic]]:
         nonlocal counted
         found = Found()
-        yield from produce(found)
+        for piece in produce(found):
+            if (
+                piece.dtype != np.uint8 and piece.size and piece.max() >= vocabulary
+            ):  # it would be another token once it is cast
+                raise job_error(
+                    "spec.training.data.tokenizer",
+                    data.tokenizer,
+                    f"gives the token {piece.max()}, and its vocabulary ends at {vocabulary - 1}: save it anew with "
+                    "a vocabulary that has all of its tokens",
+                )
+            yield piece
         counted = found
         if cache_directory is not None:  # before the tokens have their name, so that who finds them finds this too
             found.save(cache.facts_path(cache_directory, key))

@@ -30,7 +30,7 @@ class ModelFacts:
 class JobFindings:
     """``wrong``: problems of the job, wherever it runs. ``here``: what this machine lacks for it. ``unchecked``: what
     could not be looked at, and why. ``device``: cpu or cuda; empty: not known. ``step_tokens``: of one step of every
-    learner; ``steps``: those of each learner until training.stop; None: not known."""
+    learner; ``steps``: those of each learner until training.stop; None: not known. ``doubts``: warnings."""
 
     wrong: tuple[Problem, ...] = ()
     here: tuple[Problem, ...] = ()
@@ -39,6 +39,7 @@ class JobFindings:
     device: str = ""
     step_tokens: int | None = None
     steps: int | None = None
+    doubts: tuple[Problem, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -56,4 +57,5 @@ class JobFindings:
             device=found["device"],
             step_tokens=found["step_tokens"],
             steps=found["steps"],
+            doubts=tuple(Problem(**one) for one in found["doubts"]),
         )
