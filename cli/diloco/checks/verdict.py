@@ -58,6 +58,7 @@ def figures_document(job: DiLoCoJob, found: JobFindings) -> dict[str, Any]:
         "syncer_bytes": need and need.syncer,
         "step_tokens": found.step_tokens,
         "steps": found.steps,
+        "data": found.data or None,
         "unchecked": list(found.unchecked),
     }
 
@@ -68,6 +69,8 @@ def figures_text(job: DiLoCoJob, found: JobFindings) -> list[str]:
     if found.model is not None:
         need = estimate_memory(job, found.model, found.device)
         lines.append(f"  {size_line(found.model, need)}")
+    if found.data:
+        lines.append(f"  data      {found.data}")
     if found.step_tokens is not None:
         lines.append(f"  to come   {steps_to_come(job, found.steps, found.step_tokens)}")
     return [*lines, *(f"  unchecked {what}" for what in found.unchecked)]

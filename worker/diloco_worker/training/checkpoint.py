@@ -58,9 +58,10 @@ def check_loaded(model_spec: ModelSpec, info: Mapping[str, Any]) -> Problem | No
     return Problem(FIELD, model_spec.from_, f"{_count(unexpected)} not the model's and left out: {shorten(unexpected)}")
 
 
-def compare_headers(model_spec: ModelSpec, source: str, revision: str, kind: Any, config: Any) -> Problem | None:
+def compare_headers(model_spec: ModelSpec, source: str, revision: str, model: Any) -> Problem | None:
     """``check_loaded`` for the weights at ``source``, a directory or a name on Hugging Face, before any value is read.
-    ``kind`` is the model's class. Raises JobError, and what reading the headers raises."""
+    ``model`` is one of transformers, whose values are not looked at. Raises JobError, and what reading the headers
+    raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shapes = dict(_header_shapes(source, revision))
@@ -69,8 +70,8 @@ def compare_headers(model_spec: ModelSpec, source: str, revision: str, kind: Any
     try:
         with quiet_loading(), FakeTensorMode(allow_non_fake_inputs=True):
             values = {name: torch.empty(shape) for name, shape in shapes.items()}
-            _, info = kind.from_pretrained(
-                None, config=config, state_dict=values, output_loading_info=True, ignore_mismatched_sizes=True
+            _, info = type(model).from_pretrained(
+                None, config=model.config, state_dict=values, output_loading_info=True, ignore_mismatched_sizes=True
             )
     finally:
         if before is None:

@@ -22,6 +22,7 @@ from torch import nn
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, read_job
+from diloco_protocol.spec.training import DataSpec
 from diloco_worker import device
 from diloco_worker.data import text
 from diloco_worker.errors import one_line
@@ -39,7 +40,7 @@ HUB_SECONDS = 4.0
 def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
     """Check the job's own model on this machine. ``directory``: where relative paths start.
 
-    Training data are not read, and no code of the user's is run."""
+    Of the training data only a part is read, and no code of the user's is run."""
     wrong: list[Problem] = []
     here: list[Problem] = []
     where = _tried(lambda: device.device(spec), here)
@@ -48,10 +49,11 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
         # Its vocabulary is not known: everything else of the model is looked at all the same.
         spec = spec.model_copy(update={"training": spec.training.model_copy(update={"data": None})})
     model, unchecked = _outline(spec, directory, wrong, here)
-    doubts = [] if model is None else _check_start(spec, model, directory, here, unchecked)
+    doubts = [] if model is None else _check_start(spec, model, directory, here=here, unchecked=unchecked)
     facts, tokens = None, None
     if (built := model) is not None:
         facts, tokens = _tried(lambda: _facts(spec, built), wrong), _step_tokens(spec, built)
+    held = text.summarise_data(data, directory or Path.cwd()) if (data := _readable(spec)) is not None else ("", False)
     steps = None if tokens is None else total_steps(spec.training.stop, 1, tokens)
     kind = "" if where is None else where.type
     return JobFindings(
@@ -63,7 +65,15 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
         step_tokens=tokens,
         steps=steps,
         doubts=tuple(doubts),
+        data=held[0],
+        data_in_part=held[1],
     )
+
+
+def _readable(spec: JobSpec) -> DataSpec | None:
+    """The data, if the built-in trainer would read them as text, with a tokenizer that is here."""
+    data = spec.training.data
+    return data if data is not None and data.source != "python" and spec.learners.command is None else None
 
 
 def main() -> int:

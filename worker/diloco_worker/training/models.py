@@ -254,7 +254,7 @@ def check_start(spec: JobSpec, model: nn.Module, *, directory: Path | None = Non
         return None
     _refuse_unmatched("initialise", model_spec.initialise, list(model.state_dict()))
     source = local_directory(model_spec.from_, directory)
-    return compare_headers(model_spec, source, _revision(model_spec), type(model), model.config)
+    return compare_headers(model_spec, source, _revision(model_spec), model)
 
 
 def _revision(model_spec: ModelSpec) -> str:

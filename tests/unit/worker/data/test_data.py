@@ -91,7 +91,7 @@ def test_shuffle_depends_on_the_seed_and_leaves_no_neighbours_together() -> None
 
 
 def test_every_byte_is_in_one_sequence_of_one_part(tmp_path: Path) -> None:
-    source = bytes(np.random.default_rng(0).integers(1, 256, 1000, np.uint8))
+    source = bytes(np.random.default_rng(0).integers(1, 128, 1000, np.uint8))
     (tmp_path / "a.bin").write_bytes(source[:400])
     (tmp_path / "b.bin").write_bytes(source[400:])
     job = spec(paths=["b.bin", "a.bin"], sequence_length=10)
