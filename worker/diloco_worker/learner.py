@@ -79,7 +79,8 @@ class Learner:
     """One learner process. Use it as a context manager, from the thread that trains.
 
     Leaving the block normally drains: the work that is not merged yet is offered to the syncer, which acknowledges
-    it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended.
+    it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended. Nor does
+    it after an exception inside the library, such as one for want of memory, even if the loop has handled it.
 
     ``layout``: how the model's parameters are cut into fragments.
     """
@@ -226,8 +227,11 @@ class Learner:
 
     @property
     def exit_code(self) -> int:
-        """What the process should end with: 1 if the job failed, otherwise 0. In a cluster it is always 0: there the
-        operator tells how the job ended, and the process ends when it is removed."""
+        """What the process should end with: 1 if the job failed, or this learner was interrupted inside the library,
+        otherwise 0. In a cluster a failed job leaves it at 0: there the operator tells how the job ended, and the
+        process ends when it is removed."""
+        if self._synchronizer.guard.unfit:
+            return 1
         return 1 if self.phase == JobPhase.FAILED and not self._settings.idle_at_end else 0
 
     @property
@@ -338,10 +342,11 @@ class Learner:
         if loss is not None:
             self._metrics.put_loss(loss)
         if synchronizer.tenure == self._used_tenure and synchronizer.seated:
-            self._metrics.add_step(compute)
-            if self._prefetcher is not None:
-                self._prefetcher.commit(self._used)
-            synchronizer.complete_step(tokens, compute)
+            with synchronizer.guard:
+                self._metrics.add_step(compute)
+                if self._prefetcher is not None:
+                    self._prefetcher.commit(self._used)
+                synchronizer.complete_step(tokens, compute)
         else:
             synchronizer.run_boundary()  # the slot was lost during the step, and its work with it
         self._used.clear()
@@ -403,6 +408,7 @@ class Learner:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
+        self._synchronizer.guard.hold_interrupts()
         return self
 
     def __exit__(
@@ -418,6 +424,7 @@ class Learner:
             self._port.close()
             self._record.flush()
             self._checkpoint.close()
+            self._synchronizer.guard.release_interrupts()
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
@@ -435,11 +442,13 @@ class Learner:
     def leave(self) -> None:
         """Drain: offer everything, wait for the acknowledgements, give up the slot. Further calls do nothing.
 
-        It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS."""
+        It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS. Raises WorkerError, and offers nothing, if
+        an earlier call of this library was interrupted."""
         synchronizer, client = self._synchronizer, self._client
         if self._left:
             return
         self._left = True
+        synchronizer.guard.check_fit()  # else: what it offers may be merged already
         if not synchronizer.seated or synchronizer.phase in ENDED_PHASES:
             return
         if synchronizer.phase not in FINISHING_PHASES:
