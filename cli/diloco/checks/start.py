@@ -36,8 +36,12 @@ class StartCheck:
         found = await self._ask(forkserver)
         if problems := [*found.wrong, *found.here]:
             raise CommandError(problems_text(JobError(problems, str(self.file))))
+        for doubt in found.doubts:
+            self.tell(f"warning: {doubt.path}: {doubt.message}")
         for what in found.unchecked:
             self.tell(f"not checked: {what}")
+        if found.data_in_part:  # of all else a learner tells it as soon
+            self.tell(f"data: {found.data}")
         if found.model is None:
             return ""
         need = estimate_memory(self.job, found.model, found.device)
