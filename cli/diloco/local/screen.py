@@ -23,7 +23,7 @@ from rich.text import Text
 from diloco.console import print_lasting
 from diloco.local.summary import nats, number
 from diloco.text_console import TextConsole
-from diloco_protocol.common.format_units import duration_text, rate_text, seconds_text
+from diloco_protocol.common.format_units import download_text, duration_text, rate_text, seconds_text
 from diloco_protocol.common.logs import printable
 from diloco_protocol.documents import SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, TRAINING_PHASES, JobPhase, SlotState
@@ -280,6 +280,7 @@ def _slots_table(view: RunView, slots: Sequence[SlotRow], width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in titles:
         table.add_column(title, justify="left" if title in ("learner", "state", "") else "right", no_wrap=True)
+    fragments = len(view.status.versions) if view.status else 0
     for slot in slots:
         name = view.processes.get((slot.region, slot.ordinal), "-")
         waited = _waited(slot)
@@ -293,14 +294,17 @@ def _slots_table(view: RunView, slots: Sequence[SlotRow], width: int) -> Table:
             "s/step": f"{slot.step_seconds or 0:.3f}",
             "waited": "-" if waited is None else f"{100 * waited:.1f} %",
             "merged": number(slot.merged_pushes),
-            "": Text(view.notes.get(name, slot_note(slot)), style="yellow"),
+            "": Text(view.notes.get(name, slot_note(slot, fragments)), style="yellow"),
         }
         table.add_row(*(cells[title] for title in titles))
     return table
 
 
-def slot_note(slot: SlotRow) -> str:
-    """What is the matter with a slot, in a word."""
+def slot_note(slot: SlotRow, fragments: int = 0) -> str:
+    """What is the matter with a slot, in a word; of a newcomer how many of the model's ``fragments`` it has."""
+    if slot.link is not None and slot.link.missing_fragments:
+        here = max(fragments - slot.link.missing_fragments, 0)
+        return download_text(here, fragments, slot.link.down_bytes_per_second)
     if slot.diverged:
         return "diverged"
     if slot.problem:

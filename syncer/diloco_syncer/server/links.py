@@ -31,6 +31,7 @@ class LinkMeasures:
         self.up = Meter()
         self._down: float | None = None
         self._round_trip: float | None = None
+        self.missing_fragments = 0  # that the learner, a newcomer, has still to download
 
     def apply_report(self, report: StepReport) -> None:
         """Take over what the learner has measured; numbers that make no sense count as unknown."""
@@ -38,6 +39,7 @@ class LinkMeasures:
             down, trip = report.link.down_bytes_per_second, report.link.round_trip_seconds
             self._down = down if 0 < down < _FASTEST else None
             self._round_trip = trip if 0 < trip < _LONGEST else None
+        self.missing_fragments = report.link.missing_fragments if report.link is not None else 0
 
     @property
     def known(self) -> Measured:
@@ -73,6 +75,7 @@ def slot_links(
             up_bytes_per_second=known.up,
             down_bytes_per_second=known.down,
             round_trip_seconds=known.round_trip,
+            missing_fragments=link.missing_fragments,
             needs_up_bytes_per_second=judged.up,
             needs_down_bytes_per_second=judged.down,
             too_slow=judged.too_slow,
