@@ -21,7 +21,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.console import print_lasting
+from diloco.console import lasting_output, print_lasting
 from diloco.local.summary import nats, number
 from diloco.text_console import TextConsole
 from diloco_protocol.common.format_units import duration_text, rate_text, seconds_text
@@ -459,10 +459,11 @@ class Live:
         if self._view is not None:
             self.update(self._view)
         else:
-            self._live.update(events_table(self._events), refresh=True)
+            self._draw(events_table(self._events))
 
     def show_text(self, text: str) -> None:
-        self._live.console.print(Text(printable(text)))
+        with lasting_output(self._console.file):
+            self._live.console.print(Text(printable(text)))
 
     def update(self, view: RunView) -> None:
         self._view = view
@@ -475,10 +476,15 @@ class Live:
             if room < 0:
                 break
             events.appendleft(event)
-        self._live.update(picture(view, events), refresh=True)
+        self._draw(picture(view, events))
 
     def close(self) -> None:
-        self._live.stop()
+        with lasting_output(self._console.file):
+            self._live.stop()
+
+    def _draw(self, what: RenderableType) -> None:
+        with lasting_output(self._console.file):
+            self._live.update(what, refresh=True)
 
 
 def make_screen(stderr: bool = False) -> Screen:
