@@ -39,7 +39,8 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def check_whole(model: torch.nn.Module) -> None:
-    """Raise ConfigurationError for a model of which this process has a part only: a learner is one process."""
+    """Raise ConfigurationError for a model of which this process has a part only, or one that is not built yet: a
+    learner is one process with a whole model."""
     for module in model.modules():
         group = getattr(module, "process_group", None)
         if type(module).__name__ == "DistributedDataParallel" and group is not None and group.size() > 1:
@@ -47,13 +48,55 @@ def check_whole(model: torch.nn.Module) -> None:
                 f"the model is one of {group.size()} replicas of DistributedDataParallel: each process of a job is a "
                 "learner of its own, so leave DistributedDataParallel out"
             )
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise ConfigurationError(
+            f"this process is in a group of {torch.distributed.get_world_size()} (init_process_group): each process of "
+            "a job is a learner of its own, so leave the group out"
+        )
     for name, parameter in named_parameters(model).items():
+        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+            raise ConfigurationError(
+                f"parameter {name} has no shape before the first forward pass (a lazy module): run one, on a batch of "
+                "any data, before the Learner is made"
+            )
         if hasattr(parameter, "placements") or name.rpartition(".")[2] == "_flat_param":
             kind = "a DTensor" if hasattr(parameter, "placements") else "flattened by FSDP"
             raise ConfigurationError(
                 f"parameter {name} is {kind}, of which this process has one shard (FSDP, tensor parallelism): "
                 "a learner is one process with whole parameters on one device"
             )
+
+
+def refuse_shared_memory(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError if two parameters lie in the same memory and one of them is trained: a move of both
+    would count twice."""
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p.requires_grad, name)
+        for name, p in named_parameters(model).items()
+        if p.numel() and not p.is_meta and p.is_contiguous() and p.layout is torch.strided and _has_storage(p)
+    )
+    furthest = None
+    for span in spans:
+        device, begin, end, trained, name = span
+        if furthest is not None and device == furthest[0] and begin < furthest[2] and (trained or furthest[3]):
+            raise ConfigurationError(
+                f"parameters {furthest[4]} and {name} lie in the same memory and are two parameters: an exchange would "
+                "move it twice. Tie them as one parameter, b.weight = a.weight, or give each its own memory (.clone())"
+            )
+        if furthest is None or (device, end) > (furthest[0], furthest[2]):
+            furthest = span
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory; a subclass may only wrap others that do."""
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 class ModelWatch:
