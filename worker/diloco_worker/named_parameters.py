@@ -8,6 +8,7 @@ learner may join learners that do not wrap it.
 from __future__ import annotations
 
 import torch
+import xxhash
 
 from diloco_worker.settings import ConfigurationError
 
@@ -58,7 +59,7 @@ def check_whole(model: torch.nn.Module) -> None:
             "a job is a learner of its own, so leave the group out"
         )
     for name, parameter in named_parameters(model).items():
-        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise ConfigurationError(
                 f"parameter {name} has no shape before the first forward pass (a lazy module): run one, on a batch of "
                 "any data, before the Learner is made"
@@ -101,10 +102,12 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 class ModelWatch:
     """What of a model must stay as it was when its Learner was made: its trained parameters, where each of them lies,
-    and that no others are trained. While nothing has changed a check takes less than a microsecond for each tensor."""
+    and that no others are trained. While nothing has changed a check takes less than a microsecond for each tensor.
+    ``exact``: compare values where else writes are counted, which does not see those through ``.data``."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, exact: bool = False) -> None:
         self._model = model
+        self._exact = exact
         named = named_parameters(model)
         self._trained = {name: (p.data_ptr(), p.dtype) for name, p in named.items() if p.requires_grad}
         self._state = self._read_state()
@@ -150,7 +153,7 @@ class ModelWatch:
         return found
 
     def _read_state(self) -> dict[str, tuple[int, int]]:
-        """The identity, and the count of writes, of what each learner keeps for itself."""
+        """What each learner keeps for itself: the identity and the count of writes, or a hash of the values."""
         tensors: dict[str, torch.Tensor] = {
             n: p for n, p in named_parameters(self._model).items() if not p.requires_grad
         }
@@ -158,6 +161,9 @@ class ModelWatch:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     tensors[f"{path}.{name}".lstrip(".")] = buffer
+        if self._exact:
+            flat = {name: t.detach().cpu().contiguous().view(-1).view(torch.uint8) for name, t in tensors.items()}
+            return {name: (xxhash.xxh3_64_intdigest(values.numpy().data), 0) for name, values in flat.items()}
         return {name: (id(t), t._version) for name, t in tensors.items() if not t.is_inference()}
 
 
