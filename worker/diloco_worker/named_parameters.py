@@ -49,14 +49,11 @@ def check_whole(model: torch.nn.Module) -> None:
                 f"the model is one of {group.size()} replicas of DistributedDataParallel: each process of a job is a "
                 "learner of its own, so leave DistributedDataParallel out"
             )
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if size > 1:
         raise ConfigurationError(
-            f"this process is in a group of {torch.distributed.get_world_size()} (init_process_group): each process of "
-            "a job is a learner of its own, so leave the group out"
+            f"this process is in a group of {size} (init_process_group): each process of a job is a learner of its "
+            "own, so leave the group out"
         )
     for name, parameter in named_parameters(model).items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
@@ -78,26 +75,16 @@ def refuse_shared_memory(model: torch.nn.Module) -> None:
     spans = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p.requires_grad, name)
         for name, p in named_parameters(model).items()
-        if p.numel() and not p.is_meta and p.is_contiguous() and p.layout is torch.strided and _has_storage(p)
+        if p.numel() and type(p.data) is torch.Tensor and not p.is_meta and p.is_contiguous()
     )
-    furthest = None
+    furthest = ("", 0, 0, False, "")
     for span in spans:
-        device, begin, end, trained, name = span
-        if furthest is not None and device == furthest[0] and begin < furthest[2] and (trained or furthest[3]):
+        if span[0] == furthest[0] and span[1] < furthest[2] and (span[3] or furthest[3]):
             raise ConfigurationError(
-                f"parameters {furthest[4]} and {name} lie in the same memory and are two parameters: an exchange would "
-                "move it twice. Tie them as one parameter, b.weight = a.weight, or give each its own memory (.clone())"
+                f"parameters {furthest[4]} and {span[4]} lie in the same memory and are two parameters: an exchange "
+                "would move it twice. Tie them as one, b.weight = a.weight, or give each its own memory (.clone())"
             )
-        if furthest is None or (device, end) > (furthest[0], furthest[2]):
-            furthest = span
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    """Whether it lies in memory; a subclass may only wrap others that do."""
-    try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:
-        return False
+        furthest = max(furthest, span, key=lambda one: (one[0], one[2]))
 
 
 class ModelWatch:
