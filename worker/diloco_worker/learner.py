@@ -55,8 +55,10 @@ from diloco_worker.fragments import ModelFragments, build_layout, refuse_running
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
-from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings, refuse_ranks
 from diloco_worker.standalone.learner import StandaloneLearner, is_alone
+from diloco_worker.standalone.rehearsal import VARIABLE as REHEARSAL
+from diloco_worker.standalone.rehearsal import RehearsalLearner
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
@@ -164,6 +166,9 @@ class Learner:
         """
         exit_hooks.install()
         variables = os.environ if environ is None else environ
+        if REHEARSAL in variables:
+            return cast(Self, RehearsalLearner(model, optimizers, variables))
+        refuse_ranks(variables)
         if is_alone(variables):
             # Not a subclass, which would have to build what a session needs; tests hold their public names together.
             return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables))

@@ -98,7 +98,10 @@ class StandaloneLearner:
         self._compute_seconds = 0.0
         self._compute_from: float | None = None
         self._previous_handler: Any = None
-        stop = job.spec.training.stop
+        self._announce(warning)
+
+    def _announce(self, warning: str) -> None:
+        stop = self.job.spec.training.stop
         log.warning(
             "training alone: %s. Nothing is merged or saved; it stops after %s %s",
             warning or "there is no syncer",
@@ -226,7 +229,7 @@ class StandaloneLearner:
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step. ``lr`` is not written anywhere."""
-        tokens = self._checks.check_step(tokens)
+        tokens = self._check_step(tokens)
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
@@ -242,6 +245,9 @@ class StandaloneLearner:
         self._compute_seconds += seconds
         self._metrics.add_step(seconds)
         self._compute_from = self._metrics.end_wait()
+
+    def _check_step(self, tokens: int) -> int:
+        return self._checks.check_step(tokens)
 
     # ------------------------------------------------------------------ end
 

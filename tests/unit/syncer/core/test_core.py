@@ -223,6 +223,7 @@ def test_a_region_that_was_never_there_is_not_lost() -> None:
         ({"tokens": 10**9}, PushRefusal.INCONSISTENT),
         ({"oldest_version": 3}, PushRefusal.INCONSISTENT),
         ({"steps": 0, "first_step": 5, "last_step": 4, "tokens": 0}, PushRefusal.NO_STEPS),
+        ({"tokens": 0}, PushRefusal.NO_TOKENS),
         ({"fragment": 3}, PushRefusal.INCONSISTENT),
         ({"compute_seconds": float("nan")}, PushRefusal.INCONSISTENT),
     ],
