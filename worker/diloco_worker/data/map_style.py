@@ -51,7 +51,7 @@ def _digest_items(dataset: Any, indices: Iterable[int]) -> str:
             for index in indices:
                 random.seed(index)
                 np.random.seed(index % 2**32)
-                torch.random.default_generator.manual_seed(index)
+                torch.default_generator.manual_seed(index)
                 if not _add(digest, dataset[index]):
                     return ""
     finally:
