@@ -24,6 +24,7 @@ from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
+from diloco_protocol.common.reach import first_answering
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
@@ -165,6 +166,7 @@ class SyncerConnection:
                 self.status = replace(self.status, refused=(error.reason, str(error)))
             return str(error)
         metadata = credentials.metadata()
+        address = await first_answering(address, limits.CONNECT_SECONDS)
         control = credentials.aio_channel(address, channels.channel_options())
         bulk: list[Any] = []
         session = Session(control, metadata)
