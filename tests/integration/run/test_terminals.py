@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,12 @@ def test_a_run_with_nohup_outlives_its_terminal(started: Started) -> None:
     assert started.report()["message"] == "stopped by the user"
 
 
+def _read_until(terminal: int, gone: threading.Event) -> None:
+    while not gone.is_set():
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 1 << 16)
+
+
 @pytest.mark.promise("A run whose terminal is closed drains, and says that this was the reason")
 def test_a_run_whose_terminal_is_closed_drains(started: Started) -> None:
     ours, theirs = pty.openpty()
@@ -80,9 +88,16 @@ def test_a_run_whose_terminal_is_closed_drains(started: Started) -> None:
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=False, preexec_fn=lambda: os.login_tty(theirs)
     )
     os.close(theirs)
-    wait_until((started.workdir / "address.json").exists, "the syncer", process, started.workdir)
-    started.trains_on()
-    os.close(ours)
+    gone = threading.Event()
+    reader = threading.Thread(target=_read_until, args=(ours, gone))  # who writes to a full terminal stands still
+    reader.start()
+    try:
+        wait_until((started.workdir / "address.json").exists, "the syncer", process, started.workdir)
+        started.trains_on()
+    finally:
+        gone.set()
+        reader.join()
+        os.close(ours)
     assert wait_for_end(process, started.workdir) == 130
     report = started.report()
     assert (report["outcome"], report["message"]) == ("interrupted", "the terminal was closed")
