@@ -145,13 +145,7 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
 # Sessions that break, links that stand still, uploads of which no answer comes, learners that die, freeze or are told
 # to end. The syncer lives.
 LINKS = WorkerSetup(
-    0,
-    steps=40,
-    max_versions=1000,
-    crashes=0.0,
-    sequences=4000,
-    store_seconds=0.05,
-    bytes_per_second=(1e6, 1e5, 2e4),
+    0, steps=40, max_versions=1000, crashes=0.0, sequences=4000, store_seconds=0.05, bytes_per_second=(1e6, 1e5, 2e4)
 )
 # And syncers that crash, are succeeded, end in good order and suspend the job, on a store that fails.
 RESTARTS = replace(LINKS, crashes=3.0, faults=0.05, doubles=1.0, hand_overs=1.0, suspends=1.0, every=6)
@@ -161,7 +155,4 @@ def of_workers(setup: WorkerSetup) -> Kind[WorkerSetup, WorkerWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), WorkerWorld, settle_shell, 600.0)
 
 
-WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {
-    "LINKS": of_workers(LINKS),
-    "RESTARTS": of_workers(RESTARTS),
-}
+WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {"LINKS": of_workers(LINKS), "RESTARTS": of_workers(RESTARTS)}
