@@ -159,8 +159,8 @@ LINKS = WorkerSetup(
 )
 # And syncers that crash, are succeeded, end in good order and suspend the job, on a store that fails.
 RESTARTS = replace(LINKS, deaths=1.5, breaks=1.5, crashes=3.0, faults=0.05, doubles=1.0, hand_overs=1.0, suspends=1.0, every=6)
-# And the store goes back, as a whole or here and there.
-GOING_BACK = replace(RESTARTS, doubles=0.3, losses=0.6, torn=0.5)
+# And the store goes back, as a whole or here and there, or is emptied.
+GOING_BACK = replace(RESTARTS, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
 # Nothing breaks, and one learner after the other is told to end.
 LEAVING = replace(LINKS, deaths=0.0, breaks=0.0, lost_answers=0.0, broken_calls=0.0, terminations=6.0, faithful=True)
 

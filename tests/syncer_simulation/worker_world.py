@@ -202,7 +202,8 @@ class WorkerWorld(SyncerProcesses):
         process.kill()
         process.link.sever(self.random.uniform(0.0, 0.5))
         process.left = True
-        if process.error is not None or process.told_to_end:
+        over = self.core.phase in (JobPhase.DRAINING, *ENDED_PHASES)
+        if process.error is not None or process.told_to_end or not over:
             cast(list[Any], self.learners).remove(process)
             self.at(1.0, lambda: self.respawn(process.place))
 
