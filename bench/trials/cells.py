@@ -5,10 +5,13 @@ torch's version. ``CODE`` is raised by whoever changes what a trial computes: da
 outer optimizers, codec; of those kinds of model whose trials it changes.
 
 A trial uses one core: one thread of torch and one of BLAS. Its result is the same on every run of one build of torch on
-one kind of processor. Until commit 56c9b847 BLAS had two threads: with one the loss of the large dense model with two
-learners is 0.001 nats higher after 6 merges, and those of small models are the same. On another kind of processor
-losses differ: of thirteen trials of 6 merges nine had the same loss there, three differed by up to 0.001 nats, and one,
-of a vision model, by 0.008.
+one processor. On another processor, or by another kernel of BLAS, the order of floating point is another, and training
+amplifies the difference. Of six trials of 6 merges that were run again elsewhere one had the same loss. Dense models
+differed by up to 0.009 nats (0.35 %), a vision model by 0.18. The mean of five seeds moved by 0.0002. So a single
+trial's loss is compared only with trials of the same processor, which each line names (``processor``).
+
+The published tables are of ``PUBLISHED``, the code before. Its lines name no processor, may be of several, and were
+chosen and reported by the same 256 held-out sequences. They are shown with ``--published``, and cannot be run again.
 
 Models of the size ``gpu`` are trained on a CUDA device, where two runs need not have the same bits: the digest leaves
 torch's version out, and the result says it, with the GPU's name.
@@ -22,6 +25,7 @@ import importlib.metadata
 import json
 import math
 import os
+import platform
 import random
 import sys
 import time
@@ -34,7 +38,8 @@ from typing import Any
 
 from diloco_protocol.merging import choose_merge
 
-CODE = {"dense": 1, "moe": 2, "vision": 2}
+CODE = {"dense": 2, "moe": 3, "vision": 3}
+PUBLISHED = {"dense": 1, "moe": 2, "vision": 2}
 CODE_OF_DEATHS = 1  # likewise, of trials in which learners die
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
 DEATHS = 2.0  # of each learner in a trial with faults, on average
@@ -54,7 +59,7 @@ class Trial:
     its tokens. ``visitors``: so many learners more, each training as many sequences in a step as the others, join after
     a third of the time and leave after two thirds. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw
     or muon. ``sparse``: pushes are made sparse first (sparse.py). ``ddp``: the reference, by torch's own ranks
-    (ddp.py).
+    (ddp.py). ``published``: by the code before (``PUBLISHED``).
     """
 
     kind: str
@@ -74,6 +79,12 @@ class Trial:
     inner: str = "adamw"
     sparse: bool = False
     ddp: bool = False
+    published: bool = False
+
+    @property
+    def code(self) -> int:
+        """The number of the code that makes it, or made it."""
+        return (PUBLISHED if self.published else CODE)[self.kind]
 
     @property
     def steps(self) -> int:
@@ -98,6 +109,7 @@ class Trial:
         )
         spec = job.spec.model_dump(mode="json", by_alias=True)
         # What is trained decides, and not whether a field or its default says it.
+        del spec["training"]["model"]["initialise"]  # which is of checkpoints, and came after the published trials
         spec["sync"]["merge"]["method"], outer = choose_merge(job.spec, 0)
         spec["sync"]["outer"] = asdict(outer)
         if self.outer:
@@ -107,12 +119,12 @@ class Trial:
         own = {
             each.name: getattr(self, each.name)
             for each in fields(self)
-            if each.name not in ("sync", "rate") and getattr(self, each.name) != each.default
+            if each.name not in ("sync", "rate", "published") and getattr(self, each.name) != each.default
         }
         if self.deaths:
             own["deaths"] = CODE_OF_DEATHS
         on_gpu = tasks.TASKS[self.kind, self.size].device != "cpu"
-        document = {"code": CODE[self.kind], "torch": None if on_gpu else version("torch"), "job": made_by, **own}
+        document = {"code": self.code, "torch": None if on_gpu else version("torch"), "job": made_by, **own}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
@@ -124,9 +136,12 @@ class Trial:
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:
-    """Train, and score what came of it: ``loss`` (nats per prediction, held out), ``seconds`` of processor time, and of
-    trials with learners ``merges``, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``; of those
-    on a GPU its name (``device``) and ``torch``, its version."""
+    """Train, and score what came of it: ``loss`` and ``choice_loss`` (tasks.score), ``seconds`` of processor time, the
+    ``processor``, and of trials with learners ``merges``, ``responders`` of a merge on average, ``merged`` and
+    ``dropped`` (shares of the trained tokens), ``bytes_up``; of those on a GPU its name (``device``) and ``torch``, its
+    version. Raises ValueError for a trial of the code before."""
+    if trial.published:
+        raise ValueError(f"{describe(trial)} is of a code that is gone")
     import torch
     from threadpoolctl import threadpool_limits
 
@@ -140,10 +155,25 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     # BLAS's threads, of isotropic merges, would take a core each also while they wait.
     with threadpool_limits(1, "blas"):
         result = _reference(trial) if trial.learners == 0 else _decoupled(trial)
-    result["seconds"] = processor_seconds() - began
+    result |= {"seconds": processor_seconds() - began, "processor": processor()}
     if where.type == "cuda":
         result |= {"device": torch.cuda.get_device_name(where), "torch": torch.__version__}
     return result
+
+
+@functools.cache
+def processor() -> str:
+    """The processor, and what torch and BLAS make of it: a trial's bits depend on them."""
+    import torch
+    from threadpoolctl import threadpool_info
+
+    said = Path("/proc/cpuinfo").read_text("utf-8") if sys.platform == "linux" else ""
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in said.splitlines())}
+    name = found.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{word} {found[key]}" for key, word in (("cpu family", "family"), ("model", "model")) if key in found]
+    kernels = sorted({one["architecture"] for one in threadpool_info() if one.get("architecture")})
+    capability = torch.backends.cpu.get_cpu_capability()
+    return ", ".join([name, *numbers, f"torch {capability}", *(f"BLAS {kernel}" for kernel in kernels)])
 
 
 def processor_seconds() -> float:
@@ -157,12 +187,12 @@ def _reference(trial: Trial) -> dict[str, Any]:
 
     if trial.ddp:
         reference = ddp.Reference(trial.kind, trial.size, trial.steps, trial.seed, rate=trial.rate)
-        return {"loss": ddp.held_out_loss(reference)}
+        return dict(ddp.held_out_losses(reference))
     job = tasks.make_job(trial.kind, trial.size, 1, trial.steps, seed=trial.seed, sync={}, rate=trial.rate)
     model = fleet.train_alone(
         trial.kind, trial.size, job, trial.steps, seed=trial.seed, optimizer=inner.MAKE[trial.inner]
     )
-    return {"loss": tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed).evaluation)}
+    return dict(tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed)))
 
 
 def _decoupled(trial: Trial) -> dict[str, Any]:
@@ -217,7 +247,7 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
     assert world.core.ledger is not None
     totals = world.core.ledger.totals()
     return {
-        "loss": tasks.score(model, data.evaluation),
+        **tasks.score(model, data),
         "merges": world.seen["merges"],
         "responders": world.seen["merged pushes"] / max(1, world.seen["merges"]),
         "merged": totals.merged / totals.trained,
@@ -290,8 +320,12 @@ class Cache:
         return list(self._lines.values())
 
     def put(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        said = {each.name: getattr(trial, each.name) for each in fields(trial) if not _is_default(trial, each)}
-        line = {"digest": trial.digest, "trial": said, "code": CODE[trial.kind], "result": dict(result)}
+        said = {
+            each.name: getattr(trial, each.name)
+            for each in fields(trial)
+            if each.name != "published" and not _is_default(trial, each)
+        }
+        line = {"digest": trial.digest, "trial": said, "code": trial.code, "result": dict(result)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             file.seek(0, os.SEEK_END)
@@ -392,7 +426,10 @@ def common_losses(trials: Sequence[Trial], others: Sequence[Trial], cache: Cache
     return [one for one, _ in both], [other for _, other in both]
 
 
-def losses(trials: Sequence[Trial], cache: Cache) -> list[float] | None:
-    """The losses of these trials, in their order; None: one is missing."""
+def choice_losses(trials: Sequence[Trial], cache: Cache) -> list[float] | None:
+    """The losses by which a rate is chosen, of these trials in their order; None: one is missing. The code before had
+    no sequences of their own for it."""
     found = [cache.find(trial) for trial in trials]
-    return None if any(one is None for one in found) else [one["loss"] for one in found if one is not None]
+    if any(one is None for one in found):
+        return None
+    return [one.get("choice_loss", one["loss"]) for one in found if one is not None]

@@ -61,10 +61,10 @@ from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
-from diloco_worker.sync.step_tokens import check_step_tokens
 from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ class Learner:
     """One learner process. Use it as a context manager, from the thread that trains.
 
     Leaving the block normally drains: the work that is not merged yet is offered to the syncer, which acknowledges
-    it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended.
+    it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended. Nor does
+    it after an exception inside the library, such as one for want of memory, even if the loop has handled it.
 
     ``layout``: how the model's parameters are cut into fragments.
     """
@@ -97,13 +98,11 @@ class Learner:
             device.be_deterministic()
         self._settings = settings
         refuse_running_statistics(model)
-        self._model = model
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         if self.layout.note:
             log.warning("%s", self.layout.note)
         self._prefetcher: BatchPrefetcher | None = None
         self._started = False
-        self._stepped = False
         self._terminated = False
         self._terminated_at = 0.0
         self._left = False
@@ -121,7 +120,8 @@ class Learner:
             limit=optimizer_state.max_state_bytes(model),
         )
         self._inbox = Inbox()
-        fragments = ModelFragments(model, self.layout)
+        fragments, inner = ModelFragments(model, self.layout), InnerOptimizers(model, optimizers)
+        self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
         self._client = SyncerClient(
             settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device
         )
@@ -129,7 +129,7 @@ class Learner:
         self._synchronizer = Synchronizer(
             spec,
             model,
-            InnerOptimizers(model, optimizers),
+            inner,
             self.layout,
             client=self._client,
             inbox=self._inbox,
@@ -226,8 +226,11 @@ class Learner:
 
     @property
     def exit_code(self) -> int:
-        """What the process should end with: 1 if the job failed, otherwise 0. In a cluster it is always 0: there the
-        operator tells how the job ended, and the process ends when it is removed."""
+        """What the process should end with: 1 if the job failed, or this learner was interrupted inside the library,
+        otherwise 0. In a cluster a failed job leaves it at 0: there the operator tells how the job ended, and the
+        process ends when it is removed."""
+        if self._synchronizer.guard.unfit:
+            return 1
         return 1 if self.phase == JobPhase.FAILED and not self._settings.idle_at_end else 0
 
     @property
@@ -323,12 +326,9 @@ class Learner:
         Parameters may change here, and nowhere else. Raises WorkerError if the learner cannot go on, or ``tokens`` is
         no count.
         """
-        tokens = check_step_tokens(tokens)
+        tokens = self._checks.check_step(tokens)
         entered = self._metrics.begin_wait()
         synchronizer = self._synchronizer
-        if not self._stepped:
-            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
-            self._stepped = True
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
@@ -338,10 +338,11 @@ class Learner:
         if loss is not None:
             self._metrics.put_loss(loss)
         if synchronizer.tenure == self._used_tenure and synchronizer.seated:
-            self._metrics.add_step(compute)
-            if self._prefetcher is not None:
-                self._prefetcher.commit(self._used)
-            synchronizer.complete_step(tokens, compute)
+            with synchronizer.guard:
+                self._metrics.add_step(compute)
+                if self._prefetcher is not None:
+                    self._prefetcher.commit(self._used)
+                synchronizer.complete_step(tokens, compute)
         else:
             synchronizer.run_boundary()  # the slot was lost during the step, and its work with it
         self._used.clear()
@@ -403,6 +404,7 @@ class Learner:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
+        self._synchronizer.guard.hold_interrupts()
         return self
 
     def __exit__(
@@ -418,6 +420,7 @@ class Learner:
             self._port.close()
             self._record.flush()
             self._checkpoint.close()
+            self._synchronizer.guard.release_interrupts()
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
@@ -435,11 +438,13 @@ class Learner:
     def leave(self) -> None:
         """Drain: offer everything, wait for the acknowledgements, give up the slot. Further calls do nothing.
 
-        It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS."""
+        It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS. Raises WorkerError, and offers nothing, if
+        an earlier call of this library was interrupted."""
         synchronizer, client = self._synchronizer, self._client
         if self._left:
             return
         self._left = True
+        synchronizer.guard.check_fit()  # else: what it offers may be merged already
         if not synchronizer.seated or synchronizer.phase in ENDED_PHASES:
             return
         if synchronizer.phase not in FINISHING_PHASES:
