@@ -69,6 +69,5 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
             await asyncio.wait({task}, timeout=left)
         return await task
     finally:
-        if not task.done():
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
-            task.cancel()
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
+        task.cancel()
