@@ -69,5 +69,6 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
             await asyncio.wait({task}, timeout=left)
         return await task
     finally:
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
-        task.cancel()
+        if not task.done():
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
+        task.cancel()  # also if it is done: this tells asyncio that nobody waits for its error
