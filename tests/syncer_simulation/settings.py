@@ -169,9 +169,27 @@ def of_workers(setup: WorkerSetup) -> Kind[WorkerSetup, WorkerWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), WorkerWorld, settle_shell, 600.0)
 
 
+def drawn_workers(seed: int) -> WorkerSetup:
+    """A job of any size and encodings, whose syncer lives or does not."""
+    rng = random.Random(seed)
+    return replace(
+        rng.choice([LINKS, RESTARTS]),
+        seed=seed,
+        slots=rng.randint(1, 4),
+        fragments=rng.randint(1, 4),
+        every=rng.randint(4, 8),
+        overlap=rng.randint(0, 3),
+        rule=rng.choice([Rule.KEEP, Rule.OVERWRITE]),
+        up=rng.choice(["float32", "bfloat16", "int8", "int4"]),
+        down=rng.choice(["float32", "bfloat16", "delta-int8", "delta-int4"]),
+        feedback=rng.random() < 0.5,
+    )
+
+
 WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {
     "LINKS": of_workers(LINKS),
     "RESTARTS": of_workers(RESTARTS),
     "GOING_BACK": of_workers(GOING_BACK),
     "LEAVING": of_workers(LEAVING),
+    "DRAWN": Kind(drawn_workers, WorkerWorld, settle_shell, 600.0),
 }

@@ -98,7 +98,8 @@ class RowsOracle(Oracle):
 
     def _read_version(self, record: MergeRecord) -> tuple[int, int]:
         found = super()._read_version(record)
-        there, merged = self.read_theta(record.theta), self.records[found].ids
+        dropped = 0.0 if record.feedback is None else record.feedback  # by the broadcasts' encoding, so far
+        there, merged = self.read_theta(record.theta + dropped), self.records[found].ids
         assert there == merged, f"version {found}: {sorted(there ^ merged)} is in one of what was pushed and the values"
         return found
 
@@ -126,7 +127,7 @@ class WorkerWorld(SyncerProcesses):
 
     def make_job(self, setup: ShellSetup) -> tuple[DiLoCoJob, Layout]:
         assert isinstance(setup, WorkerSetup)
-        fields = {**setup.__dict__, "feedback": str(setup.feedback).lower(), "rule": setup.rule.value}
+        fields = {**setup.__dict__, "feedback": str(setup.feedback and setup.up != "float32").lower(), "rule": setup.rule.value}
         layout = build_layout(Rows(setup.fragments), setup.fragments, setup.every)
         assert [layout.elements(p) for p in range(len(layout))] == [PLACES] * setup.fragments
         return parse_job(JOB.format(**fields)), layout
