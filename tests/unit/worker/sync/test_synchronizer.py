@@ -1,4 +1,4 @@
-"""Which pushes a learner makes: one for each pull, none of work that it knows to be merged."""
+"""Which pushes a learner makes: one for each pull, none of work that it knows to be merged. And what version 0 is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire.records import Announcement, Payload, Pull, Seat
 from diloco_worker.fragments import ModelFragments, Vector, build_layout
-from diloco_worker.net.inbox import Downloaded, Inbox, PhaseChanged, PushAnswered
+from diloco_worker.net.inbox import Downloaded, Inbox, InitialRequested, PhaseChanged, PushAnswered
 from diloco_worker.net.transfers import Push
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
@@ -39,7 +39,7 @@ class Scripted:
         model = torch.nn.Linear(4, 2)
         layout = build_layout(model, 1)
         self.inbox, self.pushes = Inbox(), list[Push]()
-        client: Any = Mock(report_wanted=False, push=self.pushes.append)
+        self.client: Any = Mock(report_wanted=False, push=self.pushes.append)
         inner = InnerOptimizers(model, torch.optim.SGD(model.parameters(), lr=0.1))
         self.fragments = ModelFragments(model, layout)
         self.synchronizer = Synchronizer(
@@ -47,15 +47,20 @@ class Scripted:
             model,
             inner,
             layout,
-            client=client,
+            client=self.client,
             inbox=self.inbox,
             fragments=self.fragments,
             checkpoint=SlotCheckpoint(None, "one", layout.digest, 60, limit=1),
             metrics=StepMetrics(),
             stopping=lambda: False,
         )
-        self.hear(PhaseChanged(JobPhase.TRAINING, ""), Seat(0, 1, False, 0, 0, (), 1), self.download(0))
+        self.hear(PhaseChanged(JobPhase.TRAINING, ""), self.seat(1), self.download(0))
+        with torch.no_grad():
+            model.bias.add_(1.0)
         self.step()
+
+    def seat(self, incarnation: int) -> Seat:
+        return Seat(0, incarnation, False, 0, 0, (), incarnation)
 
     def announcement(self, version: int, merged: int = 0) -> Announcement:
         return Announcement(
@@ -111,3 +116,11 @@ def test_a_merged_offer_is_over_whatever_is_answered_later() -> None:
     assert (one.base(), one.synchronizer.adoption.pending_tokens(0)) == (1, 0)
     one.hear(PushAnswered(0, 1, False, PushRefusal.ENDED, "the job has ended"), one.download(2, merged=0))
     assert one.base() == 2
+
+
+def test_an_emptied_store_is_rebuilt_of_merged_versions_only() -> None:
+    """The syncer that asks has never heard of this learner's tenure, so a new one has just begun."""
+    one = Scripted()
+    one.hear(one.seat(2), InitialRequested())
+    ((vectors, *_), _) = one.client.upload_initial.call_args
+    assert [vector.array.tolist() for vector in vectors] == [[0.0] * 10]
