@@ -66,7 +66,7 @@ class Arm:
     def reference(self) -> Trial:
         """Data-parallel training of the same length, at the task's rate."""
         trial = self.trial
-        return Trial(trial.kind, trial.size, trial.merges, 0, inner=trial.inner)
+        return Trial(trial.kind, trial.size, trial.merges, 0, inner=trial.inner, published=trial.published)
 
 
 ISOTROPIC = {"merge": {"method": "isotropic"}}
@@ -282,7 +282,9 @@ def chosen_arms(chosen: argparse.Namespace) -> list[Arm]:
         replace(one, group=group, default=one.default or DEFAULTS[group].format(learners=one.trial.learners))
         for group in chosen.groups
         for merges in ((1,) if chosen.quick else chosen.lengths or LENGTHS.get(group, SHORT))
-        for one in GROUPS[group](Trial(chosen.kind, "small", merges, 0, learners=chosen.learners))
+        for one in GROUPS[group](
+            Trial(chosen.kind, "small", merges, 0, learners=chosen.learners, published=chosen.published)
+        )
         if not chosen.arms or any(word in one.name for word in chosen.arms)
     ]
 

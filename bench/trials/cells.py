@@ -5,10 +5,13 @@ torch's version. ``CODE`` is raised by whoever changes what a trial computes: da
 outer optimizers, codec; of those kinds of model whose trials it changes.
 
 A trial uses one core: one thread of torch and one of BLAS. Its result is the same on every run of one build of torch on
-one kind of processor. Until commit 56c9b847 BLAS had two threads: with one the loss of the large dense model with two
-learners is 0.001 nats higher after 6 merges, and those of small models are the same. On another kind of processor
-losses differ: of thirteen trials of 6 merges nine had the same loss there, three differed by up to 0.001 nats, and one,
-of a vision model, by 0.008.
+one processor. On another processor, or by another kernel of BLAS, the order of floating point is another, and training
+amplifies the difference. Of six trials of 6 merges that were run again elsewhere one had the same loss. Dense models
+differed by up to 0.009 nats (0.35 %), a vision model by 0.18. The mean of five seeds moved by 0.0002. So a single
+trial's loss is compared only with trials of the same processor, which each line names (``processor``).
+
+The published tables are of ``PUBLISHED``, the code before. Its lines name no processor, may be of several, and were
+chosen and reported by the same 256 held-out sequences. They are shown with ``--published``, and cannot be run again.
 
 Models of the size ``gpu`` are trained on a CUDA device, where two runs need not have the same bits: the digest leaves
 torch's version out, and the result says it, with the GPU's name.
@@ -22,6 +25,7 @@ import importlib.metadata
 import json
 import math
 import os
+import platform
 import random
 import sys
 import time
@@ -34,11 +38,14 @@ from typing import Any
 
 from diloco_protocol.merging import choose_merge
 
-CODE = {"dense": 1, "moe": 2, "vision": 2}
+CODE = {"dense": 2, "moe": 3, "vision": 3}
+PUBLISHED = {"dense": 1, "moe": 2, "vision": 2}
 CODE_OF_DEATHS = 1  # likewise, of trials in which learners die
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
 DEATHS = 2.0  # of each learner in a trial with faults, on average
 AWAY = 0.05  # of the trial's steps that a learner is gone each time
+SHORT_EXCHANGE = 1.5
+MERGE_SECONDS = 0.05
 version = functools.cache(importlib.metadata.version)  # to read it takes milliseconds, and each digest asks
 
 
@@ -48,13 +55,14 @@ class Trial:
 
     ``merges`` of each fragment at H = EVERY: its length. ``learners`` 0: the data-parallel reference. ``sync``: what
     the job's spec.sync says other than the defaults. ``outer``: an optimizer of outers.py and its settings, instead of
-    the job's. ``exchange``: seconds from a snapshot to the version that holds it, steps taking one. ``pace``: seconds
-    of a step of each learner, empty: one. ``parts``: sequences that each learner trains in a step, the task's in all;
+    the job's. ``exchange``: seconds from a snapshot to the version that holds it, steps taking one. ``throttled``: it
+    takes so long because the link is narrow, and not because the way is long. ``pace``: seconds of a step of each
+    learner, empty: one. ``parts``: sequences that each learner trains in a step, the task's in all;
     empty: as many each. ``timed``: the job ends with the last of its steps, whatever was trained by then, and not with
     its tokens. ``visitors``: so many learners more, each training as many sequences in a step as the others, join after
     a third of the time and leave after two thirds. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw
     or muon. ``sparse``: pushes are made sparse first (sparse.py). ``ddp``: the reference, by torch's own ranks
-    (ddp.py).
+    (ddp.py). ``published``: by the code before (``PUBLISHED``).
     """
 
     kind: str
@@ -64,7 +72,8 @@ class Trial:
     learners: int = 0
     sync: Mapping[str, Any] = field(default_factory=dict)
     outer: Mapping[str, Any] = field(default_factory=dict)
-    exchange: float = 1.5
+    exchange: float = SHORT_EXCHANGE
+    throttled: bool = False
     pace: tuple[float, ...] = ()
     parts: tuple[int, ...] = ()
     deaths: bool = False
@@ -74,6 +83,12 @@ class Trial:
     inner: str = "adamw"
     sparse: bool = False
     ddp: bool = False
+    published: bool = False
+
+    @property
+    def code(self) -> int:
+        """The number of the code that makes it, or made it."""
+        return (PUBLISHED if self.published else CODE)[self.kind]
 
     @property
     def steps(self) -> int:
@@ -98,6 +113,7 @@ class Trial:
         )
         spec = job.spec.model_dump(mode="json", by_alias=True)
         # What is trained decides, and not whether a field or its default says it.
+        del spec["training"]["model"]["initialise"]  # which is of checkpoints, and came after the published trials
         spec["sync"]["merge"]["method"], outer = choose_merge(job.spec, 0)
         spec["sync"]["outer"] = asdict(outer)
         if self.outer:
@@ -107,12 +123,12 @@ class Trial:
         own = {
             each.name: getattr(self, each.name)
             for each in fields(self)
-            if each.name not in ("sync", "rate") and getattr(self, each.name) != each.default
+            if each.name not in ("sync", "rate", "published") and getattr(self, each.name) != each.default
         }
         if self.deaths:
             own["deaths"] = CODE_OF_DEATHS
         on_gpu = tasks.TASKS[self.kind, self.size].device != "cpu"
-        document = {"code": CODE[self.kind], "torch": None if on_gpu else version("torch"), "job": made_by, **own}
+        document = {"code": self.code, "torch": None if on_gpu else version("torch"), "job": made_by, **own}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
@@ -124,9 +140,12 @@ class Trial:
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:
-    """Train, and score what came of it: ``loss`` (nats per prediction, held out), ``seconds`` of processor time, and of
-    trials with learners ``merges``, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``; of those
-    on a GPU its name (``device``) and ``torch``, its version."""
+    """Train, and score what came of it: ``loss`` and ``choice_loss`` (tasks.score), ``seconds`` of processor time, the
+    ``processor``. Of trials with learners also ``loss_before_drain``, ``merges``, ``responders`` of a merge before the
+    drain on average, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``. Of those on a GPU also
+    its name (``device``) and ``torch``, its version. Raises ValueError for a trial of the code before."""
+    if trial.published:
+        raise ValueError(f"{describe(trial)} is of a code that is gone")
     import torch
     from threadpoolctl import threadpool_limits
 
@@ -140,10 +159,25 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     # BLAS's threads, of isotropic merges, would take a core each also while they wait.
     with threadpool_limits(1, "blas"):
         result = _reference(trial) if trial.learners == 0 else _decoupled(trial)
-    result["seconds"] = processor_seconds() - began
+    result |= {"seconds": processor_seconds() - began, "processor": processor()}
     if where.type == "cuda":
         result |= {"device": torch.cuda.get_device_name(where), "torch": torch.__version__}
     return result
+
+
+@functools.cache
+def processor() -> str:
+    """The processor, and what torch and BLAS make of it: a trial's bits depend on them."""
+    import torch
+    from threadpoolctl import threadpool_info
+
+    said = Path("/proc/cpuinfo").read_text("utf-8") if sys.platform == "linux" else ""
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in said.splitlines())}
+    name = found.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{word} {found[key]}" for key, word in (("cpu family", "family"), ("model", "model")) if key in found]
+    kernels = sorted({one["architecture"] for one in threadpool_info() if one.get("architecture")})
+    capability = torch.backends.cpu.get_cpu_capability()
+    return ", ".join([name, *numbers, f"torch {capability}", *(f"BLAS {kernel}" for kernel in kernels)])
 
 
 def processor_seconds() -> float:
@@ -157,18 +191,19 @@ def _reference(trial: Trial) -> dict[str, Any]:
 
     if trial.ddp:
         reference = ddp.Reference(trial.kind, trial.size, trial.steps, trial.seed, rate=trial.rate)
-        return {"loss": ddp.held_out_loss(reference)}
+        return dict(ddp.held_out_losses(reference))
     job = tasks.make_job(trial.kind, trial.size, 1, trial.steps, seed=trial.seed, sync={}, rate=trial.rate)
     model = fleet.train_alone(
         trial.kind, trial.size, job, trial.steps, seed=trial.seed, optimizer=inner.MAKE[trial.inner]
     )
-    return {"loss": tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed).evaluation)}
+    return dict(tasks.score(model, tasks.TrialData(trial.kind, trial.size, trial.seed)))
 
 
 def _decoupled(trial: Trial) -> dict[str, Any]:
+    from diloco_protocol.vocabulary import EventKind, JobPhase
+    from diloco_syncer.core.events import RecordEvent
     from diloco_worker.core.adoption import Kind
     from diloco_worker.fragments import ModelFragments, Vector
-    from lab.world.links import LinkRates
     from lab.world.values import LearnerValues
     from lab.world.world import World
     from trials import fleet, inner, outers, sparse, tasks
@@ -190,7 +225,12 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
     )
     data, task = tasks.TrialData(trial.kind, trial.size, trial.seed), tasks.TASKS[trial.kind, trial.size]
     versions = TrialVersions(job, learners.layout, learners.initial(), optimizer=outers.make(trial.outer, trial.merges))
-    merge_seconds = 0.05
+    before: dict[str, Any] = {}
+
+    def note_drain(event: RecordEvent) -> None:
+        if event.kind is EventKind.PHASE and world.core.phase is JobPhase.DRAINING:
+            before.update(seen=world.seen.copy(), theta=[versions.theta(p) for p in range(len(versions.elements))])
+
     world = World(
         job,
         fleet.TrialTraining(
@@ -198,10 +238,10 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         ),
         versions,
         pace=lambda place: trial.pace[place[1]] if trial.pace else 1.0,
-        # A push travels once, a version is announced, asked for and sent: four times the latency.
-        link=LinkRates(latency=(trial.exchange - merge_seconds) / 4),
-        merge_seconds=merge_seconds,
+        link=_link(trial, job, versions.elements),
+        merge_seconds=MERGE_SECONDS,
         make_values=sparse.SparseValues if trial.sparse else LearnerValues,
+        on_event=note_drain,
     )
     world.start_all()
     if trial.deaths:
@@ -212,19 +252,41 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         raise RuntimeError(f"the job did not end: {world.core.phase_message}")
     model = learners.first.to(learners.device)
     fragments = ModelFragments(model, learners.layout)
-    for fragment in range(len(learners.layout)):
-        fragments.move(fragment, Kind.OVERWRITE, Vector.from_array(versions.theta(fragment)))
+
+    def score(parameters: Sequence[Any]) -> dict[str, float]:
+        for fragment, theta in enumerate(parameters):
+            fragments.move(fragment, Kind.OVERWRITE, Vector.from_array(theta))
+        return tasks.score(model, data)
+
+    loss_before_drain = score(before["theta"])["loss"]
+    seen = before["seen"]
     assert world.core.ledger is not None
     totals = world.core.ledger.totals()
     return {
-        "loss": tasks.score(model, data.evaluation),
+        **score([versions.theta(p) for p in range(len(versions.elements))]),
+        "loss_before_drain": loss_before_drain,
         "merges": world.seen["merges"],
-        "responders": world.seen["merged pushes"] / max(1, world.seen["merges"]),
+        "responders": seen["merged pushes"] / max(1, seen["merges"]),
         "merged": totals.merged / totals.trained,
         "dropped": totals.dropped / totals.trained,
         "steps": world.now,
         "bytes_up": world.bytes_up,
     }
+
+
+def _link(trial: Trial, job: Any, elements: Sequence[int]) -> Any:
+    """A link over which an exchange takes so long. A push travels once, a version is announced, asked for and sent:
+    four times the latency."""
+    from diloco_protocol.arrays import codec
+    from lab.world.links import LinkRates
+
+    if not trial.throttled:
+        return LinkRates(latency=(trial.exchange - MERGE_SECONDS) / 4)
+    # With the latency of the short exchange; the rest is for the push and for the version, half each.
+    most, encodings = max(elements), job.spec.sync.compression
+    seconds = (trial.exchange - SHORT_EXCHANGE) / 2
+    up, down = (codec.encoded_bytes(encoding, most) / seconds for encoding in (encodings.up, encodings.down))
+    return LinkRates(latency=(SHORT_EXCHANGE - MERGE_SECONDS) / 4, up=up, down=down)
 
 
 def _plan_deaths(world: Any, trial: Trial) -> None:
@@ -290,8 +352,12 @@ class Cache:
         return list(self._lines.values())
 
     def put(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        said = {each.name: getattr(trial, each.name) for each in fields(trial) if not _is_default(trial, each)}
-        line = {"digest": trial.digest, "trial": said, "code": CODE[trial.kind], "result": dict(result)}
+        said = {
+            each.name: getattr(trial, each.name)
+            for each in fields(trial)
+            if each.name != "published" and not _is_default(trial, each)
+        }
+        line = {"digest": trial.digest, "trial": said, "code": trial.code, "result": dict(result)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             file.seek(0, os.SEEK_END)
@@ -392,7 +458,10 @@ def common_losses(trials: Sequence[Trial], others: Sequence[Trial], cache: Cache
     return [one for one, _ in both], [other for _, other in both]
 
 
-def losses(trials: Sequence[Trial], cache: Cache) -> list[float] | None:
-    """The losses of these trials, in their order; None: one is missing."""
+def choice_losses(trials: Sequence[Trial], cache: Cache) -> list[float] | None:
+    """The losses by which a rate is chosen, of these trials in their order; None: one is missing. The code before had
+    no sequences of their own for it."""
     found = [cache.find(trial) for trial in trials]
-    return None if any(one is None for one in found) else [one["loss"] for one in found if one is not None]
+    if any(one is None for one in found):
+        return None
+    return [one.get("choice_loss", one["loss"]) for one in found if one is not None]

@@ -27,8 +27,8 @@ class Reference:
     rate: float | None
 
 
-def held_out_loss(reference: Reference) -> float:
-    """After the reference's steps. Raises RuntimeError if a rank does not answer."""
+def held_out_losses(reference: Reference) -> dict[str, float]:
+    """Those of ``tasks.score`` after the reference's steps. Raises RuntimeError if a rank does not answer."""
     context = multiprocessing.get_context("spawn")
     children: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="diloco-ddp-") as folder:
@@ -52,11 +52,12 @@ def held_out_loss(reference: Reference) -> float:
                     child.join(5)
     if any(isinstance(one, str) for one in found):
         raise RuntimeError(f"DDP over gloo did not run: {found}")
-    return float(found[0])
+    losses: dict[str, float] = found[0]
+    return losses
 
 
 def train_rank(pipe: Connection, rank: int, folder: str, reference: Reference) -> None:
-    """One rank: sends the held-out loss, or why there is none."""
+    """One rank: sends the held-out losses, or why there are none."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     try:
         pipe.send(_trained(rank, folder, reference))
@@ -64,7 +65,7 @@ def train_rank(pipe: Connection, rank: int, folder: str, reference: Reference) -
         pipe.send(repr(error)[:300])
 
 
-def _trained(rank: int, folder: str, reference: Reference) -> float:
+def _trained(rank: int, folder: str, reference: Reference) -> dict[str, float]:
     import numpy as np
     import torch
     from torch import distributed
@@ -93,7 +94,7 @@ def _trained(rank: int, folder: str, reference: Reference) -> float:
         batch = data.batch(np.arange(first, first + share))
         optimizers.set_learning_rate(optimizer, optimizers.learning_rate(spec, step, step, steps))
         trainer.step(parallel, optimizer, batch, 1, clip_norm=spec.clip_norm, dtype=torch.float32)
-    loss = tasks.score(model, data.evaluation)
+    scored = tasks.score(model, data)
     distributed.barrier()
     distributed.destroy_process_group()
-    return loss
+    return scored

@@ -27,10 +27,13 @@ def add_trial_options(parser: argparse.ArgumentParser, quick: str, seeds: int) -
     parser.add_argument("--lengths", nargs="+", type=whole, metavar="MERGES", help="instead of the lengths by default")
     parser.add_argument("--arms", nargs="+", metavar="WORD", help="only those whose names have one of these words")
     parser.add_argument("--show", action="store_true", help="train nothing, print what the cache has")
+    published = "show the published tables' trials, of the code before; they cannot be run again"
+    parser.add_argument("--published", action="store_true", help=published)
 
 
 def check_cache(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """End the program where there is nothing to show."""
+    """End the program where there is nothing to show. Published trials are only shown."""
+    chosen.show |= chosen.published
     if chosen.show and not chosen.cache.exists():
         parser.error(f"--show --cache {chosen.cache}: there is no such file")
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trials.cells import Cache, Trial, losses
+from trials.cells import Cache, Trial, choice_losses
 
 SEARCH_ROUND = "search for rates, this round"  # what ``run_trials`` names: more rounds may follow
 INNER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
@@ -31,13 +31,13 @@ def of_seeds(trial: Trial, seeds: int) -> list[Trial]:
 def best_rate(
     rates: Sequence[float], start: float, at: Callable[[float], Trial], cache: Cache
 ) -> tuple[float | None, list[Trial]]:
-    """The best of ``rates`` by the mean loss over ``searched_seeds``, or None and the trials that must come next.
-    ``at``: the trial at a rate."""
+    """The best of ``rates`` by the mean loss over ``searched_seeds``, or None and the trials that must come next. The
+    loss is that of sequences which are not reported. ``at``: the trial at a rate."""
     middle = rates.index(start)
     while True:
         around = rates[max(0, middle - 1) : middle + 2]
         tried = {rate: of_seeds(at(rate), searched_seeds(at(rate))) for rate in around}
-        found = {rate: losses(trials, cache) for rate, trials in tried.items()}
+        found = {rate: choice_losses(trials, cache) for rate, trials in tried.items()}
         if missing := [trial for rate, values in found.items() if values is None for trial in tried[rate]]:
             return None, missing
         best = min(around, key=lambda rate: sum(found[rate] or ()))

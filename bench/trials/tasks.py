@@ -16,7 +16,7 @@ built and evaluated by the product's code (``diloco_worker.training``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from diloco_worker.training import evaluator, models
 SEQUENCES = 16  # of a step, over all learners, but where the task says others
 LENGTH = 32  # tokens of a sequence, likewise
 PIXEL_NOISE = 0.5  # of training images, whose pixels are -1 to 1
-EVALUATED = 256  # sequences (of vision: all images that are held out)
+EVALUATED = 2048  # sequences that are held out and scored, at most (of vision: all images that are held out)
 _TEXT = {"source": "text", "paths": ["python-stdlib"], "tokenizer": "bytes", "sequenceLength": LENGTH}
 _DIGITS = {"source": "python", "function": "digits:load"}
 
@@ -165,24 +165,27 @@ Batch = dict[str, torch.Tensor]
 
 
 class TrialData:
-    """The training data of a seed, in its order; and what is held out."""
+    """The training data of a seed, in its order; and what is held out, every other sequence: ``evaluation``, whose
+    loss is reported, and ``choice``, by whose loss learning rates are chosen."""
 
     def __init__(self, kind: str, size: str, seed: int) -> None:
         self._task = TASKS[kind, size]
         if self._task.is_text:
             held_out, self._tokens = _text(kind, size)
-            chosen = [i * len(held_out) // EVALUATED for i in range(EVALUATED)]
-            rows = [held_out[i] for i in chosen]
-            self.evaluation: list[Batch] = [default_collate(rows[i : i + 64]) for i in range(0, EVALUATED, 64)]
+            count = min(EVALUATED, len(held_out)) // 2 * 2
+            rows = [held_out[i * len(held_out) // count] for i in range(count)]
+            self.choice, self.evaluation = _batches(rows[0::2]), _batches(rows[1::2])
             self.sequences = len(self._tokens)
         else:
             images, labels = _digits()
             held = np.arange(len(labels)) % 5 == 4
             self._images = torch.from_numpy(images[~held])[:, None]
             self._labels = torch.from_numpy(labels[~held])
-            self.evaluation = [
-                {"pixel_values": torch.from_numpy(images[held])[:, None], "labels": torch.from_numpy(labels[held])}
+            rows = [
+                {"pixel_values": image[None], "labels": label}
+                for image, label in zip(torch.from_numpy(images[held]), torch.from_numpy(labels[held]), strict=True)
             ]
+            self.choice, self.evaluation = _batches(rows[0::2]), _batches(rows[1::2])
             self.sequences = len(self._labels)
         self._seed = seed
         self._orders: dict[int, Permutation] = {}
@@ -207,6 +210,10 @@ class TrialData:
         if passage not in self._orders:
             self._orders[passage] = Permutation(self.sequences, 1000 * self._seed + passage)
         return self._orders[passage](place)
+
+
+def _batches(rows: Sequence[Any]) -> list[Batch]:
+    return [default_collate(rows[i : i + 64]) for i in range(0, len(rows), 64)]
 
 
 @functools.cache
@@ -235,6 +242,8 @@ def build_model(job: DiLoCoJob) -> torch.nn.Module:
     return models.build(job.spec, job.spec.seed)
 
 
-def score(model: torch.nn.Module, batches: list[Batch]) -> float:
-    """Mean cross-entropy over what is held out, in nats per prediction, as the evaluator makes it; float32."""
-    return evaluator.mean_loss(model, batches, torch.float32)
+def score(model: torch.nn.Module, data: TrialData) -> dict[str, float]:
+    """Mean cross-entropy in nats per prediction, as the evaluator makes it, in float32: ``loss``, which is reported,
+    and ``choice_loss``, by which rates are chosen."""
+    halves = {"loss": data.evaluation, "choice_loss": data.choice}
+    return {name: evaluator.mean_loss(model, batches, torch.float32) for name, batches in halves.items()}

@@ -87,7 +87,9 @@ class SlotLink(Document):
     needs_up_bytes_per_second: Number = Field(description="speed up that the job needs at its present pace")
     needs_down_bytes_per_second: Number = Field(description="speed down that the job needs at its present pace")
     too_slow: bool = Field(description="the link is too slow for the job")
-    message: str = Field(description="why it is too slow, with numbers")
+    message: str = Field(
+        description="why it is too slow, with numbers; of a job on one machine whose processors are too few, this"
+    )
 
 
 class SlotRow(Document):

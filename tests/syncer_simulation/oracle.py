@@ -73,6 +73,10 @@ class Oracle:
         self._versions.append(ids)
         return np.full(self.elements, len(self._versions) - 1, np.float32)
 
+    def read_theta(self, theta: Floats) -> Ids:
+        """The steps in a version that was uploaded whole."""
+        return self._versions[int(theta[0])]
+
     def read_object(self, objects: Mapping[str, bytes], name: str) -> None:
         """An object was created, or deleted."""
         if name not in objects:
@@ -101,9 +105,7 @@ class Oracle:
         assert again, f"version {v} of fragment {p} was made twice"
         if v == 0 or record.recovered is not None:
             taken = None if record.recovered is None else (record.recovered.epoch, record.recovered.receipt)
-            self.records[p, v] = Record(
-                record.made_in, self._versions[int(record.theta[0])], [], record.epoch, taken=taken
-            )
+            self.records[p, v] = Record(record.made_in, self.read_theta(record.theta), [], record.epoch, taken=taken)
             return p, v
         after = self.records[p, v - 1].ids
         for push in record.responders:

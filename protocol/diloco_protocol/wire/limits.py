@@ -44,6 +44,7 @@ REJOIN_SECONDS = 90.0  # whose process ended is waited for so long, where only i
 SLOWEST_BYTES_PER_SECOND = 256 << 10  # at which what was sent last may still be under way
 
 MAX_SEQUENCES = 1 << 40  # of a data set
+MAX_DATA_SAMPLES = 8  # that a Join may hold
 MAX_COUNT = 1 << 62  # counters above are nonsense
 MAX_SLOT_TOKENS = 1 << 53  # that a slot can have trained, ever (stop.tokens has the same bound)
 MAX_STEP_TOKENS = 1 << 32  # that one step can have trained

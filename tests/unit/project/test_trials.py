@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import ablations
 import quality
 from trials import fleet, outers, sparse, tasks
-from trials.cells import RESULTS, Cache, Trial, common_losses, run_trial
+from trials.cells import PUBLISHED, RESULTS, Cache, Trial, common_losses, run_trial
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import excess, make_row, mean
 
@@ -180,6 +180,7 @@ def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
         {"inner": "muon"},
         {"sparse": True},
         {"ddp": True},
+        {"published": True},
     ]
     assert {name for change in changes for name in change} == set(Trial.__dataclass_fields__)
     assert all(cache.find(replace(trial, **change)) is None for change in changes)
@@ -240,6 +241,39 @@ def test_results_are_those_of_whole_lines_whoever_wrote_them(tmp_path: Path) -> 
     assert [line["result"]["loss"] for line in Cache(path).lines()] == [2.0, 3.0]
 
 
+def test_a_rate_is_chosen_by_other_sequences_than_those_that_are_reported(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "trials.jsonl")
+
+    def at(rate: float) -> Trial:
+        return Trial("dense", "small", 6, 0, rate=rate)
+
+    for rate, loss, choice in ((1e-3, 1.0, 3.0), (2e-3, 2.0, 2.0), (4e-3, 3.0, 3.0)):
+        for trial in of_seeds(at(rate), 2):
+            cache.put(trial, {"loss": loss, "choice_loss": choice})
+    assert best_rate((1e-3, 2e-3, 4e-3), 2e-3, at, cache) == (2e-3, [])
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dense", 1024), ("vision", 180)])
+def test_what_chooses_and_what_is_reported_are_halves_of_what_is_held_out(kind: str, count: int) -> None:
+    data = tasks.TrialData(kind, "small", 0)
+    name = "input_ids" if kind == "dense" else "pixel_values"
+    halves = [
+        [row.numpy().tobytes() for batch in half for row in batch[name]] for half in (data.choice, data.evaluation)
+    ]
+    assert len(halves[0]) == count and len(halves[1]) in (count, count - 1)
+    shared = set(halves[0]) & set(halves[1])
+    assert len(shared) <= 0.02 * count, "a few short texts come twice"
+
+
+@pytest.mark.slow
+def test_a_trials_line_names_its_processor_and_one_of_the_code_before_is_not_run() -> None:
+    trial = Trial("dense", "small", 1, 0)
+    result = run_trial(trial)
+    assert "torch " in result["processor"] and result["choice_loss"] == pytest.approx(result["loss"], abs=0.5)
+    with pytest.raises(ValueError, match="a code that is gone"):
+        run_trial(replace(trial, published=True))
+
+
 def test_seeds_are_compared_where_both_are_there(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "trials.jsonl")
     alone = [Trial("dense", "small", 6, seed) for seed in range(3)]
@@ -285,6 +319,9 @@ def test_a_trial_has_its_best_rate_where_the_cache_knows_it(tmp_path: Path, lear
     assert replace(trial, rate=2e-3).digest == trial.digest
 
 
+MUONS = 16e-3
+
+
 def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "trials.jsonl")
     chosen = quality.parse(["--kinds", "dense", "--sizes", "small", "--lengths", "6"])
@@ -292,15 +329,18 @@ def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(
     assert dict(quality.searches(chosen)).keys() == {
         "dense-small, 6 merges, data-parallel",
         *(f"dense-small, 6 merges, M = {learners}" for learners in quality.LEARNERS),
+        f"dense-small, 6 merges, {quality.MUON}",
     }
     while wanted := quality.next_rates(chosen, cache):
         for trial in wanted:
-            cache.put(trial, {"loss": 2.0 + abs((trial.rate or 0.0) - best[trial.learners])})
+            rate = MUONS if trial.inner == "muon" else best[trial.learners]
+            cache.put(trial, {"loss": 2.0 + abs((trial.rate or 0.0) - rate)})
     (reference,) = quality.references(chosen)
     reference, _ = tuned(reference, cache)
     assert reference.rate == best[0]
     found = {name: trial.rate for name, trial in quality.best_arms(reference, chosen, cache)}
-    assert found == {f"M = {m}": best[m] for m in quality.LEARNERS} | {"M = 4, faults": best[4], quality.DDP: best[0]}
+    others = {"M = 4, faults": best[4], quality.DDP: best[0], quality.MUON: MUONS}
+    assert found == {f"M = {m}": best[m] for m in quality.LEARNERS} | others
 
 
 @pytest.mark.parametrize(
@@ -309,7 +349,7 @@ def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(
         (["M = 1"], ["M = 1"]),
         (["M = 4"], ["M = 4", "M = 4, faults"]),
         (["faults", "DDP"], ["M = 4, faults", "DDP, two ranks"]),
-        ([], ["M = 1", "M = 2", "M = 4", "M = 8", "M = 16", "M = 4, faults", "DDP, two ranks"]),
+        ([], ["M = 1", "M = 2", "M = 4", "M = 8", "M = 16", "M = 4, faults", "DDP, two ranks", quality.MUON]),
     ],
 )
 def test_arms_are_chosen_by_whole_words_of_their_names(words: list[str], expected: list[str]) -> None:
@@ -320,7 +360,7 @@ def test_arms_are_chosen_by_whole_words_of_their_names(words: list[str], expecte
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [quality, ablations])
 def test_what_the_long_forms_train_without_more_words_is_kept(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make quality` and `make ablations` train nothing: all that they choose by themselves was run."""
+    """All that the published tables choose by themselves was run."""
     wanted: list[Trial] = []
 
     def run_trials(trials: Iterable[Trial], cache: Cache, *_: object, **__: object) -> bool:
@@ -328,7 +368,8 @@ def test_what_the_long_forms_train_without_more_words_is_kept(program: Any, monk
         return not wanted
 
     monkeypatch.setattr(program, "run_trials", run_trials)
-    assert program.main([]) == 0
+    monkeypatch.setattr(program, "check_cache", lambda *_: None)  # that it is only shown
+    assert program.main(["--published"]) == 0
     assert wanted == []
 
 
@@ -360,6 +401,8 @@ def test_results_in_the_repository_are_of_the_trials_as_they_are_made_now() -> N
     assert len(lines) > 100
     for line in lines:
         said = {**line["trial"], "pace": tuple(line["trial"].get("pace", ()))}
+        said["published"] = line["code"] == PUBLISHED[said["kind"]]
+        assert said["published"] or line["result"]["processor"]
         if Trial(**said).digest != line["digest"]:
             old.append(f"{line['digest']} {line['trial']}")
     assert not old

@@ -61,6 +61,7 @@ from diloco_worker.net.inbox import (
 )
 from diloco_worker.net.transfers import Push
 from diloco_worker.settings import DivergedError, WorkerError
+from diloco_worker.sync.boundary_guard import BoundaryGuard
 from diloco_worker.sync.deterministic import DeterministicMode
 from diloco_worker.sync.frozen_parameters import FrozenParameters
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
@@ -99,6 +100,7 @@ class Synchronizer:
         self.phase: str = JobPhase.WAITING
         self.message = ""
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
+        self.guard = BoundaryGuard()  # around all that counts, moves parameters or takes snapshots
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}  # by fragment and sequence; for the drain
         self._syncer_settings = SyncerSettings.of(self.spec)
         self._prefetcher: BatchPrefetcher | None = None
@@ -181,14 +183,19 @@ class Synchronizer:
 
     def complete_step(self, tokens: int, compute_seconds: float) -> None:
         """Count one inner step, and run the boundary after it."""
-        self.adoption.on_step(tokens, compute_seconds)
-        self._handover.count_step()
-        self.run_boundary()
-        if self.seated:
-            self._handover.write_checkpoint(self.base_versions)
+        with self.guard:
+            self.adoption.on_step(tokens, compute_seconds)
+            self._handover.count_step()
+            self._run_boundary()
+            if self.seated:
+                self._handover.write_checkpoint(self.base_versions)
 
     def run_boundary(self) -> None:
         """Do what is due between two steps. Raises WorkerError if the learner cannot go on."""
+        with self.guard:
+            self._run_boundary()
+
+    def _run_boundary(self) -> None:
         self._read_inbox()
         moved = self._adopt()
         if not self._draining and self.seated and self.adoption.complete:
@@ -264,8 +271,10 @@ class Synchronizer:
             case Welcomed():
                 self._on_welcome(message)
             case InitialRequested():
-                # Bases where there are some: an emptied store is rebuilt without this learner's own work.
-                vectors = [base or self.fragments.snapshot(p) for p, base in enumerate(self._bases)]
+                # What it holds where it holds something, as its Join says: an emptied store is rebuilt without this
+                # learner's own work. A tenure that has just begun has no bases yet.
+                held = self._newest
+                vectors = [held[p].vector if p in held else self.fragments.snapshot(p) for p in range(len(self.layout))]
                 self.client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
             case FrozenDownloaded():
                 self._frozen.load(message)
@@ -404,9 +413,9 @@ class Synchronizer:
 
     # ------------------------------------------------------------------ pushes
 
-    def push_fragment(self, fragment: int, round: int, version: int) -> Push | None:
+    def push_fragment(self, fragment: int, round: int) -> Push | None:
         """Take a snapshot and send it; ``round`` 0: as an offer. None: there is no step above the base."""
-        planned = self.adoption.snapshot(fragment, round, version)
+        planned = self.adoption.snapshot(fragment, round)
         if planned is None:
             return None
         plan, given_up = planned
@@ -430,7 +439,7 @@ class Synchronizer:
                 del self._pulls[fragment]  # that round is over
             elif announced is not None and announced.version > base.version and announced.merged_version > base.version:
                 continue  # our work is in a broadcast on its way: from the old base it would be refused
-            elif (push := self.push_fragment(fragment, pull.round, pull.version)) is not None:
+            elif (push := self.push_fragment(fragment, pull.round)) is not None:
                 self._pushed_rounds[fragment] = (pull.round, push.plan.sequence)
                 del self._pulls[fragment]  # else: at the first boundary with a step
 
@@ -443,7 +452,7 @@ class Synchronizer:
         for fragment, state in enumerate(self.adoption.fragments):
             if schedule.due(fragment):
                 assert state.base is not None
-                self.push_fragment(fragment, state.base.version + 1, state.base.version)
+                self.push_fragment(fragment, state.base.version + 1)
 
     # ------------------------------------------------------------------ leaving
 
@@ -455,11 +464,13 @@ class Synchronizer:
         while schedule and time.monotonic() < end and not self.stopping() and self.phase not in ENDED_PHASES:
             for fragment in range(len(self.layout)):
                 if schedule.adoption_step(fragment) is not None and fragment in self._downloaded:
-                    self._adopt_fragment(self._downloaded.pop(fragment))
+                    with self.guard:
+                        self._adopt_fragment(self._downloaded.pop(fragment))
             if not schedule.awaits_merges:
                 break
             self.inbox.wait(_SLICE)
-            self._read_inbox()
+            with self.guard:
+                self._read_inbox()
             if self.client.report_wanted:
                 self.send_report()
 
@@ -477,8 +488,9 @@ class Synchronizer:
         if push is not None:
             self.client.push(push)
         else:
-            push = self.push_fragment(fragment, round=0, version=0)
-            if push is None:
-                return None
-            self._offered[fragment] = push
+            with self.guard:
+                push = self.push_fragment(fragment, round=0)
+                if push is None:
+                    return None
+                self._offered[fragment] = push
         return push.plan.sequence
