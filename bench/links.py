@@ -38,7 +38,7 @@ def rows_of(result: Result) -> list[dict[str, object]]:
             "unit": one.unit,
             "against": one.against,
             "baseline": one.baseline,
-            "ratio": None if one.baseline is None else one.value / one.baseline,
+            "ratio": one.value / one.baseline if one.baseline else None,
         }
         for one in result.figures
     ]

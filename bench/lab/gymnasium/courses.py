@@ -382,7 +382,7 @@ def courses(quick: bool) -> list[Course]:
         ),
         Course(f"stopped for {15 if quick else 300} s", stopped(15.0 if quick else 300.0), **small),
     ]
-    rare = {"elements": 64_000, "pace": 25.0, "learners": 1, "sets": ("sync.fragments=2", "sync.every=2")}
+    rare = {"elements": 64_000, "pace": 25.0, "learners": 1, "sets": ("sync.fragments=4", "sync.every=4")}
     idle = [
         Course("one bulk connection stops", newcomer(lambda: Link(8 * MBIT), stop_one), fragment, pace),
         Course("silent after 20 s without a byte", silence(20.0, merges=8), **rare),
