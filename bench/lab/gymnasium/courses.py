@@ -122,16 +122,16 @@ class Ground:
             where = f"{slot.region}-{slot.ordinal}"
             message = slot.link.message if slot.link is not None else ""
             for said in (slot_note(slot, fragments), message, slot.problem):
-                self._tell(f"{where}: {said}" if said else "")
+                self._tell(where, said)
         for event in status.events:
-            self._tell(f"{event.kind}: {event.message}" if event.kind in ("lost", "starved") else "")
+            self._tell(event.kind, event.message if event.kind in ("lost", "starved") else "")
 
-    def _tell(self, said: str) -> None:
-        """Once, whatever its figures are, but for a figure that it lacked."""
-        kind = re.sub(r"[\d.,]+( [kM]?B/s)?", "#", said)
+    def _tell(self, where: str, said: str) -> None:
+        """Once, whatever its figures are."""
+        kind = where + re.sub(r"[\d.]+( [kM]?B/s)?", "#", said)
         if said and kind not in self._kinds:
             self._kinds.add(kind)
-            self.told.append(said)
+            self.told.append(f"{where}: {said}")
 
     def begin(self, address: str, ordinal: int) -> tuple[StandIn, asyncio.Task[None]]:
         """A stand-in that trains from now on."""
