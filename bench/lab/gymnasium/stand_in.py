@@ -32,6 +32,7 @@ from diloco_worker.settings import WorkerSettings
 
 STEP_CHANGE = 0.001
 TOKENS = 128  # of a step
+START_SECONDS = 0.25  # between two looks at what has come, before the first step
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
@@ -102,7 +103,7 @@ class StandIn:
         serving = asyncio.create_task(self.connection.serve(0))
         try:
             while not serving.done():
-                await asyncio.sleep(self._pace)
+                await asyncio.sleep(self._pace if self.is_ready else min(self._pace, START_SECONDS))
                 for message in self.inbox.take_all():
                     self._read(message)
                 self._step()
