@@ -61,6 +61,8 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
     begun, moved = loop.time(), progress.moved
     patience = limits.STALL_SECONDS if patience is None else patience
 
+    looking = loop.call_later(patience, lambda: look())
+
     def look() -> None:
         nonlocal looking
         left = progress.seconds_left(loop.time(), begun, moved, patience=patience)
@@ -69,7 +71,6 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
         else:
             looking = loop.call_later(left, look)
 
-    looking = loop.call_later(progress.seconds_left(begun, begun, moved, patience=patience), look)
     try:
         async with asyncio.timeout(None) as limit:
             return await awaitable
