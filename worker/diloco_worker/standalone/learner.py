@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,9 +182,14 @@ class StandaloneLearner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
+        self,
+        dataset: Any,
+        sequences: int | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        compare: bool = True,
     ) -> Iterator[Any]:
-        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass."""
+        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass, and
+        compared with nothing."""
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
         check_map_style(dataset)
@@ -270,4 +276,8 @@ class StandaloneLearner:
     def leave(self) -> None:
         """Say what was trained: there is nobody to offer it to."""
         losses = f", training loss {self._losses[0]:.3f} to {self._losses[-1]:.3f}" if self._losses else ""
-        log.info("trained alone: %d steps, %d tokens%s", self.step, self.tokens, losses)
+        said = f"trained alone: {self.step} steps, {self.tokens} tokens{losses}"
+        if log.isEnabledFor(logging.INFO):
+            log.info(said)
+        else:  # Python prints warnings alone where the program has configured no logging
+            print(said, file=sys.stderr)

@@ -272,8 +272,10 @@ class Synchronizer:
             case Welcomed():
                 self._on_welcome(message)
             case InitialRequested():
-                # Bases where there are some: an emptied store is rebuilt without this learner's own work.
-                vectors = [base or self.fragments.snapshot(p) for p, base in enumerate(self._bases)]
+                # What it holds where it holds something, as its Join says: an emptied store is rebuilt without this
+                # learner's own work. A tenure that has just begun has no bases yet.
+                held = self._newest
+                vectors = [held[p].vector if p in held else self.fragments.snapshot(p) for p in range(len(self.layout))]
                 self.client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
             case FrozenDownloaded():
                 self._frozen.load(message)
