@@ -147,7 +147,7 @@ def test_an_optimizer_that_begins_fresh_is_an_event_once_in_a_tenure() -> None:
     assert told(desk.do(ev.Reported(1, fresh))) == []
     assert told(desk.do(ev.Reported(1, report(9)))) == []
     desk.join(2, 0, process="new")
-    assert told(desk.do(ev.Reported(2, replace(fresh, slot_step=9, trained_steps=0, trained_tokens=0)))) == [words]
+    assert told(desk.do(ev.Reported(2, replace(report(1), fresh_optimizer="no peer has one")))) == [words]
 
 
 def test_the_end_of_a_former_process_takes_nothing_from_its_successor_or_from_another_spare() -> None:
