@@ -430,12 +430,18 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapters of a job with LoRA alone, in PEFT's format.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Load what was written, generate with it, and score it.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON, for programs.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Write the merged model to a directory that transformers loads, during the job or after it.
+
+    Then the model is used as others will use it: it is loaded, generates some tokens with the cache, and is scored as
+    the evaluator scores. Its loss stands beside the job's last score.
 
     Of a job whose loop is your own (learners.command, no training.model) the directory gets model.safetensors: every
     merged parameter by its name in your model, in float32. Your program loads it with `load_state_dict`. layout.json
@@ -464,14 +470,14 @@ def export(
         from diloco.cluster.fetch import export as export_job
 
         with in_cluster(None if there.given else what):
-            written = export_job(there, what, out, adapter)
+            written = export_job(there, what, out, adapter=adapter, check=check)
     else:
         from diloco.packages import require_packages
 
         require_packages("diloco export", ["syncer"])
         from diloco.export.export import read_merged, write_merged
 
-        written = write_merged(read_merged(what), out, adapter)
+        written = write_merged(read_merged(what), out, adapter, check)
     print_text(json.dumps(written.document, indent=1) if as_json else written.text)
 
 

@@ -99,7 +99,10 @@ class StandaloneLearner:
         self._compute_seconds = 0.0
         self._compute_from: float | None = None
         self._previous_handler: Any = None
-        stop = job.spec.training.stop
+        self._announce(warning)
+
+    def _announce(self, warning: str) -> None:
+        stop = self.job.spec.training.stop
         log.warning(
             "training alone: %s. Nothing is merged or saved; it stops after %s %s",
             warning or "there is no syncer",
@@ -179,9 +182,14 @@ class StandaloneLearner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
+        self,
+        dataset: Any,
+        sequences: int | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        compare: bool = True,
     ) -> Iterator[Any]:
-        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass."""
+        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass, and
+        compared with nothing."""
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
         check_map_style(dataset)
@@ -227,7 +235,7 @@ class StandaloneLearner:
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step. ``lr`` is not written anywhere."""
-        tokens = self._checks.check_step(tokens)
+        tokens = self._check_step(tokens)
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
@@ -243,6 +251,9 @@ class StandaloneLearner:
         self._compute_seconds += seconds
         self._metrics.add_step(seconds)
         self._compute_from = self._metrics.end_wait()
+
+    def _check_step(self, tokens: int) -> int:
+        return self._checks.check_step(tokens)
 
     # ------------------------------------------------------------------ end
 
