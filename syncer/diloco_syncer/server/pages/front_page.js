@@ -130,7 +130,7 @@ function traffic(status) {
 }
 function describe(link) {
   if (!link) return "";
-  const parts = [];
+  const parts = link.missing_fragments ? [link.missing_fragments + " fragments to come"] : [];
   if (link.up_bytes_per_second) parts.push(rate(link.up_bytes_per_second) + " up");
   if (link.down_bytes_per_second) parts.push(rate(link.down_bytes_per_second) + " down");
   if (link.round_trip_seconds) parts.push(Math.round(1000 * link.round_trip_seconds) + " ms");
