@@ -127,7 +127,11 @@ class WorkerWorld(SyncerProcesses):
 
     def make_job(self, setup: ShellSetup) -> tuple[DiLoCoJob, Layout]:
         assert isinstance(setup, WorkerSetup)
-        fields = {**setup.__dict__, "feedback": str(setup.feedback and setup.up != "float32").lower(), "rule": setup.rule.value}
+        fields = {
+            **setup.__dict__,
+            "feedback": str(setup.feedback and setup.up != "float32").lower(),
+            "rule": setup.rule.value,
+        }
         layout = build_layout(Rows(setup.fragments), setup.fragments, setup.every)
         assert [layout.elements(p) for p in range(len(layout))] == [PLACES] * setup.fragments
         return parse_job(JOB.format(**fields)), layout
@@ -265,11 +269,13 @@ class WorkerWorld(SyncerProcesses):
             if not header.HasField("push"):
                 return
             self.uploads[call] = convert.push_header(header), bytearray()
-            self.note(f"{call.channel.process} pushes {header.push.fragment}/{header.push.sequence} for {header.push.round}")
+            self.note(
+                f"{call.channel.process} pushes {header.push.fragment}/{header.push.sequence} for {header.push.round}"
+            )
             call.answer_lost = self.chance(self.setup.lost_answers)
 
     def check_push(self, process: WorkerProcess, plan: PushPlan) -> None:
-        """A learner has made a push: as an answer it is the only one, and of work that it does not know to be merged."""
+        """A learner has made a push. A pull has one answer, and none is of work that is known to be merged."""
         if not plan.round:
             return
         try:
@@ -289,7 +295,8 @@ class WorkerWorld(SyncerProcesses):
         ids = self.ids_at(np.flatnonzero(values > 0.5))
         tokens = sum(self.tokens_of[step] for step in ids)
         assert (len(ids), tokens) == (header.steps, header.tokens), f"{header} has {sorted(ids)} of {tokens} tokens"
-        self.oracle.upload_push(header, ids)
+        if header.incarnation:  # else it is a standby's, which counts nowhere
+            self.oracle.upload_push(header, ids)
 
     def _hear_answer(self, call: Call, message: bytes) -> None:
         if call.method == services.SESSION:
@@ -300,7 +307,9 @@ class WorkerWorld(SyncerProcesses):
                 call.channel.process.known[news.fragment] = news
         elif (upload := self.uploads.pop(call, None)) is not None:
             header, reply = upload[0], sync_pb2.UploadReply.FromString(message)
-            self.note(f"{call.channel.process} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}")
+            self.note(
+                f"{call.channel.process} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}"
+            )
             taken = reply.accepted or reply.reason == PushRefusal.REPEATED
             if header.round == 0 and taken:
                 self.oracle.acknowledged[header.id] = header, self.oracle.ids_of[header.id]
@@ -355,4 +364,3 @@ class WorkerWorld(SyncerProcesses):
             for call in list(process.link.calls):
                 if call.channel.life is life:
                     call.sever(0.0)
-

@@ -64,7 +64,12 @@ class Scripted:
 
     def announcement(self, version: int, merged: int = 0) -> Announcement:
         return Announcement(
-            0, 1, version, Payload("float32", 40, version), merged_sequence=merged, merged_version=version * bool(merged)
+            0,
+            1,
+            version,
+            Payload("float32", 40, version),
+            merged_sequence=merged,
+            merged_version=version * bool(merged),
         )
 
     def download(self, version: int, merged: int = 0) -> Downloaded:
