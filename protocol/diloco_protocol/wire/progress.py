@@ -38,7 +38,7 @@ class Progress:
         if self._begun is None:
             self._begun = now
 
-    def note(self, count: int, now: float) -> None:
+    def record_bytes(self, count: int, now: float) -> None:
         """So many bytes have moved."""
         self.moved += count
         self._last = now

@@ -33,7 +33,7 @@ def waited(move: Callable[[Progress], Awaitable[None]], patience: float | None =
 async def moves(progress: Progress, size: int, every: float, times: int) -> None:
     for _ in range(times):
         await asyncio.sleep(every)
-        progress.note(size, asyncio.get_running_loop().time())
+        progress.record_bytes(size, asyncio.get_running_loop().time())
 
 
 def test_a_session_in_which_nothing_moves_is_given_up_after_half_a_minute() -> None:
@@ -95,6 +95,6 @@ def test_the_rate_counts_from_the_first_stream() -> None:
     progress.begin(10.0)
     progress.begin(11.0)
     assert progress.rate(12.0) is None
-    progress.note(300, 13.0)
-    progress.note(300, 14.0)
+    progress.record_bytes(300, 13.0)
+    progress.record_bytes(300, 14.0)
     assert progress.rate(16.0) == 100.0
