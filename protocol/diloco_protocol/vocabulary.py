@@ -62,6 +62,7 @@ class EventKind(StrEnum):
     FIRST_MERGE = "first-merge"
     NO_STEPS = "no-steps"  # a learner trains, and has not finished a step for long
     STARVED = "starved"
+    FEW_LEARNERS = "few-learners"  # merges have fewer learners than there are
     ROUND_OVERDUE = "round-overdue"  # it has waited for its pushes for long
     SUSPECT = "suspect"
     LOST = "lost"

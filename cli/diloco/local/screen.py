@@ -196,6 +196,8 @@ def progress_line(view: RunView) -> str:
     if any(status.versions):
         parts.append(f"versions {min(status.versions)}..{max(status.versions)}")
     parts.append(f"quorum {status.quorum.active}/{status.quorum.required}")
+    if status.learners_in_merges is not None:
+        parts.append(f"{status.learners_in_merges.recent:.1f} learners in a merge")
     return "  ".join([*parts, *(f"({reason})" for reason in (blocked_by(status), silence(view)) if reason)])
 
 
@@ -252,7 +254,9 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
     if status is None:
         return Group(*head, "", foot, "", *events)
     waiting = f", {status.standby} standing by" if status.standby else ""
-    quorum = f"{status.quorum.active} active, {status.quorum.required} needed{waiting}"
+    merged = status.learners_in_merges
+    together = f", {merged.recent:.1f} in a merge" if merged else ""
+    quorum = f"{status.quorum.active} active, {status.quorum.required} needed{together}{waiting}"
     foot.add_row(Text("quorum", style="dim"), quorum)
     rounds = "  ".join(
         f"fragment {row.fragment}: {len(row.responders)} in, {len(row.waiting)} awaited"
