@@ -60,8 +60,8 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
     loop = asyncio.get_running_loop()
     begun, moved = loop.time(), progress.moved
     patience = limits.STALL_SECONDS if patience is None else patience
-
-    looking = loop.call_later(patience, lambda: look())
+    first = progress.seconds_left(begun, begun, moved, patience=patience)
+    looking = loop.call_later(first, lambda: look())
 
     def look() -> None:
         nonlocal looking
