@@ -63,7 +63,10 @@ def two_addresses(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
 
 
-@pytest.mark.promise("A learner connects to a host whose first address is dead: addresses are tried side by side")
+@pytest.mark.promise(
+    "A learner connects to a host whose first address is dead: addresses are tried side by side",
+    section="Connections and job files",
+)
 def test_a_dead_first_address_costs_a_quarter_of_a_second(two_addresses: int) -> None:
     async def test() -> None:
         with await reach.connect_first(f"two.test:{two_addresses}", 60.0) as made:
