@@ -62,6 +62,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     words = "mean time of a repair (default: 10m)"
     known = parameters.REPAIR_MEAN.value
     parser.add_argument("--repair-mean", type=seconds, default=known, metavar="DURATION", help=words)
+    words = "let chips fail also while a learner stands still, which the published table leaves out"
+    parser.add_argument("--fail-in-stops", action="store_true", help=words)
     words = "also with the real syncer core, in virtual time: minutes; exit code 1 if they differ by more than chance"
     parser.add_argument("--core", action="store_true", help=words)
     words = f"where --core keeps finished simulations, to continue from them (default: {CELLS})"
@@ -90,6 +92,9 @@ def run_goodput(given: argparse.Namespace) -> int:
     sizes: tuple[int, ...] = published.CHIPS if given.chips is None else (given.chips,)
     repairs = RepairTimes.with_mean(given.repair_mean, parameters.REPAIR_SHAPE.value, parameters.REPAIR_POWER.value)
     conditions = replace(PAPER, slice_chips=given.slice, mtbi=given.mtbi, repairs=repairs)
+    if given.fail_in_stops:
+        stops = [replace(stops, interrupted=True) for stops in (conditions.stops, conditions.rigid)]
+        conditions = replace(conditions, stops=stops[0], rigid=stops[1])
     learners: tuple[int, ...] = given.learners or LEARNERS
     for size in sizes:
         check_fleet(size, learners, given.slice, conditions.mtbi)

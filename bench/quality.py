@@ -6,6 +6,8 @@ Every trial trains a small model from scratch on so many tokens and is scored on
   once, at the inner rate that is best for it at this length (bench/trials/search.py);
 * *DDP*: the same by torch's DistributedDataParallel over gloo, two ranks, for small models at 6 and 40 merges and for
   the larger dense one at 6;
+* *data-parallel, Muon*: as the first, with Muon for the matrices, at its own best inner rate, for small dense models
+  at 6 merges;
 * *M = 1, 2, 4, 8, 16*: M learners share the batch and meet at the syncer, with the job file's defaults and the inner
   rate of the same grid that is best for them. They train in one process in virtual time (bench/lab/world):
   real steps, adoption, merges, outer steps and encodings; a step takes a second, and 1.5 s pass from a snapshot to the
@@ -14,8 +16,9 @@ Every trial trains a small model from scratch on so many tokens and is scored on
   inner rate is that of M = 4.
 
 Three kinds of model (dense, mixture of experts, vision), two sizes, and three lengths, told in merges of each fragment
-at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse;
-intervals are 95 % by Student's t over seeds.
+at H = 24: steps are 24 times as many. The ratio is to the data-parallel loss of the same seed, above 1 is worse.
+A second one is to the loss of one learner with the same outer step: what decoupling costs. Intervals are 95 % by
+Student's t over seeds.
 
 Of the larger models at 40 and 200 merges some arms are trained only with ``--lengths`` or ``--arms``, because they take
 hours (``is_chosen``). ``--sizes gpu`` is a dense model of 26 million parameters, trained on a CUDA device; without that
@@ -48,7 +51,7 @@ from trials.cells import Cache, Trial, choice_losses, common_losses, run_trials
 from trials.options import add_trial_options, check_cache, check_shown
 from trials.reports import quality_report, show_trials
 from trials.search import INNER_RATES, SEARCH_ROUND, of_seeds, searched_seeds, tuned
-from trials.tables import TrialRow, make_row
+from trials.tables import TrialRow, beside_default, make_row
 from trials.tasks import make_job
 
 KINDS = ("dense", "moe", "vision")
@@ -58,8 +61,11 @@ LENGTHS = {"small": (6, 40, 200), "large": (6, 40, 200), ON_GPU: (6, 20)}  # unl
 LEARNERS = (1, 2, 4, 8, 16)
 FAULTS = "M = 4, faults"
 DDP = "DDP, two ranks"
-ARM_NAMES = (*(f"M = {m}" for m in LEARNERS), FAULTS, DDP)
+MUON = "data-parallel, Muon"
+ONE = f"M = {LEARNERS[0]}"
+ARM_NAMES = (*(f"M = {m}" for m in LEARNERS), FAULTS, DDP, MUON)
 DDP_OF = {(kind, "small", merges) for kind in KINDS for merges in (6, 40)} | {("dense", "large", 6)}
+MUON_OF = {("dense", "small", 6)}
 SEEDS = 5
 
 
@@ -93,6 +99,8 @@ def arms(reference: Trial, chosen: argparse.Namespace) -> list[tuple[str, Trial]
     found.append((FAULTS, replace(base, learners=4, deaths=True)))
     if (reference.kind, reference.size, reference.merges) in DDP_OF and not chosen.sync:
         found.append((DDP, replace(reference, ddp=True)))
+    if (reference.kind, reference.size, reference.merges) in MUON_OF and not chosen.sync:
+        found.append((MUON, replace(reference, rate=None, inner="muon")))
     return [
         (name, trial)
         for name, trial in found
@@ -119,19 +127,26 @@ def best_arms(reference: Trial, chosen: argparse.Namespace, cache: Cache) -> lis
     return found
 
 
-def quality_rows(chosen: argparse.Namespace, cache: Cache) -> list[TrialRow]:
-    """A row for each arm, of as many seeds as it and its reference have."""
+def quality_rows(chosen: argparse.Namespace, cache: Cache, *, inner: str = "adamw") -> list[TrialRow]:
+    """A row for each arm, of as many seeds as it and data-parallel training with that inner optimizer have."""
     rows = []
     for reference in references(chosen):
         model, merges = f"{reference.kind}-{reference.size}", reference.merges
         best, _ = tuned(reference, cache)
-        for arm, trial in best_arms(best, chosen, cache):
-            values, base = common_losses(of_seeds(trial, chosen.seeds), of_seeds(best, chosen.seeds), cache)
+        beside, _ = tuned(replace(reference, inner=inner), cache)
+        found = best_arms(best, chosen, cache)
+        one = dict(found).get(ONE)
+        for arm, trial in found:
+            values, base = common_losses(of_seeds(trial, chosen.seeds), of_seeds(beside, chosen.seeds), cache)
             if values:
                 name = f"{model}, {merges} merges: {arm}"
                 place: dict[str, Any] = {"group": model, "merges": merges, "arm": arm}
                 own = None if trial.ddp else trial.rate
-                rows.append(make_row(name, values, "data-parallel", base, **place, rate=best.rate, own_rate=own))
+                row = make_row(name, values, "data-parallel", base, **place, rate=beside.rate, own_rate=own)
+                if one is not None and trial.learners > 1:
+                    values, base = common_losses(of_seeds(trial, chosen.seeds), of_seeds(one, chosen.seeds), cache)
+                    row = beside_default(row, ONE, values, base) if values else row
+                rows.append(row)
     return rows
 
 

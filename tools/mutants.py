@@ -142,7 +142,8 @@ def stale(root: Path, mutants: Iterable[Mutant]) -> Iterator[str]:
             changed = mutant.mutate(texts[mutant.path])
             if changed == texts[mutant.path]:
                 yield f"{mutant.name}: it changes nothing"
-            ast.parse(changed)
+            if path.suffix == ".py":
+                ast.parse(changed)
         except SyntaxError as error:  # every test would fail, and show nothing
             yield f"{mutant.name}: {mutant.path} cannot be compiled with it (line {error.lineno}: {error.msg})"
         except ValueError as error:

@@ -43,8 +43,44 @@ def words(row: TrialRow | None) -> str:
     return f"{abs(percent(row)):.{0 if abs(percent(row)) >= 10 else 1}f} % {'above' if percent(row) > 0 else 'below'}"
 
 
+def spread(row: TrialRow) -> str:
+    """The difference with its interval, in words."""
+    assert row.interval is not None
+    return f"{abs(percent(row)):.1f} ± {100 * row.interval:.1f} % {'above' if percent(row) > 0 else 'below'}"
+
+
+def from_to(values: list[float]) -> str:
+    return f"{min(values):.0f} to {max(values):.0f} %"
+
+
 def steps(merges: int) -> str:
     return f"{merges * EVERY:,}"
+
+
+def text_models() -> dict[Place, TrialRow]:
+    """The rows of dense models and mixtures of experts that were trained on CPUs."""
+    return {place: row for place, row in rows().items() if place[0] != "vision" and place[1] != "gpu"}
+
+
+def costs(learners: int) -> list[float]:
+    """By how many per cent the loss of so many learners is above one learner's, at each length and size."""
+    found = (row for place, row in text_models().items() if place[3] == learners)
+    return [100 * (row.default_ratio - 1) for row in found if row.default_ratio is not None]
+
+
+def beside_muon() -> list[TrialRow]:
+    """The rows of learners beside data-parallel training with Muon."""
+    return [row for row in trial_tables.quality_rows(inner="muon") if row.arm.startswith("M = ")]
+
+
+def beside_others() -> str:
+    """What decoupling costs, and the difference to data-parallel training with Muon."""
+    muon = next(row for row in beside_muon() if row.arm == "M = 4")
+    return (
+        f"Beside one learner with the same outer step, which is what decoupling costs, four are {from_to(costs(4))} "
+        f"above and sixteen {from_to(costs(16))}. Beside data-parallel training with Muon, four learners of the small "
+        f"dense model are {spread(muon)} after {steps(6)} steps. Nothing else was compared with it."
+    )
 
 
 def main_line(page: str) -> str:
@@ -55,18 +91,17 @@ def main_line(page: str) -> str:
         *first, last = (words(found.get((kind, "small", merges, 4))) for merges in LENGTHS)
         return f"{', '.join(first)} and {last}"
 
-    many = [
-        percent(row) for (kind, _, _, learners), row in found.items() if learners == 16 and kind in ("dense", "moe")
-    ]
+    many = [percent(row) for place, row in text_models().items() if place[3] == 16]
     gpu = {place[2:]: row for place, row in found.items() if place[1] == "gpu"}
     *early, late = map(steps, LENGTHS)
     return (
-        f"- **Quality:** the loss beside [data-parallel training's]({page}) after {', '.join(early)} and {late} steps, "
-        f"with four learners and some 0.1 million parameters. A dense model: {along('dense')}. A mixture of experts: "
-        f"{along('moe')}. A vision model: {along('vision')}. With 16 learners dense models and mixtures are "
-        f"{min(many):.0f} to {max(many):.0f} % above. A dense model of 26 million parameters, on one GPU, with four "
-        f"learners ({gpu[6, 4].seeds} seeds): {words(gpu[6, 4])} after {steps(6)} steps, {words(gpu[20, 4])} after "
-        f"{steps(20)}."
+        f"- **Quality:** the loss beside [data-parallel training's]({page}) with AdamW after {', '.join(early)} and "
+        f"{late} steps, with four learners and some 0.1 million parameters. A dense model: {along('dense')}. A mixture "
+        f"of experts: {along('moe')}. A vision model: {along('vision')}. With 16 learners dense models and mixtures "
+        f"are {from_to(many)} above. {beside_others()} A dense model of 26 million parameters, on one GPU "
+        f"({gpu[6, 4].seeds} seeds): four learners {spread(gpu[6, 4])} after {steps(6)} steps and "
+        f"{spread(gpu[20, 4])} after {steps(20)}, eight {spread(gpu[6, 8])} and {spread(gpu[20, 8])}. At {steps(20)} "
+        "its data-parallel training has the lowest rate that was tried, so a lower one may be better."
     )
 
 
@@ -85,7 +120,7 @@ def by_length() -> str:
         f"{words(found['dense', 'gpu', 20, learners])} after {steps(20)}"
         for learners in (2, 4, 8)
     ]
-    return f"{table}\n\nA dense model of 26 million parameters, on one GPU: {'; '.join(large)}."
+    return f"{table}\n\n{beside_others()} A dense model of 26 million parameters, on one GPU: {'; '.join(large)}."
 
 
 def by_settings() -> str:

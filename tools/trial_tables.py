@@ -23,6 +23,7 @@ from trials.tables import TrialRow, difference
 
 DILOCOS_SETTINGS = {"merge": {"method": "rda"}}  # DiLoCo's outer optimizer then follows
 DEFAULT = "beside the group's default"
+ONE = "beside one learner"
 HEAD = (
     "data-parallel, nats (at its best inner rate, where searched)",
     "this project, nats (likewise)",
@@ -39,16 +40,16 @@ def loss_text(loss: float, rate: float | None) -> str:
     return f"{loss:.3f} at {rate:g}{star}"
 
 
-def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]], *, with_default: bool = False) -> str:
-    """A Markdown table: the row's own first cells, then its figures. ``with_default``: the last is the difference to
-    the default's arm."""
-    head = [*columns, *HEAD, *([DEFAULT] if with_default else [])]
+def table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], TrialRow]], second: str) -> str:
+    """A Markdown table: the row's own first cells, then its figures. ``second``: what the last column calls the
+    difference to the row's second reference."""
+    head = [*columns, *HEAD, second]
     lines = [head, ["---"] * len(head)]
     for cells, row in rows:
         base = "" if row.baseline is None else loss_text(row.baseline, row.rate)
         over = difference(row.ratio, row.interval, 1)
-        default = [difference(row.default_ratio, row.default_interval, 1)] if with_default else []
-        lines.append([*cells, base, loss_text(row.value, row.own_rate), over, str(row.seeds), *default])
+        beside = difference(row.default_ratio, row.default_interval, 1)
+        lines.append([*cells, base, loss_text(row.value, row.own_rate), over, str(row.seeds), beside])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -58,13 +59,13 @@ def results() -> Cache:
 
 
 @functools.cache
-def quality_rows(*, dilocos: bool) -> list[TrialRow]:
-    """Every arm beside data-parallel training, with the defaults or with DiLoCo's own settings, by kind of model."""
+def quality_rows(*, dilocos: bool = False, inner: str = "adamw") -> list[TrialRow]:
+    """Every arm beside data-parallel training with that inner optimizer, with the defaults or with DiLoCo's own
+    settings, by kind of model."""
     sync = DILOCOS_SETTINGS if dilocos else {}
     chosen = quality.parse(["--published", "--sizes", *quality.LENGTHS, "--sync", json.dumps(sync)])
-    return sorted(
-        quality.quality_rows(chosen, results()), key=lambda row: quality.KINDS.index(row.group.partition("-")[0])
-    )
+    rows = quality.quality_rows(chosen, results(), inner=inner)
+    return sorted(rows, key=lambda row: quality.KINDS.index(row.group.partition("-")[0]))
 
 
 def quality_table(*, dilocos: bool) -> str:
@@ -74,6 +75,7 @@ def quality_table(*, dilocos: bool) -> str:
             ((row.group.replace("-", ", "), str(row.merges), row.arm.removeprefix("M = ")), row)
             for row in quality_rows(dilocos=dilocos)
         ],
+        ONE,
     )
 
 
@@ -83,11 +85,23 @@ def ablation_table() -> str:
     rows = ablations.ablation_rows(arms, ablations.SEEDS, results())
     run = Counter(row.group for row in rows)
     shown = [((row.group, row.name), row) for row in rows if run[row.group] > 1]
-    return table(("what is varied", "arm, at its best outer rate"), shown, with_default=True)
+    return table(("what is varied", "arm, at its best outer rate"), shown, DEFAULT)
+
+
+def muon_table() -> str:
+    """Every arm beside data-parallel training with Muon, where that was run."""
+    cells = []
+    for row in quality_rows(inner="muon"):
+        if row.arm.startswith("M = "):
+            place = (row.group.replace("-", ", "), str(row.merges), row.arm.removeprefix("M = "))
+            cells.append([*place, difference(row.ratio, row.interval, 1), str(row.seeds)])
+    head = ["model", "merges", "learners", "difference", "seeds"]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *cells])
 
 
 def quality_tables() -> dict[str, str]:
     return {
+        "quality beside Muon": muon_table(),
         "quality with the defaults": quality_table(dilocos=False),
         "quality with DiLoCo's settings": quality_table(dilocos=True),
     }

@@ -61,6 +61,7 @@ class EventKind(StrEnum):
     FIRST_STEP = "first-step"
     FIRST_MERGE = "first-merge"
     NO_STEPS = "no-steps"  # a learner trains, and has not finished a step for long
+    OPTIMIZER_FRESH = "optimizer-fresh"  # a newcomer's inner optimizer begins without the state of a peer or a disk
     STARVED = "starved"
     FEW_LEARNERS = "few-learners"  # merges have fewer learners than there are
     ROUND_OVERDUE = "round-overdue"  # it has waited for its pushes for long
@@ -159,6 +160,7 @@ class PushRefusal(StrEnum):
     NOT_FINITE = "not-finite"
     NORM_GATE = "norm-gate"
     NO_STEPS = "no-steps"
+    NO_TOKENS = "no-tokens"
     INCONSISTENT = "inconsistent"  # the header contradicts itself
     BAD_CHECKSUM = "bad-checksum"
     ENDED = "ended"

@@ -1,6 +1,6 @@
 """From the store to a syncer that can begin: the epoch claimed, everything restored, the core brought up to date.
 
-Order, after ``service.py`` has bound the ports, opened the store and looked for a newer pod: kernels are loaded, then
+Order, after ``service.py`` has bound the ports: the store is opened and a newer pod is looked for, kernels are loaded,
 the epoch is claimed (a store that cannot be used costs no epoch), the newest state and the records and offers after it
 are read, the tape gets the lines that a crash took, and the core is told of what is newer than its state.
 """
@@ -20,6 +20,7 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.common.reach import is_loopback
 from diloco_protocol.merging import choose_merge
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
@@ -115,6 +116,7 @@ def restore(
         stay=options.stay,
         plaintext=options.credentials,
         expected=expected,
+        one_machine=is_loopback(options.listen.rpartition(":")[0]),
     ), restored
 
 

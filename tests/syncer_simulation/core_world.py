@@ -686,14 +686,18 @@ class World:
         for p in learner.adoption.drain_order():
             if p in learner.offered:
                 continue
-            if p in learner.unsettled and (p not in learner.in_flight or self.random.random() < 0.05):
+            if p in learner.unsettled and (
+                p not in learner.in_flight or self.random.random() < 0.05 or self.now > learner.repeat_at[p]
+            ):
                 learner.in_flight.add(p)  # the answer may be lost: the very same offer once more
+                learner.repeat_at[p] = self.now + 3.0
                 header, ids = learner.offers[p]
                 assert learner.seat is not None
                 self.send(learner, replace(header, incarnation=learner.seat.incarnation), ids)
             elif p not in learner.unsettled:
                 learner.in_flight.add(p)
                 learner.unsettled.add(p)
+                learner.repeat_at[p] = self.now + 3.0
                 self.push(learner, p, 0)
         if all(p in learner.offered for p in learner.adoption.drain_order()):
             learner.left = True

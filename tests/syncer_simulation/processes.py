@@ -11,6 +11,7 @@ Not operator_simulation/virtual_time.py: there is one loop, which waits for no t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import threading
@@ -39,7 +40,8 @@ class ThreadWork:
     def __init__(self, loop: ProcessLoop, work: Callable[[], Any]) -> None:
         self.loop = loop
         self.future: asyncio.Future[Any] = loop.create_future()
-        self.delay = 0.0
+        self.delay: float | None = 0.0
+        self.turns = 0  # how often it has run on
         self._work = work
         self._begun = self._ended = False
         self._result: Any = None
@@ -48,6 +50,7 @@ class ThreadWork:
 
     def advance(self) -> bool:
         """Run on to the next operation; whether the work has ended."""
+        self.turns += 1
         if not self._begun:
             self._begun = True
             _pool.submit(self._run)
@@ -65,8 +68,9 @@ class ThreadWork:
         """Whether it was before it began: then it never does."""
         return not self._begun and self.future.cancelled()
 
-    def park(self, delay: float) -> None:
-        """In the thread: stand still for so many virtual seconds. Raises ``Killed``."""
+    def park(self, delay: float | None) -> None:
+        """In the thread: stand still for so many virtual seconds, or until ``ProcessLoop.wake``; None: until that only.
+        Raises ``Killed``."""
         self.delay = delay
         if self.loop.alive:
             self._back.release()
@@ -99,15 +103,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.stalled_until = 0.0  # its threads do nothing before
         self._at, self._now = at, now
         self._queues: dict[int, deque[ThreadWork]] = {}  # of each executor, which has one thread; the first is running
-        self._unbegun: set[Any] = set()  # coroutines of tasks, those that may not have begun
+        self._tasks: list[asyncio.Task[Any]] = []  # those that may not be done
+        self._most_tasks = 16  # then those that are done are forgotten
 
     def kill(self) -> None:
         """The process dies: nothing of it runs any more, whatever its threads were about to do is not done."""
         self.alive = False
-        for coro in self._unbegun:
-            if inspect.getcoroutinestate(coro) == inspect.CORO_CREATED:
-                coro.close()  # else Python says of it that it was never awaited
-        self._unbegun.clear()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            if not task.done():
+                _end_coroutine(task.get_coro())
         for queue in self._queues.values():
             for work in queue:
                 work.kill()
@@ -156,35 +161,48 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, **options)
-        self._unbegun = {one for one in self._unbegun if inspect.getcoroutinestate(one) == inspect.CORO_CREATED}
-        self._unbegun.add(coro)
+        self._tasks.append(task)
+        if len(self._tasks) > self._most_tasks:
+            self._tasks = [one for one in self._tasks if not one.done()]
+            self._most_tasks = 16 + 2 * len(self._tasks)
         if not self.alive:
             self.kill()
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> asyncio.Future[Any]:
-        work = ThreadWork(self, lambda: func(*args))
+        return self.start_work(lambda: func(*args), executor).future
+
+    def start_work(self, func: Callable[[], Any], executor: Executor | None = None) -> ThreadWork:
+        """Run ``func`` in the executor's thread; None: in a thread of its own."""
+        work = ThreadWork(self, func)
         key = id(executor) if executor is not None else id(work)
         queue = self._queues.setdefault(key, deque())
         queue.append(work)
         if len(queue) == 1:
             self._at(0.0, lambda: self._advance(key))
-        return work.future
+        return work
 
-    def _advance(self, key: int) -> None:
+    def wake(self, work: ThreadWork) -> None:
+        """Have work that is parked in a thread of its own run on now."""
+        turn = work, work.turns
+        self._at(0.0, lambda: self._advance(id(work), turn))
+
+    def _advance(self, key: int, turn: tuple[ThreadWork, int] | None = None) -> None:
+        """``turn``: the work that this is for, and how often it had run on; it may have done so meanwhile."""
         queue = self._queues.get(key)
-        if not self.alive or not queue:
+        if not self.alive or not queue or turn not in (None, (queue[0], queue[0].turns)):
             return
         if (wait := self.stalled_until - self._now()) > 0:
-            self._at(wait, lambda: self._advance(key))
+            self._at(wait, lambda: self._advance(key, turn))
         elif queue[0].was_cancelled() or queue[0].advance():
             queue.popleft()
             if queue:
                 self._at(0.0, lambda: self._advance(key))
             else:
                 del self._queues[key]
-        else:
-            self._at(queue[0].delay, lambda: self._advance(key))
+        elif (delay := queue[0].delay) is not None:
+            turn = queue[0], queue[0].turns
+            self._at(delay, lambda: self._advance(key, turn))
 
     def get_debug(self) -> bool:
         return False
@@ -198,3 +216,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if self.alive and (error := context.get("exception")) is not None:
             raise error
+
+
+def _end_coroutine(coro: Any) -> None:
+    """Run what a coroutine of a dead process has to do at its end, now and not when Python collects it. Whatever it
+    does reaches nobody."""
+    if not inspect.iscoroutine(coro):
+        coro.close()
+        return
+    while inspect.getcoroutinestate(coro) == inspect.CORO_SUSPENDED:
+        with contextlib.suppress(BaseException):
+            coro.throw(Killed())
+    if inspect.getcoroutinestate(coro) == inspect.CORO_CREATED:
+        coro.close()  # else Python says of it that it was never awaited

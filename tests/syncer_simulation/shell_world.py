@@ -20,6 +20,7 @@ from unittest import mock
 
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.documents import Report, read_document
+from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_protocol.wire.records import Receipt
@@ -109,10 +110,8 @@ class SyncerProcesses(World):
     setup: ShellSetup
 
     def __init__(self, setup: ShellSetup) -> None:
-        tensors = [Tensor(f"w{p}", (8, PARAMETERS // 8), "float32", False) for p in range(setup.fragments)]
-        self.layout = Layout.build(tensors, fragments=setup.fragments)
+        self.job, self.layout = self.make_job(setup)
         self.layout_digest = self.layout.digest
-        self.job = parse_job(JOB)
         self.objects: dict[str, bytes] = {}
         self.copies: list[dict[str, bytes]] = []
         self.out = [0.0, 0.0]  # from when to when the store is away
@@ -140,6 +139,10 @@ class SyncerProcesses(World):
             checkpoint_seconds=2.0,
         )
         self.at(1.0, self.trouble)
+
+    def make_job(self, setup: ShellSetup) -> tuple[DiLoCoJob, Layout]:
+        tensors = [Tensor(f"w{p}", (8, PARAMETERS // 8), "float32", False) for p in range(setup.fragments)]
+        return parse_job(JOB), Layout.build(tensors, fragments=setup.fragments)
 
     # ------------------------------------------------------------ time
 
@@ -204,9 +207,7 @@ class SyncerProcesses(World):
             model.begin(restored.layout, restored.newest)
         syncer = Syncer(self.job, core, model, checkpoints, tape=tape, restored=restored, loop=life.loop)
         syncer.driver.clock = SteadyClock(raw=life.loop.time)
-        for kind in TOLD:
-            syncer.driver.on_with(kind, lambda: self.capture(core), lambda a, known: self.tell(life, a, known))
-        syncer.driver.on(ev.SetPhase, lambda action: self.set_phase(life, action))
+        self.register(life, syncer)
         self.epoch, self.core, self.newest, life.syncer = life.epoch, core, life, syncer
         replay(syncer, restored)
         syncer.start(restored.behind)
@@ -215,12 +216,21 @@ class SyncerProcesses(World):
         fine = (RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE)
         assert outcome in fine, syncer.driver.stop_reason
         life.stopping = True
-        self.end_sessions(life)
+        await self.stop_servers(life)
         if outcome == RESTART:
             self.min_epoch = syncer.min_epoch
         await syncer.close(checkpoint=outcome == SyncerExit.OK)
         await life.loop.finish_threads()
         return outcome
+
+    def register(self, life: Life, syncer: Syncer) -> None:
+        """Let the world be the syncer's servers."""
+        for kind in TOLD:
+            syncer.driver.on_with(kind, lambda: self.capture(syncer.core), lambda a, known: self.tell(life, a, known))
+        syncer.driver.on(ev.SetPhase, lambda action: self.set_phase(life, action))
+
+    async def stop_servers(self, life: Life) -> None:
+        self.end_sessions(life)
 
     def load(self) -> tuple[Checkpoints, Restored, Tape]:
         setup = self.setup
@@ -400,7 +410,8 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
         return {}
     totals = settle(world)
     state = world.core.state(world.now)["job"]["leases"]
-    world.oracle.check_end(LeaseBook.from_json(world.config.seed, state))
+    waiting = world.core._aggregator.accepted_headers() if world.setup.quorum > 1 else ()
+    world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
     tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object))
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])

@@ -48,23 +48,25 @@ from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.stall_rule import LifeSigns
-from diloco_worker.data.map_style import check_map_style
+from diloco_worker.data.map_style import check_map_style, sample_items
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.fragments import ModelFragments, build_layout, refuse_running_statistics
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
-from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings, refuse_ranks
 from diloco_worker.standalone.learner import StandaloneLearner, is_alone
+from diloco_worker.standalone.rehearsal import VARIABLE as REHEARSAL
+from diloco_worker.standalone.rehearsal import RehearsalLearner
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
-from diloco_worker.sync.step_tokens import check_step_tokens
 from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,8 @@ class Learner:
     """One learner process. Use it as a context manager, from the thread that trains.
 
     Leaving the block normally drains: the work that is not merged yet is offered to the syncer, which acknowledges
-    it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended.
+    it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended. Nor does
+    it after an exception inside the library, such as one for want of memory, even if the loop has handled it.
 
     ``layout``: how the model's parameters are cut into fragments.
     """
@@ -97,13 +100,11 @@ class Learner:
             device.be_deterministic()
         self._settings = settings
         refuse_running_statistics(model)
-        self._model = model
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         if self.layout.note:
             log.warning("%s", self.layout.note)
         self._prefetcher: BatchPrefetcher | None = None
         self._started = False
-        self._stepped = False
         self._terminated = False
         self._terminated_at = 0.0
         self._left = False
@@ -121,7 +122,8 @@ class Learner:
             limit=optimizer_state.max_state_bytes(model),
         )
         self._inbox = Inbox()
-        fragments = ModelFragments(model, self.layout)
+        fragments, inner = ModelFragments(model, self.layout), InnerOptimizers(model, optimizers)
+        self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
         self._client = SyncerClient(
             settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device
         )
@@ -129,7 +131,7 @@ class Learner:
         self._synchronizer = Synchronizer(
             spec,
             model,
-            InnerOptimizers(model, optimizers),
+            inner,
             self.layout,
             client=self._client,
             inbox=self._inbox,
@@ -164,6 +166,9 @@ class Learner:
         """
         exit_hooks.install()
         variables = os.environ if environ is None else environ
+        if REHEARSAL in variables:
+            return cast(Self, RehearsalLearner(model, optimizers, variables))
+        refuse_ranks(variables)
         if is_alone(variables):
             # Not a subclass, which would have to build what a session needs; tests hold their public names together.
             return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables))
@@ -226,8 +231,11 @@ class Learner:
 
     @property
     def exit_code(self) -> int:
-        """What the process should end with: 1 if the job failed, otherwise 0. In a cluster it is always 0: there the
-        operator tells how the job ended, and the process ends when it is removed."""
+        """What the process should end with: 1 if the job failed, or this learner was interrupted inside the library,
+        otherwise 0. In a cluster a failed job leaves it at 0: there the operator tells how the job ended, and the
+        process ends when it is removed."""
+        if self._synchronizer.guard.unfit:
+            return 1
         return 1 if self.phase == JobPhase.FAILED and not self._settings.idle_at_end else 0
 
     @property
@@ -250,6 +258,8 @@ class Learner:
 
         ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner. ``sequences`` of it make a
         batch (default: sequences x accumulation of the region's batch; a loop that accumulates splits the batch).
+        Learners that read other items are refused: the first, the middle and the last are compared, unless they differ
+        from one reading to the next, or the data set has an attribute ``compared_items`` of 0.
         ``collate`` gets the list of their items; the default, torch's, stacks tensors, or dicts of tensors, along a
         new first dimension. Batches are on the CPU.
 
@@ -275,7 +285,7 @@ class Learner:
         )
         self._prefetcher = prefetcher
         self._synchronizer.lease_for(prefetcher)
-        self._client.start(len(dataset))
+        self._client.start(len(dataset), sample_items(dataset))
         try:
             while True:
                 self._metrics.begin_wait()
@@ -323,12 +333,9 @@ class Learner:
         Parameters may change here, and nowhere else. Raises WorkerError if the learner cannot go on, or ``tokens`` is
         no count.
         """
-        tokens = check_step_tokens(tokens)
+        tokens = self._checks.check_step(tokens)
         entered = self._metrics.begin_wait()
         synchronizer = self._synchronizer
-        if not self._stepped:
-            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
-            self._stepped = True
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
@@ -338,10 +345,11 @@ class Learner:
         if loss is not None:
             self._metrics.put_loss(loss)
         if synchronizer.tenure == self._used_tenure and synchronizer.seated:
-            self._metrics.add_step(compute)
-            if self._prefetcher is not None:
-                self._prefetcher.commit(self._used)
-            synchronizer.complete_step(tokens, compute)
+            with synchronizer.guard:
+                self._metrics.add_step(compute)
+                if self._prefetcher is not None:
+                    self._prefetcher.commit(self._used)
+                synchronizer.complete_step(tokens, compute)
         else:
             synchronizer.run_boundary()  # the slot was lost during the step, and its work with it
         self._used.clear()
@@ -403,6 +411,7 @@ class Learner:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
+        self._synchronizer.guard.hold_interrupts()
         return self
 
     def __exit__(
@@ -418,6 +427,7 @@ class Learner:
             self._port.close()
             self._record.flush()
             self._checkpoint.close()
+            self._synchronizer.guard.release_interrupts()
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
@@ -435,11 +445,13 @@ class Learner:
     def leave(self) -> None:
         """Drain: offer everything, wait for the acknowledgements, give up the slot. Further calls do nothing.
 
-        It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS."""
+        It takes a bounded time, after SIGTERM at most DILOCO_DRAIN_SECONDS. Raises WorkerError, and offers nothing, if
+        an earlier call of this library was interrupted."""
         synchronizer, client = self._synchronizer, self._client
         if self._left:
             return
         self._left = True
+        synchronizer.guard.check_fit()  # else: what it offers may be merged already
         if not synchronizer.seated or synchronizer.phase in ENDED_PHASES:
             return
         if synchronizer.phase not in FINISHING_PHASES:

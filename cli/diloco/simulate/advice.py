@@ -20,6 +20,7 @@ CANDIDATES = (2, 4, 8, 16, 32, 64)  # learners that are tried
 SPARES = (0, 1, 2, 4)  # slices of each learner
 FASTER = (1.0, 1 / 3, 1 / 6)  # stops, as shares of what they are
 NEAR_BEST = 1.0  # points: as many learners as it takes to come so near to the best
+FEW_IN_A_STOP = 0.3  # failures: up to so many cost a few points at most
 _NORMAL = 1.959964  # 97.5 % quantile
 
 # The parameters as the simulator takes them.
@@ -128,6 +129,19 @@ def goodput_rows(
             beside = baselines[row["chips"]]
             row.update(compared(row, beside, against=beside["method"]))
     return rows
+
+
+def failures_left_out(chips: int, learners: int, conditions: FleetConditions) -> str:
+    """A sentence where more than a few failures would come within one stop, which this simulation leaves out."""
+    fleets = (conditions.elastic(chips), conditions.decoupled(chips, learners))
+    elastic, own = (fleet.stops.down * fleet.slices * fleet.slice_rate for fleet in fleets)
+    if max(elastic, own) < FEW_IN_A_STOP:
+        return ""
+    return (
+        f"While a learner stands still nothing fails in this simulation. {elastic:.2g} failures would come within one "
+        f"stop of elastic data-parallel training, and {own:.2g} within one of M = {learners}. From some "
+        f"{FEW_IN_A_STOP} on the real goodput is lower than shown."
+    )
 
 
 def label(method: str, learners: int) -> str:

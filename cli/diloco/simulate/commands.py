@@ -116,7 +116,7 @@ def goodput(
 
         diloco simulate goodput --chips 1.2M --learners 8,16,32 --spares 2 --json
     """
-    from diloco.simulate.advice import CANDIDATES, FleetConditions, advise
+    from diloco.simulate.advice import CANDIDATES, FleetConditions, advise, failures_left_out
     from diloco.simulate.failures import RepairTimes
     from diloco.simulate.fleet import Run, Stops
     from diloco.simulate.tables import advice_text
@@ -141,6 +141,7 @@ def goodput(
     rows, enough = advise(chips, tried, conditions, run)
     document = {"title": "Goodput, simulated", "rows": rows, "enough": enough, "parameters": conditions.used()}
     document |= {"repetitions": run.repetitions, "failures": run.failures, "seed": seed}
+    document["left_out"] = failures_left_out(chips, enough, conditions)
     print_text(json.dumps(document) if as_json else advice_text(document))
 
 

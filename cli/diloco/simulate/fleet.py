@@ -11,10 +11,12 @@ computes in proportion to them, or stands still. It
 - stands still for ``up`` seconds to take in a slice that was repaired, if it lacks one,
 - stands still once for what it notices at once (for the longer of the two), and takes in what came back meanwhile.
 
-While it stands still nothing fails: what fails then costs no work of its own, and the table that is to be met says
-nothing of it. Goodput is the share of the fleet's chip seconds in which a chip trains; uptime is the share of time in
-which a learner trains at all. Example: 150,000 chips that each fail once a year lose one every 210 s, and if each
-costs 15 s twice, one learner of all of them computes for about 210 of 240 s.
+While it stands still nothing fails, with which the table of the paper is met. With ``Stops.interrupted`` slices fail
+then too, and the stop begins anew: rigid data-parallel training of the largest fleets hardly trains at all.
+
+Goodput is the share of the fleet's chip seconds in which a chip trains; uptime is the share of time in which a learner
+trains at all. Example: 150,000 chips that each fail once a year lose one every 210 s, and if each costs 15 s twice, one
+learner of all of them computes for about 210 of 240 s.
 
 All learners of all fleets and repetitions (*chains*) advance together, one stretch of training and one stop at a time,
 as rows of arrays. A chain that has reached the end of its time is taken out. Nothing is discretised but what the fleet
@@ -36,11 +38,13 @@ _DROP_EVERY = 32  # stretches between two removals of the chains that are done
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Seconds: of a ``step``, and for how long a learner stands still after a failure and for a slice's return."""
+    """Seconds: of a ``step``, and for how long a learner stands still after a failure and for a slice's return.
+    ``interrupted``: slices fail meanwhile too, each beginning a stop for a failure."""
 
     step: float
     down: float
     up: float
+    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class _Chains:
     step: np.ndarray
     down: np.ndarray
     up: np.ndarray
+    interrupted: np.ndarray
     begin: np.ndarray  # of the time that counts
     end: np.ndarray
     now: np.ndarray
@@ -182,6 +187,7 @@ def _make_chains(fleets: Sequence[Fleet], warm_up: float, counted: np.ndarray, r
         step=column(lambda fleet: fleet.stops.step),
         down=column(lambda fleet: fleet.stops.down),
         up=column(lambda fleet: fleet.stops.up),
+        interrupted=column(lambda fleet: fleet.stops.interrupted) > 0,
         begin=np.full(rows.size, warm_up),
         end=warm_up + counted[rows],
         now=np.zeros(rows.size),
@@ -208,10 +214,23 @@ def _advance(chains: _Chains, tally: _Tally, repairs: RepairTimes, random: np.ra
         fails[rows] = when + _wait_for_failure(chains, rows, random)
     stop = np.maximum(np.where(failed, chains.down, 0.0), np.where(returned, chains.up, 0.0))
     chains.now = noticed + stop
+    _interrupt_stops(chains, noticed, repairs, random)
     tally.add_idle(chains, noticed, chains.now)
     chains.back[chains.back <= chains.now[:, None]] = np.inf
     missing = np.isfinite(chains.back).sum(axis=1)
     chains.active = np.clip(chains.slices + chains.spares - missing, 0.0, chains.slices)
+
+
+def _interrupt_stops(chains: _Chains, begun: np.ndarray, repairs: RepairTimes, random: np.random.Generator) -> None:
+    """Let slices fail between ``begun`` and ``now``, where a stop can be interrupted: each moves ``now``."""
+    rows, since = np.flatnonzero(chains.interrupted), begun.copy()
+    while rows.size:
+        when = since[rows] + _wait_for_failure(chains, rows, random)
+        fails = when < np.minimum(chains.now[rows], chains.end[rows])
+        rows, when = rows[fails], when[fails]
+        chains.add_repair(rows, when + repairs.draw(random, rows.size))
+        chains.active[rows] -= 1
+        chains.now[rows], since[rows] = when + chains.down[rows], when
 
 
 def _wait_for_failure(chains: _Chains, rows: np.ndarray | slice, random: np.random.Generator) -> np.ndarray:

@@ -60,6 +60,7 @@ def advice_text(document: Row) -> str:
             ),
             f"M = {enough} is the smallest that comes within a point of the best here. More learners also cost: the "
             "paper's models fell off at M = 16, and the hub's traffic grows with M.",
+            *([document["left_out"]] if document["left_out"] else []),
             format_table(
                 ["what spares buy", "goodput", "per bought chip"],
                 [[row["name"], value_text(row), f"{row['per_bought_chip']:.1f}"] for row in spares],

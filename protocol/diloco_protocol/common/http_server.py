@@ -1,12 +1,12 @@
 """A minimal HTTP/1.1 server for pages that are read and change nothing: status, metrics, probes, export.
 
-Theory of operation. One request per connection, GET only, of at most ``MAX_REQUEST`` bytes and ``REQUEST_SECONDS``. At
-most ``MAX_CONNECTIONS`` are open at once. They are counted when they are accepted; for each beyond that the oldest one
-that has asked nothing yet is closed, else the oldest one. So connections that only lie there neither use up a process's
-descriptors nor keep a probe out. Where descriptors run out all the same, some of the oldest are closed and accepting
-pauses for ``PAUSE_SECONDS``. A page is a function without arguments
-that gives status, content type and body; a body that is too large for one piece is a ``Stream``, whose chunks are made
-as the reader takes them. A reader that takes nothing for ``STALL_SECONDS`` is hung up on.
+Theory of operation. One request per connection, GET or HEAD, of at most ``MAX_REQUEST`` bytes and ``REQUEST_SECONDS``.
+At most ``MAX_CONNECTIONS`` are open at once. They are counted when they are accepted; for each beyond that the oldest
+one that has asked nothing yet is closed, else the oldest one. So connections that only lie there neither use up a
+process's descriptors nor keep a probe out. Where descriptors run out all the same, some of the oldest are closed and
+accepting pauses for ``PAUSE_SECONDS``. A page is a function without arguments that gives status, content type and body;
+a body that is too large for one piece is a ``Stream``, whose chunks are made as the reader takes them. A reader that
+takes nothing for ``STALL_SECONDS`` is hung up on.
 
 A page in somebody's browser may not read these pages under a name of its own that leads to this machine (DNS
 rebinding). So the request's Host must be an address, or a name that no stranger can have (``is_local_name``). Metrics
@@ -28,7 +28,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -227,13 +227,13 @@ class HttpServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
-                page = await self._asked(reader)
+                page, with_body = await self._asked(reader)
             task = asyncio.current_task()
             assert task is not None
             self._asking.pop(task, None)
             # Making a large body ready (its checksum) may take longer than a request.
             status, content_type, body = await self._answer(page) if callable(page) else page
-            await self._send(writer, status, content_type, body)
+            await self._send(writer, status, content_type, body, with_body=with_body)
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             log.debug("http: %s", error)
         finally:
@@ -247,7 +247,9 @@ class HttpServer:
             log.exception("a page could not be made")
             return 500, "text/plain", f"{type(error).__name__}\n".encode()
 
-    async def _send(self, writer: asyncio.StreamWriter, status: int, content_type: str, body: bytes | Stream) -> None:
+    async def _send(
+        self, writer: asyncio.StreamWriter, status: int, content_type: str, body: bytes | Stream, *, with_body: bool
+    ) -> None:
         length, headers = (len(body), {}) if isinstance(body, bytes) else (body.length, body.headers)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -260,30 +262,35 @@ class HttpServer:
         )
         writer.write("\r\n".join(head).encode() + b"\r\n\r\n")
         if isinstance(body, bytes):
-            writer.write(body)
+            writer.write(body if with_body else b"")
             async with asyncio.timeout(REQUEST_SECONDS):
                 await writer.drain()
             return
         async with contextlib.aclosing(body.chunks) as chunks:
+            if not with_body:
+                return
             async for chunk in chunks:
                 writer.write(chunk)
                 async with asyncio.timeout(STALL_SECONDS):
                     await writer.drain()
 
-    async def _asked(self, reader: asyncio.StreamReader) -> Page | Answer:
-        """The page that is asked for, or the answer that there is none."""
+    async def _asked(self, reader: asyncio.StreamReader) -> tuple[Page | Answer, bool]:
+        """The page that is asked for, or the answer that there is none; and whether its body is wanted, too."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             first, *fields = head.decode("ascii", "replace").split("\r\n")
             method, target, _ = first.split(" ")
         except asyncio.LimitOverrunError:
             await reader.read(4 * MAX_REQUEST)  # bytes left unread would reset the connection under the answer
-            return 400, "text/plain", b"the request is too long\n"
+            return (400, "text/plain", b"the request is too long\n"), True
         except ValueError:
-            return 400, "text/plain", b"not an HTTP request\n"
-        if method != "GET":
-            return 405, "text/plain", b"only GET\n"
-        path = target.partition("?")[0]
+            return (400, "text/plain", b"not an HTTP request\n"), True
+        if method not in ("GET", "HEAD"):
+            return (405, "text/plain", b"only GET and HEAD\n"), True
+        return self._find_page(target.partition("?")[0], fields), method == "GET"
+
+    def _find_page(self, path: str, fields: Sequence[str]) -> Page | Answer:
+        """``fields``: the lines of the request's head."""
         hosts = [
             value.strip()
             for name, _, value in (field.partition(":") for field in fields)

@@ -62,6 +62,7 @@ class Link:
 
     down_bytes_per_second: float = 0.0
     round_trip_seconds: float = 0.0
+    missing_fragments: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class StepReport:
     an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite. ``tenure``: the
     seat's, in which all this was counted; 0: not said, and taken for the open one. ``young_optimizer``: the inner
     optimizer began fresh within the job, and is not beyond its warm-up. ``batches``: that the loop was given since its
-    last step.
+    last step. ``fresh_optimizer``: why the inner optimizer began fresh in this tenure; empty: it did not.
     """
 
     slot_step: Count = 0
@@ -92,6 +93,7 @@ class StepReport:
     tenure: Count = 0
     young_optimizer: bool = False
     batches: Count = 0
+    fresh_optimizer: Annotated[str, limits.cut_text(256)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,14 @@ class Held(NamedTuple):
     settled: Count = 0
 
 
+class DataSample(NamedTuple):
+    """The digest of so many ``items`` of a data set, from ``first`` on."""
+
+    first: Count
+    items: Count
+    digest: Hex
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """A process opens a session. ``connection`` and ``evaluator`` are what the syncer calls it.
@@ -171,6 +181,7 @@ class Join:
     ``held``: per fragment; empty: nothing. ``tenure``: the incarnation under which its newest tenure began, in the slot
     ``slot``; 0: it had none. ``previous_incarnation`` 0: this program holds no slot's work, whatever its process id.
     ``idle``: a learner that is done; it takes no slot and only hears the phase. ``pod``: UID of its pod; empty: none.
+    ``data_samples``: of its data set's content; empty: the content is not compared.
     """
 
     connection: int
@@ -187,6 +198,7 @@ class Join:
     pod: Hex = ""
     tenure: Count = 0
     slot: int = -1
+    data_samples: Annotated[tuple[DataSample, ...], limits.check_length(limits.MAX_DATA_SAMPLES)] = ()
 
 
 @dataclass(frozen=True, slots=True)

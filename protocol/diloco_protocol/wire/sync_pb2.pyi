@@ -64,7 +64,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ..., evaluation_progress: _Optional[_Union[EvaluationProgress, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "slot", "idle", "tenure", "pod", "attempt")
+    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "slot", "idle", "tenure", "pod", "attempt", "data_samples")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class Join(_message.Message):
     TENURE_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DATA_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     format: int
     job: str
     process: str
@@ -104,7 +105,18 @@ class Join(_message.Message):
     tenure: int
     pod: str
     attempt: int
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., slot: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    data_samples: _containers.RepeatedCompositeFieldContainer[DataSample]
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., slot: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ..., attempt: _Optional[int] = ..., data_samples: _Optional[_Iterable[_Union[DataSample, _Mapping]]] = ...) -> None: ...
+
+class DataSample(_message.Message):
+    __slots__ = ("first", "items", "digest")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    items: int
+    digest: str
+    def __init__(self, first: _Optional[int] = ..., items: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("epoch", "version", "settled")
@@ -117,7 +129,7 @@ class Held(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused", "link", "echo", "diverged", "tenure", "young_optimizer", "batches")
+    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused", "link", "echo", "diverged", "tenure", "young_optimizer", "batches", "fresh_optimizer")
     SLOT_STEP_FIELD_NUMBER: _ClassVar[int]
     TRAINED_STEPS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +146,7 @@ class Report(_message.Message):
     TENURE_FIELD_NUMBER: _ClassVar[int]
     YOUNG_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    FRESH_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     slot_step: int
     trained_steps: int
     trained_tokens: int
@@ -150,15 +163,18 @@ class Report(_message.Message):
     tenure: int
     young_optimizer: bool
     batches: int
-    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ..., diverged: _Optional[bool] = ..., tenure: _Optional[int] = ..., young_optimizer: _Optional[bool] = ..., batches: _Optional[int] = ...) -> None: ...
+    fresh_optimizer: str
+    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ..., diverged: _Optional[bool] = ..., tenure: _Optional[int] = ..., young_optimizer: _Optional[bool] = ..., batches: _Optional[int] = ..., fresh_optimizer: _Optional[str] = ...) -> None: ...
 
 class Link(_message.Message):
-    __slots__ = ("down_bytes_per_second", "round_trip_seconds")
+    __slots__ = ("down_bytes_per_second", "round_trip_seconds", "missing_fragments")
     DOWN_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     down_bytes_per_second: float
     round_trip_seconds: float
-    def __init__(self, down_bytes_per_second: _Optional[float] = ..., round_trip_seconds: _Optional[float] = ...) -> None: ...
+    missing_fragments: int
+    def __init__(self, down_bytes_per_second: _Optional[float] = ..., round_trip_seconds: _Optional[float] = ..., missing_fragments: _Optional[int] = ...) -> None: ...
 
 class FragmentReport(_message.Message):
     __slots__ = ("epoch", "base_version", "steps", "tokens", "confirmed_tokens", "dropped_overlap", "dropped_stale", "dropped_rolled_back")

@@ -319,6 +319,9 @@ def test_a_trial_has_its_best_rate_where_the_cache_knows_it(tmp_path: Path, lear
     assert replace(trial, rate=2e-3).digest == trial.digest
 
 
+MUONS = 16e-3
+
+
 def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "trials.jsonl")
     chosen = quality.parse(["--kinds", "dense", "--sizes", "small", "--lengths", "6"])
@@ -326,15 +329,18 @@ def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(
     assert dict(quality.searches(chosen)).keys() == {
         "dense-small, 6 merges, data-parallel",
         *(f"dense-small, 6 merges, M = {learners}" for learners in quality.LEARNERS),
+        f"dense-small, 6 merges, {quality.MUON}",
     }
     while wanted := quality.next_rates(chosen, cache):
         for trial in wanted:
-            cache.put(trial, {"loss": 2.0 + abs((trial.rate or 0.0) - best[trial.learners])})
+            rate = MUONS if trial.inner == "muon" else best[trial.learners]
+            cache.put(trial, {"loss": 2.0 + abs((trial.rate or 0.0) - rate)})
     (reference,) = quality.references(chosen)
     reference, _ = tuned(reference, cache)
     assert reference.rate == best[0]
     found = {name: trial.rate for name, trial in quality.best_arms(reference, chosen, cache)}
-    assert found == {f"M = {m}": best[m] for m in quality.LEARNERS} | {"M = 4, faults": best[4], quality.DDP: best[0]}
+    others = {"M = 4, faults": best[4], quality.DDP: best[0], quality.MUON: MUONS}
+    assert found == {f"M = {m}": best[m] for m in quality.LEARNERS} | others
 
 
 @pytest.mark.parametrize(
@@ -343,7 +349,7 @@ def test_each_arm_of_quality_has_its_own_best_rate_and_faults_have_that_of_four(
         (["M = 1"], ["M = 1"]),
         (["M = 4"], ["M = 4", "M = 4, faults"]),
         (["faults", "DDP"], ["M = 4, faults", "DDP, two ranks"]),
-        ([], ["M = 1", "M = 2", "M = 4", "M = 8", "M = 16", "M = 4, faults", "DDP, two ranks"]),
+        ([], ["M = 1", "M = 2", "M = 4", "M = 8", "M = 16", "M = 4, faults", "DDP, two ranks", quality.MUON]),
     ],
 )
 def test_arms_are_chosen_by_whole_words_of_their_names(words: list[str], expected: list[str]) -> None:

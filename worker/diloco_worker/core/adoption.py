@@ -282,12 +282,12 @@ class Adoption:
         """Plan a push of everything above the base, now; ``round`` 0: an offer.
 
         Returns the plan, and the sequences of snapshots whose values are given up to keep their number bounded. None:
-        there is no step above the base (zero steps are never pushed).
+        there is no token above the base (zero steps are never pushed, nor are steps that count no token).
         """
         state = self.fragments[fragment]
         steps = self.pending_steps(fragment)
         oldest = state.oldest_version(self.now)
-        if state.base is None or oldest is None:
+        if state.base is None or oldest is None or not self.pending_tokens(fragment):
             return None
         start = state.marks[0].point
         state.sequence += 1
@@ -326,7 +326,7 @@ class Adoption:
 
     def drain_order(self) -> list[int]:
         """Fragments with work above their base, longest unmerged first, ties by index."""
-        waiting = [p for p in range(len(self.fragments)) if self.pending_steps(p) > 0]
+        waiting = [p for p in range(len(self.fragments)) if self.pending_tokens(p) > 0]
         return sorted(waiting, key=lambda p: (-self.pending_steps(p), p))
 
     # -------------------------------------------------------------- broadcasts

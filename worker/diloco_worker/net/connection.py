@@ -24,16 +24,17 @@ from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
+from diloco_protocol.common.reach import first_answering
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
-from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, DataSample, Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.core.syncer_settings import read_settings
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.authentication import WorkerCredentials
-from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, pause
+from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, KeptDownloads, pause
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import FragmentCache
 from diloco_worker.net.inbox import (
@@ -91,8 +92,10 @@ class SyncerConnection:
         self._syncer_settings = SyncerSettings.of(self.settings.job.spec)  # in use
         self._heartbeat = sync.heartbeat.interval_seconds
         self._sequences = 0
+        self._samples: list[sync_pb2.DataSample] = []
         self._digests = immutable_digests(self.settings.job)
         self._cache = FragmentCache(len(self.layout))
+        self._kept = KeptDownloads()
         self._context = TransferContext(
             self.layout, self.inbox, self.outbox, self._cache, feedback=self.feedback, to_vector=to_vector, eager=eager
         )
@@ -124,11 +127,12 @@ class SyncerConnection:
             self._spawn(self._session.half_close)
             asyncio.get_running_loop().call_later(_CLOSE_SECONDS, serving.cancel)
 
-    async def serve(self, sequences: int) -> None:
+    async def serve(self, sequences: int, samples: Sequence[DataSample] = ()) -> None:
         """Connect, again and again, until ``close`` or until the drain is confirmed. Raises RefusedError.
 
-        ``sequences``: how many the data set has; 0: nothing is leased."""
+        ``sequences``: how many the data set has; 0: nothing is leased. ``samples``: of its content."""
         self._sequences = sequences
+        self._samples = [convert.to_wire(sample) for sample in samples]
         attempt = 0
         logged = ""
         lost = time.monotonic()  # since when there is no session
@@ -162,6 +166,7 @@ class SyncerConnection:
                 self.status = replace(self.status, refused=(error.reason, str(error)))
             return str(error)
         metadata = credentials.metadata()
+        address = await first_answering(address, limits.CONNECT_SECONDS)
         control = credentials.aio_channel(address, channels.channel_options())
         bulk: list[Any] = []
         session = Session(control, metadata)
@@ -209,6 +214,8 @@ class SyncerConnection:
             counts=self.counts,
             up=self.probe.up,
             down=self.probe.down,
+            arriving=self.probe.arriving,
+            kept=self._kept,
         )
         encoding = self._syncer_settings.sync.compression.up
         self._transfers = Transfers(
@@ -245,6 +252,7 @@ class SyncerConnection:
             layout_digest=self.layout.digest,
             digests=self._digests,
             sequences=self._sequences,
+            data_samples=self._samples,
             held=self._cache.held_versions(),
             previous_incarnation=self._incarnation,
             tenure=self._tenure,
@@ -257,7 +265,8 @@ class SyncerConnection:
     def _stamp(self, report: StepReport, now: float, every: float) -> StepReport:
         """Complete a report that is about to be sent. A heartbeat counts batches too: a loop that never ends a step
         makes no report."""
-        return replace(self.probe.stamp(report, now, every), batches=self.count_batches())
+        missing = 0 if self._transfers is None else self._transfers.missing_fragments
+        return replace(self.probe.stamp(report, now, every, missing), batches=self.count_batches())
 
     # ------------------------------------------------------- messages from the syncer
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +28,11 @@ from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.data.map_style import check_map_style
 from diloco_worker.data.shuffle import Permutation, step_seed
 from diloco_worker.fragments import build_layout, refuse_running_statistics
+from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.step_metrics import StepMetrics
-from diloco_worker.sync.step_tokens import check_step_tokens
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +84,11 @@ class StandaloneLearner:
         refuse_running_statistics(model)
         sync = job.spec.sync
         self.layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)
-        InnerOptimizers(model, optimizers)
         self.job = job
         self.learners = 1
         self.step = 0
         self.tokens = 0
-        self._model = model
+        self._checks = LoopChecks(InnerOptimizers(model, optimizers), ModelWatch(model), sync.every)
         self._metrics = StepMetrics()
         self._losses: list[float] = []  # the first and the last
         self._started = False
@@ -98,7 +99,10 @@ class StandaloneLearner:
         self._compute_seconds = 0.0
         self._compute_from: float | None = None
         self._previous_handler: Any = None
-        stop = job.spec.training.stop
+        self._announce(warning)
+
+    def _announce(self, warning: str) -> None:
+        stop = self.job.spec.training.stop
         log.warning(
             "training alone: %s. Nothing is merged or saved; it stops after %s %s",
             warning or "there is no syncer",
@@ -226,9 +230,7 @@ class StandaloneLearner:
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step. ``lr`` is not written anywhere."""
-        tokens = check_step_tokens(tokens)
-        if not self.step:
-            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
+        tokens = self._check_step(tokens)
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
@@ -244,6 +246,9 @@ class StandaloneLearner:
         self._compute_seconds += seconds
         self._metrics.add_step(seconds)
         self._compute_from = self._metrics.end_wait()
+
+    def _check_step(self, tokens: int) -> int:
+        return self._checks.check_step(tokens)
 
     # ------------------------------------------------------------------ end
 
@@ -266,4 +271,8 @@ class StandaloneLearner:
     def leave(self) -> None:
         """Say what was trained: there is nobody to offer it to."""
         losses = f", training loss {self._losses[0]:.3f} to {self._losses[-1]:.3f}" if self._losses else ""
-        log.info("trained alone: %d steps, %d tokens%s", self.step, self.tokens, losses)
+        said = f"trained alone: {self.step} steps, {self.tokens} tokens{losses}"
+        if log.isEnabledFor(logging.INFO):
+            log.info(said)
+        else:  # Python prints warnings alone where the program has configured no logging
+            print(said, file=sys.stderr)

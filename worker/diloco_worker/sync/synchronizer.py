@@ -61,6 +61,7 @@ from diloco_worker.net.inbox import (
 )
 from diloco_worker.net.transfers import Push
 from diloco_worker.settings import DivergedError, WorkerError
+from diloco_worker.sync.boundary_guard import BoundaryGuard
 from diloco_worker.sync.deterministic import DeterministicMode
 from diloco_worker.sync.frozen_parameters import FrozenParameters
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
@@ -99,6 +100,7 @@ class Synchronizer:
         self.phase: str = JobPhase.WAITING
         self.message = ""
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
+        self.guard = BoundaryGuard()  # around all that counts, moves parameters or takes snapshots
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}  # by fragment and sequence; for the drain
         self._syncer_settings = SyncerSettings.of(self.spec)
         self._prefetcher: BatchPrefetcher | None = None
@@ -181,14 +183,19 @@ class Synchronizer:
 
     def complete_step(self, tokens: int, compute_seconds: float) -> None:
         """Count one inner step, and run the boundary after it."""
-        self.adoption.on_step(tokens, compute_seconds)
-        self._handover.count_step()
-        self.run_boundary()
-        if self.seated:
-            self._handover.write_checkpoint(self.base_versions)
+        with self.guard:
+            self.adoption.on_step(tokens, compute_seconds)
+            self._handover.count_step()
+            self._run_boundary()
+            if self.seated:
+                self._handover.write_checkpoint(self.base_versions)
 
     def run_boundary(self) -> None:
         """Do what is due between two steps. Raises WorkerError if the learner cannot go on."""
+        with self.guard:
+            self._run_boundary()
+
+    def _run_boundary(self) -> None:
         self._read_inbox()
         moved = self._adopt()
         if not self._draining and self.seated and self.adoption.complete:
@@ -222,6 +229,7 @@ class Synchronizer:
             loss=self.metrics.read_loss(),
             diverged=self.metrics.diverged,
             young_optimizer=self._handover.is_young,
+            fresh_optimizer=self._handover.fresh,
             step_seconds=self.metrics.step_seconds,
             cursors=self._prefetcher.cursors() if self._prefetcher is not None else (),
         )
@@ -264,8 +272,10 @@ class Synchronizer:
             case Welcomed():
                 self._on_welcome(message)
             case InitialRequested():
-                # Bases where there are some: an emptied store is rebuilt without this learner's own work.
-                vectors = [base or self.fragments.snapshot(p) for p, base in enumerate(self._bases)]
+                # What it holds where it holds something, as its Join says: an emptied store is rebuilt without this
+                # learner's own work. A tenure that has just begun has no bases yet.
+                held = self._newest
+                vectors = [held[p].vector if p in held else self.fragments.snapshot(p) for p in range(len(self.layout))]
                 self.client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
             case FrozenDownloaded():
                 self._frozen.load(message)
@@ -455,11 +465,13 @@ class Synchronizer:
         while schedule and time.monotonic() < end and not self.stopping() and self.phase not in ENDED_PHASES:
             for fragment in range(len(self.layout)):
                 if schedule.adoption_step(fragment) is not None and fragment in self._downloaded:
-                    self._adopt_fragment(self._downloaded.pop(fragment))
+                    with self.guard:
+                        self._adopt_fragment(self._downloaded.pop(fragment))
             if not schedule.awaits_merges:
                 break
             self.inbox.wait(_SLICE)
-            self._read_inbox()
+            with self.guard:
+                self._read_inbox()
             if self.client.report_wanted:
                 self.send_report()
 
@@ -477,8 +489,9 @@ class Synchronizer:
         if push is not None:
             self.client.push(push)
         else:
-            push = self.push_fragment(fragment, round=0)
-            if push is None:
-                return None
-            self._offered[fragment] = push
+            with self.guard:
+                push = self.push_fragment(fragment, round=0)
+                if push is None:
+                    return None
+                self._offered[fragment] = push
         return push.plan.sequence

@@ -15,7 +15,7 @@ second it costs a learner that trains on and would come back with its work. What
   pod that is stuck on a lost node is not waited for.
 
 Example: eight learners; the node that has the syncer is cut off from the other nodes, and the API server is not. Four
-learners are silent at once, and come back with the network. A single one whose main thread hangs is replaced after
+learners are silent at once, and come back with the network. A single one whose whole process hangs is replaced after
 ``LEARNER_SILENT_SECONDS``.
 """
 

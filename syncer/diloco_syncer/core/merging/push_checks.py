@@ -194,8 +194,10 @@ def _check_counts(header: PushHeader) -> Refusal | None:
     contradiction = _contradiction(header)
     if contradiction:
         return PushRefusal.INCONSISTENT, contradiction
-    if header.steps == 0 or header.tokens == 0:
+    if header.steps == 0:
         return PushRefusal.NO_STEPS, "the push carries no step"
+    if header.tokens == 0:
+        return PushRefusal.NO_TOKENS, f"the push carries {header.steps} steps and no token"
     return None
 
 

@@ -14,12 +14,20 @@ function size(bytes) {
     if (bytes >= factor) return (bytes / factor).toPrecision(3) + " " + unit;
   return bytes + " B";
 }
+function rate(bytesPerSecond) {
+  for (const [factor, unit] of [[1e9, "Gbit/s"], [1e6, "Mbit/s"], [1e3, "kbit/s"]])
+    if (8 * bytesPerSecond >= factor) return (8 * bytesPerSecond / factor).toPrecision(3) + " " + unit;
+  return Math.round(8 * bytesPerSecond) + " bit/s";
+}
+const STYLES = {active: "well", suspect: "warning", draining: "warning", lost: "wrong",
+  failed: "wrong", holding: "warning", "process-ended": "wrong", joined: "well", dropped: "warning"};
 function fill(id, rows) {
   byId(id).replaceChildren(...rows.map((cells) => {
     const row = document.createElement("tr");
     row.append(...cells.map((cell) => {
       const box = document.createElement("td");
       box.textContent = cell;
+      box.className = STYLES[cell] || "";
       return box;
     }));
     return row;
@@ -41,23 +49,102 @@ function progress(status) {
   if (left !== null && left > 0 && status.phase === "training") text += ", about " + span(left) + " left";
   return [text, share];
 }
+function ticks(low, high, count) {
+  const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
+  const found = [];
+  for (let n = Math.ceil(low / step); n * step <= high; n += 1) found.push(n * step);
+  return [found, Math.max(0, -Math.floor(Math.log10(step)))];
+}
+function short(tokens) {
+  for (const [factor, unit] of [[1e12, " T"], [1e9, " B"], [1e6, " M"], [1e3, " k"]])
+    if (tokens >= factor) return Number((tokens / factor).toPrecision(3)) + unit;
+  return String(tokens);
+}
+function draw(name, attributes, text) {
+  const made = document.createElementNS(byId("plot").namespaceURI, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+// The first tenth of the tokens, in which the loss falls most, does not set the scale: its line may leave at the top.
 function curve(rows) {
   const points = rows.filter((row) => row[1] !== null);
   byId("loss-box").hidden = points.length < 2;
   if (points.length < 2) return;
+  const first = points[0], last = points[points.length - 1], end = last[0] || 1;
   const values = points.map((point) => point[1]);
-  const low = Math.min(...values), high = Math.max(...values), last = points[points.length - 1][0] || 1;
-  const at = (point) => (600 * point[0] / last).toFixed(1) + "," +
-    (150 - 140 * (point[1] - low) / (high - low || 1)).toFixed(1);
-  byId("line").setAttribute("points", points.map(at).join(" "));
-  byId("loss-text").textContent = "merged model: " + loss(values[0]) + " at " + count(points[0][0]) + " tokens, " +
-    loss(values[values.length - 1]) + " at " + count(last) + " (between " + loss(low) + " and " + loss(high) + ")";
+  const later = points.filter((point, n) => n > 0 && point[0] >= end / 10).map((point) => point[1]);
+  const low = Math.min(...values), margin = 0.08 * (Math.max(...later) - low) || 0.05;
+  const bottom = low - margin, top = Math.max(...later) + margin;
+  const plot = byId("plot"), width = plot.clientWidth || 600, height = plot.clientHeight || 192, left = 52, below = 22;
+  const x = (tokens) => left + (width - left - 8) * tokens / end;
+  const y = (value) => 8 + (height - below - 8) * (top - value) / (top - bottom);
+  const [levels, digits] = ticks(bottom, top, 7), [marks] = ticks(0, end, width < 500 ? 3 : 7);
+  const line = points.map((point) => x(point[0]).toFixed(1) + "," + y(point[1]).toFixed(1)).join(" ");
+  const window = draw("clipPath", {id: "window"});
+  window.append(draw("rect", {x: left, y: 0, width: width - left, height: height - below}));
+  plot.setAttribute("viewBox", "0 0 " + width + " " + height);
+  plot.replaceChildren(window,
+    ...levels.map((level) => draw("line", {x1: left, x2: width, y1: y(level), y2: y(level)})),
+    ...levels.map((level) => draw("text", {x: left - 6, y: y(level) + 4, "text-anchor": "end"}, level.toFixed(digits))),
+    ...marks.map((mark) => draw("text",
+      {x: x(mark), y: height - 6, "text-anchor": mark > 0.95 * end ? "end" : "middle"}, short(mark))),
+    draw("polyline", {points: line, "clip-path": "url(#window)"}));
+  byId("loss-text").textContent = loss(first[1]) + " at " + count(first[0]) + " tokens, " + loss(last[1]) + " at " +
+    count(last[0]) + (first[1] > top ? "; the scale leaves out where it began" : "");
+}
+const REPEATING = new Set(["starved", "suspect", "hold", "resume", "round-overdue", "no-steps", "dropped"]);
+// Of what repeats for one slot the newest is shown with the number of times, so that it hides nothing else.
+function joined(events) {
+  const rows = [], known = new Map();
+  for (const event of events.slice().reverse()) {
+    const key = event.kind + " " + event.slot + " " + event.message.replace(/[0-9][0-9,.]*/g, "#");
+    const row = known.get(key);
+    if (row && REPEATING.has(event.kind)) {
+      row.times += 1;
+      row.since = event.time;
+      continue;
+    }
+    rows.push({event: event, times: 1, since: event.time});
+    known.set(key, rows[rows.length - 1]);
+  }
+  return rows;
+}
+function clock(seconds) {
+  const then = new Date(1000 * seconds), isRecent = Date.now() - then < 20 * 3600 * 1000;
+  return isRecent ? then.toLocaleTimeString() : then.toLocaleString();
+}
+const samples = [];
+// Bytes per second up and down over the last looks: some ten seconds.
+function traffic(status) {
+  const now = Date.now() / 1000;
+  const before = samples[samples.length - 1];
+  if (before && (before.up > status.bytes_up || before.down > status.bytes_down)) samples.length = 0;
+  samples.push({at: now, up: status.bytes_up, down: status.bytes_down});
+  if (samples.length > 6) samples.shift();
+  const passed = now - samples[0].at;
+  if (passed < 1) return ["", ""];
+  const [up, down] = [status.bytes_up - samples[0].up, status.bytes_down - samples[0].down];
+  return [" (" + rate(up / passed) + " now)", " (" + rate(down / passed) + " now)"];
+}
+function describe(link) {
+  if (!link) return "";
+  const parts = link.missing_fragments ? [link.missing_fragments + " fragments to come"] : [];
+  if (link.up_bytes_per_second) parts.push(rate(link.up_bytes_per_second) + " up");
+  if (link.down_bytes_per_second) parts.push(rate(link.down_bytes_per_second) + " down");
+  if (link.round_trip_seconds) parts.push(Math.round(1000 * link.round_trip_seconds) + " ms");
+  return (link.too_slow ? "too slow: " : "") + parts.join(", ");
 }
 function show(status) {
   document.title = status.job + ": " + status.phase;
   byId("job").textContent = status.job;
   byId("phase").textContent = status.phase;
+  byId("phase").className = STYLES[status.phase] || "";
   byId("message").textContent = status.store_problem || status.message;
+  const waits = ["waiting", "holding", "failed"].includes(status.phase);
+  byId("message").className = status.store_problem || waits ? "warning" : "";
+  const [up, down] = traffic(status);
   const [text, share] = progress(status);
   byId("progress").textContent = text;
   byId("done").value = share;
@@ -73,17 +160,24 @@ function show(status) {
     ["tokens", count(status.tokens.trained) + " trained, " + count(status.tokens.merged) + " merged, " +
       count(status.tokens.pending) + " pending, " + count(status.tokens.dropped) + " dropped"],
     ["learners' time in the merged model", percent(status.goodput)],
-    ["traffic", size(status.bytes_up) + " up, " + size(status.bytes_down) + " down"],
+    ["traffic", size(status.bytes_up) + " up" + up + ", " + size(status.bytes_down) + " down" + down],
   ]);
   fill("learners", status.slots.map((slot) => [
     slot.region ? slot.region + "-" + slot.ordinal : "-",
     slot.state + (slot.diverged ? ", diverged" : slot.paused ? ", paused" : ""),
     count(slot.step), count(slot.tokens), loss(slot.loss), slot.step_seconds ? slot.step_seconds.toFixed(3) : "-",
-    count(slot.merged_pushes), slot.link && slot.link.too_slow ? "slow link: " + slot.link.message : "",
+    count(slot.merged_pushes), describe(slot.link),
   ]));
   curve(scores);
-  fill("events", status.events.slice(-50).reverse().map((event) => [
-    new Date(1000 * event.time).toLocaleTimeString(), event.kind, event.message,
+  const problems = new Map();
+  for (const slot of status.slots) {
+    const said = slot.problem || (slot.link && slot.link.too_slow ? slot.link.message : "");
+    if (said) problems.set(said, (problems.get(said) || []).concat(slot.region + "-" + slot.ordinal));
+  }
+  fill("problems", [...problems].map(([said, names]) => [names.join(", ") + ": " + said]));
+  fill("events", joined(status.events).slice(0, 50).map((row) => [
+    clock(row.event.time), row.event.kind,
+    row.event.message + (row.times > 1 ? " (" + row.times + " times since " + clock(row.since) + ")" : ""),
   ]));
 }
 async function look() {

@@ -25,7 +25,8 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 _STYLE = "\n" + _read("front_page.css")
-HTML = _read("front_page.html").replace("@POLICY@", _POLICY).replace("@STYLE@", _STYLE).encode()
+_PAGE = _read("front_page.html").replace("@POLICY@", _POLICY).replace("@STYLE@", _STYLE)
+HTML = _PAGE.replace("@SCRIPT@", SCRIPT).encode()
 
 
 def front_page() -> Answer:

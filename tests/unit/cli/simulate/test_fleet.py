@@ -37,6 +37,16 @@ def test_one_learner_that_lacks_nothing_after_a_stop_has_the_closed_form(chips: 
     assert near(result.uptime, training / (training + stop))
 
 
+@pytest.mark.parametrize("chips", [150_000, 600_000])
+def test_stops_that_failures_interrupt_have_the_closed_form(chips: int) -> None:
+    step, stop, rate = 8.0, 85.0, chips / YEAR
+    training = step / -math.expm1(-rate * step)
+    standing = math.expm1(rate * stop) / rate  # until so many seconds pass without a failure
+    fleet = Fleet(chips, 1, YEAR, Stops(step, stop, 0.0, interrupted=True), slice_chips=1, spares=math.inf)
+    (result,) = simulate(fleet, run=Run(8, 1000))
+    assert near(result.goodput, training / (training + standing))
+
+
 def test_without_stops_what_is_there_is_what_is_not_under_repair() -> None:
     mtbi = 3000.0
     fleet = Fleet(50, 1, mtbi, Stops(1.0, 0.0, 0.0), slice_chips=1)

@@ -84,6 +84,14 @@ def test_requests(request_text: bytes, status: int) -> None:
     served(test)
 
 
+@pytest.mark.parametrize(("path", "status"), [(b"/status", 200), (b"/healthz", 503), (b"/nothing", 404)])
+def test_a_head_has_the_length_and_no_body(path: bytes, status: int) -> None:
+    async def test(port: int) -> None:
+        assert await ask(port, b"HEAD " + path + b" HTTP/1.1\r\n\r\n") == (status, b"")
+
+    served(test)
+
+
 @pytest.mark.promise(
     "A foreign web page in a browser can read no status and no model (DNS rebinding), and cannot use a "
     "page as another type of content",

@@ -11,7 +11,7 @@ import pytest
 from core_desk import Desk, config, of, reason, report
 from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
-from diloco_protocol.wire.records import Evaluation
+from diloco_protocol.wire.records import DataSample, Evaluation
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books import recent_refusals
 from diloco_syncer.core.books.deterministic import DeterministicMode
@@ -230,6 +230,7 @@ def test_a_region_that_was_never_there_is_not_lost() -> None:
         ({"tokens": 10**9}, PushRefusal.INCONSISTENT),
         ({"oldest_version": 3}, PushRefusal.INCONSISTENT),
         ({"steps": 0, "first_step": 5, "last_step": 4, "tokens": 0}, PushRefusal.NO_STEPS),
+        ({"tokens": 0}, PushRefusal.NO_TOKENS),
         ({"fragment": 3}, PushRefusal.INCONSISTENT),
         ({"compute_seconds": float("nan")}, PushRefusal.INCONSISTENT),
     ],
@@ -454,14 +455,36 @@ def test_a_slot_first_taken_later_starts_at_the_greatest_step() -> None:
         ({"digests": {"seed": "x"}}, "spec-drift"),
         ({"digests": {"seed": "x"}, "layout_digest": "M"}, "spec-drift"),  # whose fields say more
         ({"sequences": 11}, "other-data"),
+        ({"data_samples": (DataSample(0, 1, "aa"), DataSample(9, 1, "cc"))}, "other-data"),
     ],
 )
 def test_a_learner_of_another_job_is_refused_and_told_why(changes: dict[str, object], expected: str) -> None:
     desk = Desk(config(digests={"seed": "y"}))
-    desk.join(1, 0, sequences=10)
+    samples = (DataSample(0, 1, "aa"), DataSample(9, 1, "bb"))
+    desk.join(1, 0, sequences=10, data_samples=samples)
     desk.do(ev.InitialModelStored("L", (8,)))
-    (refused,) = of(desk.join(2, 1, **changes), ev.Refuse)
+    (refused,) = of(desk.join(2, 1, **{"sequences": 10, "data_samples": samples, **changes}), ev.Refuse)
     assert (refused.reason, refused.fatal) == (expected, True)
+
+
+@pytest.mark.promise("A learner whose data have another content than the job's is refused, with the first place of it")
+def test_learners_with_other_data_of_the_same_size_are_refused() -> None:
+    desk = Desk(config(3))
+    desk.join(1, 0, sequences=10)  # its data are not compared
+    assert of(desk.join(2, 1, sequences=10, data_samples=(DataSample(0, 4, "aa"), DataSample(6, 4, "bb"))), ev.Admit)
+    for samples, admitted in (
+        ((DataSample(0, 4, "aa"), DataSample(6, 4, "cc")), False),
+        ((DataSample(0, 4, "aa"), DataSample(6, 4, "bb")), True),
+        ((DataSample(0, 1, "zz"),), True),  # of a place that nobody else has told
+        ((), True),
+    ):
+        again = Desk(config(3), json.loads(json.dumps(desk.core.state(0.0))), epoch=2)
+        for world in (desk, again):
+            found = world.join(3, 2, sequences=10, data_samples=samples)
+            assert bool(of(found, ev.Refuse)) is not admitted
+            if not admitted:
+                (refused,) = of(found, ev.Refuse)
+                assert "items 6 to 9 are the first that differ" in refused.message
 
 
 def test_the_status_names_whom_it_refused_until_somebody_of_that_place_is_let_in() -> None:

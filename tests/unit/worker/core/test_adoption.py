@@ -545,6 +545,18 @@ def test_steps_need_bases_and_pushes_need_steps() -> None:
     assert learner().snapshot(0, 1) is None
 
 
+def test_steps_without_tokens_wait_for_one_that_has_some() -> None:
+    """The syncer would refuse a push without tokens."""
+    adoption = learner()
+    adoption.on_step(0, 1.0)
+    assert adoption.pending_steps(0) == 1 and adoption.snapshot(0, 1) is None
+    assert adoption.drain_order() == []
+    adoption.on_step(3, 1.0)
+    planned = adoption.snapshot(0, 1)
+    assert planned is not None and (planned[0].steps, planned[0].tokens) == (2, 3)
+    assert adoption.drain_order() == [0]
+
+
 def test_drain_offers_the_longest_unmerged_first() -> None:
     adoption = learner(fragments=3)
     for step in range(6):

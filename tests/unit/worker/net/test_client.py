@@ -450,3 +450,56 @@ def test_each_thread_that_handles_vectors_begins_as_it_is_told(tmp_path: Path) -
     client._executor.submit(lambda: None).result(10)
     client.stop()
     assert sorted(name.rstrip("_0") for name in begun) == ["diloco-client", "diloco-codec"]
+
+
+# ------------------------------------------------------------------ settings, and the end of a session
+
+
+def test_pushes_of_a_session_that_has_begun_have_the_encoding_that_its_welcome_names(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
+    """The job file may name another one: it is older."""
+    one, _ = made
+    begin_session(one)
+    said = one._syncer_settings.model_dump(mode="json")
+    up = said["sync"]["compression"]["up"] = "float32" if said["sync"]["compression"]["up"] != "float32" else "int8"
+    one._transfers.encoding = "int4"  # type: ignore[union-attr]
+    one._apply_settings(json.dumps(said))
+    assert one._transfers is not None and one._transfers.encoding == up
+
+
+def test_a_session_is_half_closed_only_when_everything_was_handed_over(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
+    """Else the goodbye itself would be cut off."""
+    one, _ = made
+    closed: list[object] = []
+    one._session = SimpleNamespace(half_closed=False, half_close="half close")  # type: ignore[assignment]
+    one._spawn = lambda work, *arguments: closed.append(work)  # type: ignore[method-assign,assignment]
+    one.outbox.put("drained", drained(), lasting=True)
+    one.half_close()
+    assert closed == []
+    all_sent(one.outbox)
+    one.half_close()
+    assert closed == ["half close"]
+
+
+async def test_what_has_come_of_a_download_outlives_the_session(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, _ = made
+    kept = []
+    for _ in range(2):
+        one._begin_session(SimpleNamespace(end=None), [], (), False)  # type: ignore[arg-type]
+        assert one._transfers is not None
+        kept.append(one._transfers.channels.kept)
+        await one._end_session()
+    assert kept[0] is kept[1]
+
+
+def test_a_heartbeat_says_what_a_newcomer_lacks(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, _ = made
+    assert one._stamp(StepReport(), 1.0, 1.0).link is None
+    begin_session(one)
+    assert one._transfers is not None
+    one._transfers.on_announcement(Announcement(0, 1, 3, Payload("float32", 40, 5)))
+    link = one._stamp(StepReport(), 1.0, 1.0).link
+    assert link is not None and link.missing_fragments == 1
