@@ -414,9 +414,9 @@ class Synchronizer:
 
     # ------------------------------------------------------------------ pushes
 
-    def push_fragment(self, fragment: int, round: int, version: int) -> Push | None:
+    def push_fragment(self, fragment: int, round: int) -> Push | None:
         """Take a snapshot and send it; ``round`` 0: as an offer. None: there is no step above the base."""
-        planned = self.adoption.snapshot(fragment, round, version)
+        planned = self.adoption.snapshot(fragment, round)
         if planned is None:
             return None
         plan, given_up = planned
@@ -440,7 +440,7 @@ class Synchronizer:
                 del self._pulls[fragment]  # that round is over
             elif announced is not None and announced.version > base.version and announced.merged_version > base.version:
                 continue  # our work is in a broadcast on its way: from the old base it would be refused
-            elif (push := self.push_fragment(fragment, pull.round, pull.version)) is not None:
+            elif (push := self.push_fragment(fragment, pull.round)) is not None:
                 self._pushed_rounds[fragment] = (pull.round, push.plan.sequence)
                 del self._pulls[fragment]  # else: at the first boundary with a step
 
@@ -453,7 +453,7 @@ class Synchronizer:
         for fragment, state in enumerate(self.adoption.fragments):
             if schedule.due(fragment):
                 assert state.base is not None
-                self.push_fragment(fragment, state.base.version + 1, state.base.version)
+                self.push_fragment(fragment, state.base.version + 1)
 
     # ------------------------------------------------------------------ leaving
 
@@ -490,7 +490,7 @@ class Synchronizer:
             self.client.push(push)
         else:
             with self.guard:
-                push = self.push_fragment(fragment, round=0, version=0)
+                push = self.push_fragment(fragment, round=0)
                 if push is None:
                     return None
                 self._offered[fragment] = push
