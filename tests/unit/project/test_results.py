@@ -96,6 +96,7 @@ def problem_of_subcommand(words: list[str]) -> str | None:
         if words[0] not in command.commands:
             return f"{path} has no command {words[0]}"
         path, command, words = f"{path} {words[0]}", command.commands[words[0]], words[1:]
+    words = words[: words.index("--")] if "--" in words else words  # what follows is another program's
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     given = [match[0] for word in words if (match := OPTION.match(word))]
     return next((f"{path} has no option {option}" for option in given if option not in known | {"--help", "-h"}), None)
