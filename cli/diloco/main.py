@@ -18,6 +18,7 @@ from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in
 from diloco.command_line import CommandLine, FileOption, JobFile, Overrides, ReportAsJson, RunFolder, StatusPage
 from diloco.console import CommandError, command, job_file, means_job, named_job, print_text, replace_unprintable
 from diloco.doctor import commands as doctor_commands
+from diloco.local import background
 from diloco.machines import commands as machine_commands
 from diloco.simulate import commands as simulate_commands
 
@@ -83,6 +84,12 @@ def run(
             "one process with the job's settings, no syncer, nothing saved.",
         ),
     ] = False,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach", help="Return once the job has started; it goes on without this terminal (`diloco attach`)."
+        ),
+    ] = False,
     as_json: ReportAsJson = False,
 ) -> int:
     """Run a job on this machine until it is done; each learner is a process.
@@ -104,9 +111,19 @@ def run(
         diloco run examples/tiny-gpt.yaml \\
           --chaos 20s:kill:local-1,step=150:cut:local-2:5s,40s:kill:syncer
 
+        diloco run examples/tiny-gpt.yaml --detach
+
         diloco run examples/custom-loop.yaml --debug
     """
     named = job_file(job, file, "diloco run")
+    if detach and (debug or as_json):
+        raise CommandError("--detach returns before there is a report: leave out --debug and --json")
+    if detach:
+        from diloco.local.background import start_detached
+        from diloco.validate import read_job_file
+
+        changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
+        return start_detached(workdir or Path("runs") / read_job_file(named, changes).metadata.name, sys.argv[1:])
     if debug:
         from diloco.machines.debug_program import debug_program
 
@@ -528,6 +545,7 @@ def report(
 
 
 version.add_to(app)
+background.add_to(app)
 authoring_commands.add_to(app)
 doctor_commands.add_to(app)
 cluster_commands.add_to(app)

@@ -583,7 +583,7 @@ class World:
                 self.train(learner)
             for pull in list(learner.pulls.values()):
                 del learner.pulls[pull.fragment]
-                self.push(learner, pull.fragment, pull.round, pull.version)
+                self.push(learner, pull.fragment, pull.round)
         self.report(learner)
         self.mishap(learner)
 
@@ -605,9 +605,9 @@ class World:
             if not self.swallows("report") and not self.chance(0.1):
                 self.at(self.delay(0.2), lambda: connection in self.connections and self.handle(event))
 
-    def push(self, learner: Learner, p: int, round: int, version: int) -> None:
+    def push(self, learner: Learner, p: int, round: int) -> None:
         assert learner.seat is not None
-        planned = learner.adoption.snapshot(p, round, version)
+        planned = learner.adoption.snapshot(p, round)
         if planned is None:
             return
         plan, given_up = planned
@@ -698,7 +698,7 @@ class World:
                 learner.in_flight.add(p)
                 learner.unsettled.add(p)
                 learner.repeat_at[p] = self.now + 3.0
-                self.push(learner, p, 0, 0)
+                self.push(learner, p, 0)
         if all(p in learner.offered for p in learner.adoption.drain_order()):
             learner.left = True
             connection = learner.connection

@@ -105,9 +105,7 @@ class Oracle:
         assert again, f"version {v} of fragment {p} was made twice"
         if v == 0 or record.recovered is not None:
             taken = None if record.recovered is None else (record.recovered.epoch, record.recovered.receipt)
-            self.records[p, v] = Record(
-                record.made_in, self.read_theta(record.theta), [], record.epoch, taken=taken
-            )
+            self.records[p, v] = Record(record.made_in, self.read_theta(record.theta), [], record.epoch, taken=taken)
             return p, v
         after = self.records[p, v - 1].ids
         for push in record.responders:
@@ -133,9 +131,9 @@ class Oracle:
         kept = {push_id: offer for push_id, offer in self.acknowledged.items() if offer_name(offer[0]) in whole}
         self.acknowledged = kept
 
-    def check_end(self, leases: LeaseBook) -> None:
-        """Every offer that was acknowledged has been merged, and every block that is not leased any more was trained.
-        ``leases``: the book."""
+    def check_end(self, leases: LeaseBook, waiting: Sequence[PushHeader] = ()) -> None:
+        """Every offer that was acknowledged has been merged, or is one of those that wait for more learners
+        (``waiting``), and every block that is not leased any more was trained. ``leases``: the book."""
         open_blocks = {(lease.data_epoch, lease.block) for lease in (*leases.open.values(), *leases.returned)}
         assert len(open_blocks) == len(leases.open) + len(leases.returned), "a block is leased twice"
         for index in range(leases.issued):
@@ -146,8 +144,9 @@ class Oracle:
             assert there, f"block {block} of data epoch {data_epoch} was left out"
         for push_id, (header, ids) in self.acknowledged.items():
             p = header.fragment
-            newest = self.records[p, max(v for q, v in self.records if q == p)]
-            assert ids <= newest.ids, f"the offer {push_id} was acknowledged, and is lost"
+            known = self.records[p, max(v for q, v in self.records if q == p)].ids
+            known = known.union(*(self.ids_of[one.id] for one in waiting if one.fragment == p))
+            assert ids <= known, f"the offer {push_id} was acknowledged, and is lost"
 
 
 def _records_of(names: Iterable[str]) -> set[tuple[int, int]]:

@@ -13,7 +13,6 @@ from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.learners import Setup
 from syncer_simulation.shell_sessions import ShellWorld
 from syncer_simulation.shell_world import ShellSetup, settle_shell
-from syncer_simulation.worker_world import WorkerSetup, WorkerWorld
 
 AnySetup = TypeVar("AnySetup", bound=Setup)
 AnyWorld = TypeVar("AnyWorld", bound=World)
@@ -138,30 +137,4 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
-}
-
-# ------------------------------------------------------------------ the workers'
-
-# Sessions that break, links that stand still, uploads of which no answer comes, learners that die, freeze or are told
-# to end. The syncer lives.
-LINKS = WorkerSetup(
-    0,
-    steps=40,
-    max_versions=1000,
-    crashes=0.0,
-    sequences=4000,
-    store_seconds=0.05,
-    bytes_per_second=(1e6, 1e5, 2e4),
-)
-# And syncers that crash, are succeeded, end in good order and suspend the job, on a store that fails.
-RESTARTS = replace(LINKS, crashes=3.0, faults=0.05, doubles=1.0, hand_overs=1.0, suspends=1.0, every=6)
-
-
-def of_workers(setup: WorkerSetup) -> Kind[WorkerSetup, WorkerWorld]:
-    return Kind(lambda seed: replace(setup, seed=seed), WorkerWorld, settle_shell, 600.0)
-
-
-WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {
-    "LINKS": of_workers(LINKS),
-    "RESTARTS": of_workers(RESTARTS),
 }

@@ -63,7 +63,8 @@ def summary(report: Report, outcome: str = "") -> Table:
             row(f"  {region.name or 'others'}", carried_text(region))
     if report.output is not None:
         row("model", output_text(report.output))
-    row("time", duration_text(report.wall_seconds or 0))
+    began_earlier = (report.syncer.epoch or 1) > report.syncer.restarts + 1  # `diloco run` counts those of this run
+    row("time", duration_text(report.wall_seconds or 0) + " in this run" * began_earlier)
     for fault in report.faults:
         row("fault", fault_text(fault, report))
     return table
@@ -127,9 +128,10 @@ def dropped_by_reason(report: Report) -> list[tuple[str, int]]:
 def _merges(report: Report) -> str:
     versions = report.versions
     times = f"{versions.min}" if versions.min == versions.max else f"{versions.min} to {versions.max}"
-    return (
-        f"{number(report.merges)}; each fragment {times} times, in {number(report.steps)} steps of the fastest learner"
-    )
+    merged = report.learners_in_merges
+    learners = "" if merged is None else f", of {merged:.1f} learners on average"
+    steps = f"in {number(report.steps)} steps of the fastest learner"
+    return f"{number(report.merges)}{learners}; each fragment {times} times, {steps}"
 
 
 def _without_a_merge(report: Report) -> str:

@@ -71,4 +71,4 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
     finally:
         if not task.done():
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
-            task.cancel()
+        task.cancel()  # also if it is done: this tells asyncio that nobody waits for its error

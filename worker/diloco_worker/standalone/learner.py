@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -270,4 +271,8 @@ class StandaloneLearner:
     def leave(self) -> None:
         """Say what was trained: there is nobody to offer it to."""
         losses = f", training loss {self._losses[0]:.3f} to {self._losses[-1]:.3f}" if self._losses else ""
-        log.info("trained alone: %d steps, %d tokens%s", self.step, self.tokens, losses)
+        said = f"trained alone: {self.step} steps, {self.tokens} tokens{losses}"
+        if log.isEnabledFor(logging.INFO):
+            log.info(said)
+        else:  # Python prints warnings alone where the program has configured no logging
+            print(said, file=sys.stderr)

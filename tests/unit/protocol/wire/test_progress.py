@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -66,6 +67,24 @@ def test_what_comes_is_returned_and_a_cancelled_wait_cancels() -> None:
         await asyncio.gather(wait, return_exceptions=True)
         await asyncio.sleep(0)
         assert work.cancelled()
+
+    virtual_time.run(test())
+
+
+def test_a_stream_that_breaks_as_its_session_ends_is_not_logged_as_an_error_of_this_program() -> None:
+    async def test() -> None:
+        logged: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+        broken = asyncio.get_running_loop().create_future()
+        wait = asyncio.ensure_future(await_progress(broken, Progress()))
+        await asyncio.sleep(1.0)
+        broken.set_exception(OSError("the connection broke"))
+        wait.cancel()
+        await asyncio.gather(wait, return_exceptions=True)
+        await asyncio.sleep(0)
+        del broken, wait
+        gc.collect()
+        assert logged == []
 
     virtual_time.run(test())
 

@@ -65,7 +65,8 @@ def test_one_round_from_pull_to_announcement() -> None:
     assert desk.core.versions == [1]
 
 
-def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
+@pytest.mark.promise("What a learner brings too late for a merge is in the next merge of its fragment")
+def test_grace_ends_and_the_late_push_is_merged_in_the_next_round() -> None:
     desk = Desk(config())
     desk.begin(2)
     desk.report(1, 4)
@@ -73,10 +74,16 @@ def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
     assert not of(desk.push(0, 4), ev.Merge)
     assert desk.core.wake_at <= 5.0
     assert of(desk.later(5.0), ev.Merge)
-    assert desk.core.check_push(late) is not None
-    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is PushRefusal.OTHER_ROUND
+    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is None
     desk.report(2, 3)
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+    desk.do(ev.MergeDurable(0, 1, 0.0, (1.0,)))
+    opened = desk.report(1, 8, base=1, confirmed=40)
+    assert not of(opened, ev.Merge), "who was asked has time to answer, though K slots have work in the round"
+    told = report(8, 1, 40)
+    again = dict(base_version=1, oldest_version=1, first_step=5, steps=4, tokens=40, sequence=2, report=told)
+    (merge,) = of([*desk.push(0, 8, **again), *desk.later(5.0)], ev.Merge)
+    assert [(r.header.slot, r.header.last_step) for r in merge.responders] == [(0, 8), (1, 3)]
 
 
 @pytest.mark.promise(
