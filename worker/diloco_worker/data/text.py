@@ -219,7 +219,7 @@ def summarise_data(data: DataSpec, directory: Path) -> tuple[str, bool]:
     LOOK_BYTES the first are read, and more than LOOK_FILES are not opened. Empty where that cannot be said: files
     elsewhere, or with something wrong."""
     paths = data.paths if data.source == "text" else [data.name or ""] * (record_format(data.name or "") is not None)
-    if any("://" in path for path in paths):
+    if not paths or any("://" in path for path in paths):
         return "", False
     found, words, tokens, seen = Found(), tokenizer(data.tokenizer), 0, 0
     try:
