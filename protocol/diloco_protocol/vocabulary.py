@@ -61,6 +61,7 @@ class EventKind(StrEnum):
     FIRST_STEP = "first-step"
     FIRST_MERGE = "first-merge"
     NO_STEPS = "no-steps"  # a learner trains, and has not finished a step for long
+    OPTIMIZER_FRESH = "optimizer-fresh"  # a newcomer's inner optimizer begins without the state of a peer or a disk
     STARVED = "starved"
     ROUND_OVERDUE = "round-overdue"  # it has waited for its pushes for long
     SUSPECT = "suspect"

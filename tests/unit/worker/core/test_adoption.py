@@ -549,10 +549,10 @@ def test_steps_without_tokens_wait_for_one_that_has_some() -> None:
     """The syncer would refuse a push without tokens."""
     adoption = learner()
     adoption.on_step(0, 1.0)
-    assert adoption.pending_steps(0) == 1 and adoption.snapshot(0, 1, 0) is None
+    assert adoption.pending_steps(0) == 1 and adoption.snapshot(0, 1) is None
     assert adoption.drain_order() == []
     adoption.on_step(3, 1.0)
-    planned = adoption.snapshot(0, 1, 0)
+    planned = adoption.snapshot(0, 1)
     assert planned is not None and (planned[0].steps, planned[0].tokens) == (2, 3)
     assert adoption.drain_order() == [0]
 
