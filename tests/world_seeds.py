@@ -20,7 +20,7 @@ RECORDED: dict[str, dict[str, range]] = {
         "DRAWN": range(200),
     },
     "shell": {"TROUBLE": range(60), "LOSING": range(60), "SUCCESSIONS": range(5, 20)},
-    "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "LEAVING", "DRAWN"), range(12)),
+    "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "LEAVING", "DRAWN"), range(8)),
     "operator": {"FAULTS": range(12)},
 }
 

@@ -86,9 +86,13 @@ def run_world(case: Case, trace: list[str] | None) -> int:
         from operator_simulation.random_faults import SETTINGS, run_random_faults
 
         return run_random_faults(case.seed, trace, **(SETTINGS[case.setting] | changes)).acts
-    from syncer_simulation.settings import CORE, SHELL, WORKERS
+    kinds: dict[str, Any]
+    if case.simulation == "workers":
+        from syncer_simulation.worker_settings import WORKERS as kinds
+    else:
+        from syncer_simulation.settings import CORE, SHELL
 
-    kinds: dict[str, Any] = {"core": CORE, "shell": SHELL, "workers": WORKERS}[case.simulation]
+        kinds = {"core": CORE, "shell": SHELL}[case.simulation]
     return int(kinds[case.setting].run(case.seed, changes, trace).events)
 
 

@@ -131,9 +131,9 @@ class Oracle:
         kept = {push_id: offer for push_id, offer in self.acknowledged.items() if offer_name(offer[0]) in whole}
         self.acknowledged = kept
 
-    def check_end(self, leases: LeaseBook) -> None:
-        """Every offer that was acknowledged has been merged, and every block that is not leased any more was trained.
-        ``leases``: the book."""
+    def check_end(self, leases: LeaseBook, waiting: Sequence[PushHeader] = ()) -> None:
+        """Every offer that was acknowledged has been merged, or is one of those that wait for more learners
+        (``waiting``), and every block that is not leased any more was trained. ``leases``: the book."""
         open_blocks = {(lease.data_epoch, lease.block) for lease in (*leases.open.values(), *leases.returned)}
         assert len(open_blocks) == len(leases.open) + len(leases.returned), "a block is leased twice"
         for index in range(leases.issued):
@@ -144,8 +144,9 @@ class Oracle:
             assert there, f"block {block} of data epoch {data_epoch} was left out"
         for push_id, (header, ids) in self.acknowledged.items():
             p = header.fragment
-            newest = self.records[p, max(v for q, v in self.records if q == p)]
-            assert ids <= newest.ids, f"the offer {push_id} was acknowledged, and is lost"
+            known = self.records[p, max(v for q, v in self.records if q == p)].ids
+            known = known.union(*(self.ids_of[one.id] for one in waiting if one.fragment == p))
+            assert ids <= known, f"the offer {push_id} was acknowledged, and is lost"
 
 
 def _records_of(names: Iterable[str]) -> set[tuple[int, int]]:

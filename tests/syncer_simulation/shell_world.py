@@ -410,7 +410,8 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
         return {}
     totals = settle(world)
     state = world.core.state(world.now)["job"]["leases"]
-    world.oracle.check_end(LeaseBook.from_json(world.config.seed, state))
+    waiting = world.core._aggregator.accepted_headers() if world.setup.quorum > 1 else ()
+    world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
     tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object))
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])

@@ -1,6 +1,6 @@
 """What threads of a simulated process have of ``threading`` and ``queue``: they wait in the simulation's time.
 
-One thread runs at a time, and only until it parks. So nothing here is locked, and entering a ``Condition`` does nothing.
+One thread runs at a time, and only until it parks. So nothing is locked, and entering a ``Condition`` does nothing.
 """
 
 from __future__ import annotations

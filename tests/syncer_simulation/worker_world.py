@@ -275,7 +275,7 @@ class WorkerWorld(SyncerProcesses):
             call.answer_lost = self.chance(self.setup.lost_answers)
 
     def check_push(self, process: WorkerProcess, plan: PushPlan) -> None:
-        """A learner has made a push: as an answer it is the only one, and of work that it does not know to be merged."""
+        """A learner has made a push. A pull has one answer, and none is of work that is known to be merged."""
         if not plan.round:
             return
         try:
@@ -295,7 +295,8 @@ class WorkerWorld(SyncerProcesses):
         ids = self.ids_at(np.flatnonzero(values > 0.5))
         tokens = sum(self.tokens_of[step] for step in ids)
         assert (len(ids), tokens) == (header.steps, header.tokens), f"{header} has {sorted(ids)} of {tokens} tokens"
-        self.oracle.upload_push(header, ids)
+        if header.incarnation:  # else it is a standby's, which counts nowhere
+            self.oracle.upload_push(header, ids)
 
     def _hear_answer(self, call: Call, message: bytes) -> None:
         if call.method == services.SESSION:

@@ -84,10 +84,12 @@ def test_every_found_seed_says_what_it_found() -> None:
 def test_every_setting_has_recorded_seeds() -> None:
     from operator_simulation.random_faults import SETTINGS
     from syncer_simulation.settings import CORE, SHELL
+    from syncer_simulation.worker_settings import WORKERS
 
     assert {name: set(kinds) for name, kinds in world_seeds.RECORDED.items()} == {
         "core": set(CORE),
         "shell": set(SHELL),
+        "workers": set(WORKERS),
         "operator": set(SETTINGS),
     }
 

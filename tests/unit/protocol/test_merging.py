@@ -24,7 +24,7 @@ def spec(**fields: Any) -> JobSpec:
         ({}, 1000, "isotropic"),
         ({}, ISOTROPIC_BELOW - 1, "isotropic"),
         ({}, ISOTROPIC_BELOW, "rda"),
-        ({"sync.deterministic": True}, 1000, "rda"),
+        ({"sync.deterministic": True}, 1000, "isotropic"),
         ({"training.model": {"from": "gpt2"}}, 1000, "rda"),
         ({"training.model": {"from": "gpt2", "lora": {"rank": 4}}}, 1000, "rda"),
         ({"sync.merge.method": "isotropic", "training.model": {"from": "gpt2"}}, 10**10, "isotropic"),

@@ -13,12 +13,7 @@ from diloco_worker.net.connection import SyncerConnection
 from diloco_worker.net.inbox import Message, PushAnswered
 from diloco_worker.net.transfers import Push
 from diloco_worker.sync.synchronizer import Synchronizer
-from syncer_simulation.settings import WORKERS
-
-PROMISE = (
-    "Whatever happens to links, learners, syncers and the store: the library's learners lose no acknowledged work and "
-    "push none twice, every merged version holds exactly the steps that were pushed into it, and the job reaches its end"
-)
+from syncer_simulation.worker_settings import WORKERS
 
 
 def simulate(kind: str, seeds: range) -> Counter[str]:
@@ -31,13 +26,19 @@ def simulate(kind: str, seeds: range) -> Counter[str]:
     return seen
 
 
-@pytest.mark.promise(PROMISE)
+@pytest.mark.promise(
+    "Whatever happens to links, learners, syncers and the store, the library's learners lose no acknowledged work and "
+    "push none twice, every merged version holds exactly the steps that were pushed into it, and the job ends"
+)
 def test_a_learner_lives_with_its_link_and_leaves_well() -> None:
     seen = simulate("LINKS", range(2)) + simulate("LEAVING", range(1))
     assert min(seen[what] for what in ("kills", "breaks", "stalls", "freezes", "left well")) > 0, seen
 
 
-@pytest.mark.promise(PROMISE)
+@pytest.mark.promise(
+    "Whatever happens to links, learners, syncers and the store, the library's learners lose no acknowledged work and "
+    "push none twice, every merged version holds exactly the steps that were pushed into it, and the job ends"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "happened"),

@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,11 +27,8 @@ from diloco_protocol.spec.training import ModelSpec
 from diloco_worker.errors import job_error
 from diloco_worker.training.pretrained import FIELD
 
-log = logging.getLogger(__name__)
-
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ASYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def check_loaded(model_spec: ModelSpec, info: Mapping[str, Any]) -> Problem | None:
@@ -83,29 +79,21 @@ def compare_headers(model_spec: ModelSpec, source: str, revision: str, model: An
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers' bars and its coloured report of a loading out of the log; where loading fails, the report is
-    told in plain text."""
+    """Keep transformers' bars out of the log, and its coloured report of a loading: what of it counts is told by
+    ``check_loaded``."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would run a thread and fill logs
-    reports: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        is_report = "LOAD REPORT" in record.getMessage()
-        if is_report:
-            reports.append(_COLOURS.sub("", record.getMessage()))
-        return not is_report
-
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(keep)
+    logger.addFilter(_is_no_report)
     try:
         yield
-    except (ValueError, RuntimeError):
-        for report in reports:
-            log.error("%s", report)
-        raise
     finally:
-        logger.removeFilter(keep)
+        logger.removeFilter(_is_no_report)
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def shorten(names: Sequence[str], count: int = 6) -> str:
