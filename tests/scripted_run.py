@@ -142,6 +142,7 @@ class ScriptedRun:
         self.runner = runner.Runner(job, workdir, folder, faults, screen=self.screen)
         assert isinstance(self.runner.syncer, ScriptedSyncer)
         self.syncer: ScriptedSyncer = self.runner.syncer
+        self.runner.end.has_started = True
         monkeypatch.setattr(self.runner.worker_keeper.starter, "start", self.start_worker)
         for module in (watch, injector, job_follower, process_ends, process_keepers, run_end, syncer_health):
             monkeypatch.setattr(module, "time", Clock())

@@ -242,6 +242,7 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ("subset of text", {"training.data.subset": "a"}, "training.data.subset", "leave it out"),
     ("revision of text", {"training.data.revision": "a"}, "training.data.revision", "leave it out"),
     ("revision of nothing", {"training.model.revision": "a"}, "training.model.revision", "belongs to from"),
+    ("new tensors of nothing", {"training.model.initialise": ["a"]}, "training.model.initialise", "belongs to from"),
     (
         "frozen in bfloat16, computed in float32",
         {"training.model.frozenDtype": "bfloat16", "training.precision": "float32"},

@@ -12,7 +12,9 @@ from diloco_protocol.documents import Document, LearnerPage, Report, StatusDocum
 
 DOCUMENTS: dict[str, type[Document]] = {"status": StatusDocument, "learner": LearnerPage, "report": Report}
 WIDTH = 116  # of an example's lines
-_LINK: dict[str, Any] = {"up_bytes_per_second": 3.1e6, "down_bytes_per_second": None, "round_trip_seconds": 0.02}
+_LINK: dict[str, Any] = {
+    "up_bytes_per_second": 3.1e6, "down_bytes_per_second": None, "round_trip_seconds": 0.02, "missing_fragments": 0,
+}  # fmt: skip
 _SLOT: dict[str, Any] = {
     "slot": 0, "retired": False, "region": "local", "ordinal": 0, "process": "ab12", "incarnation": 1,
     "incarnations": 1, "state": "active", "ready": True, "step": 120, "steps": 120, "tokens": 245760, "loss": 2.41,

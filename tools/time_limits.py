@@ -114,10 +114,17 @@ LINKS = (
     Limit("both ends", "a ping's answer on an idle connection",
           ("protocol.wire.limits:KEEPALIVE_SECONDS", "protocol.wire.limits:KEEPALIVE_ANSWER_SECONDS"),
           "the connection is closed, and the learner connects again", time="a ping after {0}, its answer within {1}"),
-    Limit("both ends", "the next chunk of a transfer", ("protocol.wire.limits:STALL_SECONDS",),
-          "the transfer is given up, and begins again"),
-    Limit("both ends", "a transfer to be fast enough", ("protocol.wire.limits:SLOWEST_BYTES_PER_SECOND",),
-          "the transfer is given up", time="slower than {0} bytes a second"),
+    Limit("both ends", "a byte of any transfer of a session",
+          ("protocol.wire.limits:STALL_SECONDS", "protocol.wire.progress:OVERTAKEN_BYTES"),
+          "its transfers are given up, and go on over another connection from where they were",
+          time="{0}; a stream as long, if {1} bytes of its session passed it by"),
+    Limit("a learner", "the answer to a part that it has sent",
+          ("protocol.wire.limits:STALL_SECONDS", "protocol.wire.limits:SLOWEST_BYTES_PER_SECOND"),
+          "the part is sent again", time="{0}, and 1 s for each {1} bytes, once nothing moves"),
+    Limit("a learner", "a connection on which a transfer broke",
+          ("protocol.wire.bulk:FIRST_REST_SECONDS", "protocol.wire.bulk:LONGEST_REST_SECONDS"),
+          "it is used again; its transfers go on over the others at once",
+          time="{0}, twice as long after each further break, at most {1}"),
     Limit("the syncer", "the next part of an upload", ("syncer.runtime.multipart:IDLE_SECONDS",),
           "it forgets the parts"),
     Limit("the syncer", "the next part of a download", ("syncer.runtime.active_downloads:IDLE_SECONDS",),
@@ -217,9 +224,11 @@ ONE_MACHINE = (
     Limit("`diloco run`, after the end", "processes to leave by themselves",
           ("cli.local.runner.run_end:LEAVE_SECONDS", "cli.local.runner.runner:TERM_SECONDS"),
           "SIGTERM, then SIGKILL", time="{0}, then {1}"),
-    Limit("`diloco run`", "the fork server to load the libraries",
-          ("cli.processes.launch:LOAD_SECONDS", "cli.processes.launch:START_SECONDS"),
-          "the run fails", time="{0}; {1} for an answer to a start"),
+    Limit("`diloco run`", "progress of the fork server that loads the libraries",
+          ("cli.processes.loading:SILENT_SECONDS", "cli.processes.launch:START_SECONDS"),
+          "the run fails", time="{0} without progress; {1} for an answer to a start"),
+    Limit("`diloco run`, `diloco validate`", "progress of the process that checks model and data",
+          ("cli.processes.loading:SILENT_SECONDS",), "these stay unchecked", time="{0} without progress"),
     Limit("`diloco learner join`", "a learner to live long enough",
           ("cli.machines.join:LIVED_SECONDS", "cli.machines.join:IN_VAIN"),
           "it gives up, with the last error", time="{0}, for {1} ends in succession"),
@@ -258,12 +267,12 @@ def shown(name: str) -> str:
     value = default_of(name) if name.startswith("spec.") else constant(name)
     if not isinstance(value, int | float):
         raise ValueError(f"{name} is no number: {value!r}")
-    return f"{value:,g}" if is_count(name) else f"{value:,g} s"
+    return f"{value:,}" if is_count(name) else f"{value:,g} s"
 
 
 def is_count(name: str) -> bool:
     """Whether it counts something other than seconds, as its name says."""
-    return name.endswith(("TURNS", "ROUNDS", "FACTOR", "FIRST_STEP", "IN_VAIN", "BYTES_PER_SECOND"))
+    return name.endswith(("TURNS", "ROUNDS", "FACTOR", "FIRST_STEP", "IN_VAIN", "BYTES_PER_SECOND", "_BYTES"))
 
 
 def module_of(name: str) -> str:

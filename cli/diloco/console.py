@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -10,7 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,9 +46,9 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
         try:
             code = run(*args, **kwargs)
         except CommandError as error:
-            said = str(error)
-            print_text(said if said.startswith("error") else f"error: {said}", file=sys.stderr)
-            code = error.code
+            said, code = str(error), error.code
+            is_plain = said.startswith("error") or code == INTERRUPTED
+            print_text(said if is_plain else f"error: {said}", file=sys.stderr)
         except ImportError as error:
             if not (said := import_text(error)):
                 raise
@@ -122,10 +123,19 @@ def discard(stream: IO[str]) -> None:
 
 def print_lasting(text: str, file: IO[str] | None = None) -> None:
     """``print_text`` for a program that does not end when the reader of its output leaves."""
-    try:
+    with lasting_output(file or sys.stdout):
         print_text(text, file=file, flush=True)
-    except BrokenPipeError:
-        discard(file or sys.stdout)
+
+
+@contextlib.contextmanager
+def lasting_output(stream: IO[str]) -> Iterator[None]:
+    """Write to a stream. What is written once its reader has left, or its terminal was closed, goes nowhere."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        discard(stream)
 
 
 def unwritable_text(path: Path, error: OSError) -> str:

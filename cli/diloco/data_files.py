@@ -5,6 +5,7 @@ Only names, sizes and beginnings are looked at, of at most MOST_FILES files, and
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import itertools
@@ -19,8 +20,10 @@ from diloco_protocol.common.data.data_files import (
     TABLES,
     RecordFormat,
     appearance,
+    binary_kind,
     head_problem,
     is_gzipped,
+    is_utf8,
     record_format,
 )
 from diloco_protocol.common.data.local_files import NothingThere, local_files
@@ -45,7 +48,7 @@ def refused_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
     data = job.spec.training.data
     if problems or data is None or job.spec.learners.command is not None:
         return problems
-    problems = _record_problems(data, directory)
+    problems = [*_record_problems(data, directory), *_binary_problems(data, directory)]
     if not problems and (said := _shortage(data, directory)):
         problems.append(Problem(data_field(data), ", ".join(local_names(data, directory)), said))
     return problems
@@ -75,7 +78,9 @@ def doubtful_data(job: DiLoCoJob, directory: Path) -> list[Problem]:
         return []
     own = [] if job.spec.learners.command is None else _record_problems(data, directory)
     files = (file for file in _first_files(data, directory) if not _is_saved(file.parent))
-    return [*own, *_each_once(data_field(data), directory, ((file, _look(file, data.text_field)) for file in files))]
+    named = _named_files(data, directory)
+    looks = ((file, _look(file, data, named=file in named)) for file in files)
+    return [*own, *_each_once(data_field(data), directory, looks)]
 
 
 def is_text_file(data: DataSpec, directory: Path) -> bool:
@@ -127,6 +132,24 @@ def _record_problems(data: DataSpec, directory: Path) -> list[Problem]:
     return _each_once(data_field(data), directory, ((file, _record_problem(file, data.text_field)) for file in files))
 
 
+def _binary_problems(data: DataSpec, directory: Path) -> list[Problem]:
+    """Files without text that the job names one by one."""
+    files = (file for file in _named_files(data, directory) if record_format(file.name) is None)
+    looks = ((file, binary_kind(_head(file))) for file in files)
+    said = ((file, f"looks like something else than text: {kind}") for file, kind in looks if kind)
+    return _each_once(data_field(data), directory, said)
+
+
+def _named_files(data: DataSpec, directory: Path) -> list[Path]:
+    """Files that the job names one by one, and not by their directory or a glob."""
+    found = []
+    for name in local_names(data, directory)[:MOST_FILES]:
+        with contextlib.suppress(OSError, RuntimeError):  # a name that is too long, a home that no user has
+            file = directory / Path(name).expanduser()
+            found += [file] if file.is_file() else []
+    return found
+
+
 def _each_once(field: str, directory: Path, looks: Iterable[tuple[Path, str]]) -> list[Problem]:
     """A problem for each of the things said of files, with the first file."""
     found: dict[str, list[Path]] = {}
@@ -140,22 +163,31 @@ def _each_once(field: str, directory: Path, looks: Iterable[tuple[Path, str]]) -
     return problems
 
 
-def _look(file: Path, field: str) -> str:
+def _look(file: Path, data: DataSpec, named: bool) -> str:
     """What a file that learners read as plain text looks like instead; empty: nothing else. A ``.json`` file is read as
-    plain text where its first record lacks the field."""
-    format = record_format(file.name)
+    plain text where its first record lacks the field. ``named``: a file without text is refused, and not left out."""
+    format, field = record_format(file.name), data.text_field
     if format is not None and (format is not RecordFormat.JSON or is_gzipped(file.name)):
         return ""
-    try:
-        with file.open("rb") as raw:
-            head = raw.read(HEAD_BYTES)
-    except OSError:
-        return ""
+    head = _head(file)
     if format is None:
+        if binary := binary_kind(head):
+            return "" if named else f"is left out: {binary}"
+        if data.tokenizer != "bytes" and not is_utf8(head):
+            return "is not UTF-8, and the tokenizer would get replacement characters: save it as UTF-8"
         looks = appearance(head)
         return f"would be read as plain bytes, and looks like something else: {looks}" if looks else ""
     said = head_problem(format, head, field)
     return f"would be read as plain bytes, and not as {format.value} with textField {field}: {said}" if said else ""
+
+
+def _head(file: Path) -> bytes:
+    """Empty where it cannot be read, or is no file."""
+    try:
+        with file.open("rb") as raw:
+            return raw.read(HEAD_BYTES)
+    except OSError:
+        return b""
 
 
 def _record_problem(file: Path, field: str) -> str:

@@ -81,10 +81,15 @@ class SlotLink(Document):
     up_bytes_per_second: Number = Field(description="speed up, as the syncer measures it while pushes arrive")
     down_bytes_per_second: Number = Field(description="speed down, as the learner measures it while broadcasts arrive")
     round_trip_seconds: Number = Field(description="shortest round trip of the learner's latest reports")
+    missing_fragments: Count = Field(
+        0, description="fragments of the model that its process, a newcomer, has still to download"
+    )
     needs_up_bytes_per_second: Number = Field(description="speed up that the job needs at its present pace")
     needs_down_bytes_per_second: Number = Field(description="speed down that the job needs at its present pace")
     too_slow: bool = Field(description="the link is too slow for the job")
-    message: str = Field(description="why it is too slow, with numbers")
+    message: str = Field(
+        description="why it is too slow, with numbers; of a job on one machine whose processors are too few, this"
+    )
 
 
 class SlotRow(Document):

@@ -20,6 +20,7 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.common.reach import is_loopback
 from diloco_protocol.merging import choose_merge
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
@@ -115,6 +116,7 @@ def restore(
         stay=options.stay,
         plaintext=options.credentials,
         expected=expected,
+        one_machine=is_loopback(options.listen.rpartition(":")[0]),
     ), restored
 
 

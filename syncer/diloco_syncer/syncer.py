@@ -67,7 +67,7 @@ async def _repeat(seconds: float, work: Callable[[float], object]) -> None:
 class Syncer:
     """One job's running syncer, without its servers. ``stay``: serve on after the job's end, until told to stop.
     ``plaintext``: the token that callers show where there is no ``listener``. ``expected``: learners may know from
-    before where it listens."""
+    before where it listens. ``one_machine``: it listens on loopback alone."""
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class Syncer:
         stay: bool = False,
         plaintext: Credentials = PLAINTEXT,
         expected: bool = False,
+        one_machine: bool = False,
     ) -> None:
         name, runtime = job.metadata.name, restored.core["runtime"] if restored.core is not None else {}
         self.job = job
@@ -91,6 +92,7 @@ class Syncer:
         self._checkpoints = checkpoints
         self._stay = stay
         self._expected = expected
+        self._one_machine = one_machine
         self._report_fetched = False
         self._final_report: Report | None = None  # once the job has ended, and that is durable
         self._final_report_made = asyncio.Event()
@@ -205,6 +207,7 @@ class Syncer:
             refused=self._refused,
             imbalances=lambda: self._imbalances,
             find_output=lambda: None if self.output is None else self.output.row,
+            one_machine=self._one_machine,
         )
 
     def _register(self) -> None:

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
 from diloco_worker.core.adoption import Kind
-from diloco_worker.named_parameters import check_whole, named_parameters, unwrap
+from diloco_worker.named_parameters import ModelWatch, check_whole, named_parameters, unwrap
 from diloco_worker.settings import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -145,16 +145,6 @@ def build_layout(
         raise ConfigurationError(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Home:
-    """Where a parameter lies: the attribute ``key`` of ``owner``, and its memory when it was first seen."""
-
-    name: str
-    owner: torch.nn.Module
-    key: str
-    data: torch.Tensor
-
-
 class ModelFragments:
     """A model's fragments. Its parameters must keep their memory (no ``.to`` or re-assignment
     afterwards): the views are made once.
@@ -168,8 +158,7 @@ class ModelFragments:
         # Per fragment, of each piece: a flat view of its parameter's memory, and where it lies in the vector; and
         # float32 of the view's shape, what the last move rounded off (None: it rounds nothing off).
         self._views: list[list[tuple[torch.Tensor, slice]]] = []
-        owners = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items()}
-        self._homes: list[list[_Home]] = []  # per fragment
+        self.watch = ModelWatch(model)
         self._rounded: list[list[torch.Tensor | None]] = []
         for pieces in layout.fragments:
             views: list[tuple[torch.Tensor, slice]] = []
@@ -180,8 +169,6 @@ class ModelFragments:
                 rounds = keep_rounding and flat.dtype in _ROUNDING
                 rounded.append(torch.zeros_like(flat, dtype=torch.float32) if rounds else None)
             self._views.append(views)
-            names = dict.fromkeys(piece.tensor for piece in pieces)
-            self._homes.append([_Home(name, *owners[id(parameters[name])], parameters[name].data) for name in names])
             self._rounded.append(rounded)
         devices = {flat.device for views in self._views for flat, _ in views}
         cuda = [device for device in devices if device.type == "cuda"]
@@ -200,7 +187,7 @@ class ModelFragments:
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Vector:
         """A copy of the fragment as it is now, float32[elements], with what earlier moves rounded off."""
-        self._check_homes(fragment)
+        self.watch.check()  # else the views may show dead memory
         elements = self.layout.elements(fragment)
         gathered = torch.empty(elements, dtype=torch.float32, device=self._device)
         for (flat, where), rounded in zip(self._views[fragment], self._rounded[fragment], strict=True):
@@ -227,7 +214,7 @@ class ModelFragments:
         """
         if kind in (Kind.KEEP, Kind.REBASE) and reference is None:
             raise ValueError(f"{kind} needs the vector that is subtracted")
-        self._check_homes(fragment)
+        self.watch.check()  # else the views may show dead memory
         target = self._on_device(new)
         minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
         for (theta, where), rounded in zip(self._views[fragment], self._rounded[fragment], strict=True):
@@ -247,16 +234,6 @@ class ModelFragments:
                 theta.copy_(exact)
             if rounded is not None:
                 torch.sub(exact, theta, out=rounded)
-
-    def _check_homes(self, fragment: int) -> None:
-        """Raise ConfigurationError if a parameter lies elsewhere now: what the views show would be dead memory."""
-        for home in self._homes[fragment]:
-            parameter = home.owner._parameters.get(home.key)
-            if parameter is None or parameter.data_ptr() != home.data.data_ptr() or parameter.dtype != home.data.dtype:
-                raise ConfigurationError(
-                    f"parameter {home.name} was moved or assigned anew after the Learner was made (as by "
-                    "model.to(...)): bring the model where and how it will be trained first, then make the Learner"
-                )
 
     def _on_device(self, vector: Vector) -> torch.Tensor:
         """The vector where the parameters are; on a GPU the current stream waits for it."""

@@ -61,10 +61,10 @@ from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
-from diloco_worker.sync.step_tokens import check_step_tokens
 from diloco_worker.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -98,13 +98,11 @@ class Learner:
             device.be_deterministic()
         self._settings = settings
         refuse_running_statistics(model)
-        self._model = model
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
         if self.layout.note:
             log.warning("%s", self.layout.note)
         self._prefetcher: BatchPrefetcher | None = None
         self._started = False
-        self._stepped = False
         self._terminated = False
         self._terminated_at = 0.0
         self._left = False
@@ -122,7 +120,8 @@ class Learner:
             limit=optimizer_state.max_state_bytes(model),
         )
         self._inbox = Inbox()
-        fragments = ModelFragments(model, self.layout)
+        fragments, inner = ModelFragments(model, self.layout), InnerOptimizers(model, optimizers)
+        self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
         self._client = SyncerClient(
             settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device
         )
@@ -130,7 +129,7 @@ class Learner:
         self._synchronizer = Synchronizer(
             spec,
             model,
-            InnerOptimizers(model, optimizers),
+            inner,
             self.layout,
             client=self._client,
             inbox=self._inbox,
@@ -327,12 +326,9 @@ class Learner:
         Parameters may change here, and nowhere else. Raises WorkerError if the learner cannot go on, or ``tokens`` is
         no count.
         """
-        tokens = check_step_tokens(tokens)
+        tokens = self._checks.check_step(tokens)
         entered = self._metrics.begin_wait()
         synchronizer = self._synchronizer
-        if not self._stepped:
-            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
-            self._stepped = True
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "

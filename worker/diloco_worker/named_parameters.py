@@ -56,6 +56,68 @@ def check_whole(model: torch.nn.Module) -> None:
             )
 
 
+class ModelWatch:
+    """What of a model must stay as it was when its Learner was made: its trained parameters, where each of them lies,
+    and that no others are trained. While nothing has changed a check takes less than a microsecond for each tensor."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        named = named_parameters(model)
+        self._trained = {name: (p.data_ptr(), p.dtype) for name, p in named.items() if p.requires_grad}
+        self._state = self._read_state()
+        self._remember()
+
+    def check(self) -> None:
+        """Raise ConfigurationError if a trained parameter is not where it was, or another one is trained too."""
+        if self._read_tree() == self._tree:
+            return
+        now = named_parameters(self._model)
+        for name, (address, dtype) in self._trained.items():
+            parameter = now.get(name)
+            if parameter is None or parameter.data_ptr() != address or parameter.dtype != dtype:
+                raise ConfigurationError(
+                    f"parameter {name} was moved or assigned anew after the Learner was made (as by model.to(...), or "
+                    "by a new module in the place of its own): bring the model where and how it will be trained "
+                    "first, then make the Learner"
+                )
+        for name, parameter in now.items():
+            if parameter.requires_grad and name not in self._trained:
+                raise ConfigurationError(
+                    f"parameter {name} was unfrozen, or added, after the Learner was made: no merge and no export "
+                    "would have it. Let it require gradients before that, and set its .grad to None until its time"
+                )
+        self._remember()
+
+    def changed_state(self) -> list[str]:
+        """Names of frozen parameters and persistent buffers that were written to since the last call."""
+        before, self._state = self._state, self._read_state()
+        return [name for name, seen in self._state.items() if before.get(name, seen) != seen]
+
+    def _remember(self) -> None:
+        self._modules = list(self._model.modules())
+        self._tree = self._read_tree()
+
+    def _read_tree(self) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for module in self._modules:
+            found.append(tuple(map(id, module._modules.values())))
+            for p in module._parameters.values():
+                if p is not None:
+                    found.append((id(p), p.data_ptr(), 1) if p.requires_grad else (id(p), 0, 0))
+        return found
+
+    def _read_state(self) -> dict[str, tuple[int, int]]:
+        """The identity, and the count of writes, of what each learner keeps for itself."""
+        tensors: dict[str, torch.Tensor] = {
+            n: p for n, p in named_parameters(self._model).items() if not p.requires_grad
+        }
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    tensors[f"{path}.{name}".lstrip(".")] = buffer
+        return {name: (id(t), t._version) for name, t in tensors.items() if not t.is_inference()}
+
+
 def _wrapped(module: torch.nn.Module) -> str | None:
     """The name of the only child of a wrapper; None: the module is no wrapper."""
     children = [name for name, _ in module.named_children()]

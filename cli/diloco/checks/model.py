@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from diloco.console import print_text
 from diloco.packages import absent_packages, absent_text
+from diloco.processes.loading import CURE, LOOK_SECONDS, SILENT_SECONDS, LoadWatch, cpu_seconds
+from diloco.processes.watchdog import progress
 from diloco.processes.worker_specs import base_environment
 from diloco_protocol.common.files import read_bounded, write_whole
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_worker.training.findings import VARIABLE, JobFindings
 
-CHECK_SECONDS = 90.0
 MAX_BYTES = 16 << 20
+NO_PROGRESS = f"model and tokenizer: nothing was done for {SILENT_SECONDS:.0f} s; {CURE}"
 
 
-def check_model(job: DiLoCoJob, directory: Path) -> JobFindings:
-    """What the worker finds; ``directory`` is the job file's. Where it cannot be asked, what is unchecked says why."""
+def check_model(
+    job: DiLoCoJob, directory: Path, tell: Callable[[str], None] = lambda line: print_text(line, file=sys.stderr)
+) -> JobFindings:
+    """What the worker finds; ``directory`` is the job file's. Where it cannot be asked, what is unchecked says why.
+    ``tell`` says a line while that takes long."""
     if job.spec.training.model is None:
         return JobFindings(unchecked=("the model, which the job's own program builds",))
     if absent := absent_packages(["worker"]):
@@ -31,22 +40,39 @@ def check_model(job: DiLoCoJob, directory: Path) -> JobFindings:
         write_whole(file, job_to_json(job).encode())
         env = {**base_environment(os.environ, 1), **check_environment(file, directory, written)}
         try:
-            with log.open("wb") as output:
-                subprocess.run(
+            with (
+                log.open("wb") as output,
+                subprocess.Popen(
                     [sys.executable, "-m", "diloco_worker"],
                     env=env,
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    timeout=CHECK_SECONDS,
-                    check=False,
-                )
-        except subprocess.TimeoutExpired:
-            return JobFindings(unchecked=(f"model and tokenizer: it took longer than {CHECK_SECONDS:.0f} s",))
+                ) as process,
+            ):
+                if not _wait_with_lines(process, tell):
+                    return JobFindings(unchecked=(NO_PROGRESS,))
         except OSError as error:
             return JobFindings(unchecked=(f"model, tokenizer and device: {error.strerror or error}",))
         return read_findings(written, log)
+
+
+def _wait_with_lines(process: subprocess.Popen[bytes], tell: Callable[[str], None]) -> bool:
+    """Wait for a process that loads and checks; False: it did nothing for long, and was killed."""
+    watch = LoadWatch("checking, which loads torch", time.monotonic())
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_SECONDS)
+                return True
+            now = time.monotonic()
+            if watch.is_stuck(now, progress(process.pid)):
+                return False
+            if line := watch.news(now, cpu_seconds(process.pid)):
+                tell(line)
+    finally:
+        process.kill()
 
 
 def check_environment(job_file: Path, directory: Path, written: Path) -> dict[str, str]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.checks.memory import estimate_memory, free_memory, memory_shortage, size_line
-from diloco.checks.model import CHECK_SECONDS, check_environment, read_findings
+from diloco.checks.model import NO_PROGRESS, check_environment, read_findings
 from diloco.checks.verdict import steps_to_come
 from diloco.console import CommandError
 from diloco.processes.launch import ForkServerClient
+from diloco.processes.loading import LOOK_SECONDS, LoadWatch, cpu_seconds
+from diloco.processes.watchdog import progress
 from diloco.processes.workdir import Workdir
 from diloco.validate import problems_text
 from diloco_protocol.spec.job import DiLoCoJob
@@ -36,8 +39,12 @@ class StartCheck:
         found = await self._ask(forkserver)
         if problems := [*found.wrong, *found.here]:
             raise CommandError(problems_text(JobError(problems, str(self.file))))
+        for doubt in found.doubts:
+            self.tell(f"warning: {doubt.path}: {doubt.message}")
         for what in found.unchecked:
             self.tell(f"not checked: {what}")
+        if found.data_in_part:  # of all else a learner tells it as soon
+            self.tell(f"data: {found.data}")
         if found.model is None:
             return ""
         need = estimate_memory(self.job, found.model, found.device)
@@ -55,10 +62,16 @@ class StartCheck:
             written, log = Path(folder) / "findings.json", Path(folder) / "log"
             env = check_environment(self.workdir.job, self.file.absolute().parent, written)
             process = await forkserver.spawn("check", {**env, "DILOCO_WORKDIR": str(self.workdir.path)}, log)
+            ended = asyncio.ensure_future(process.wait())
+            watch = LoadWatch("checking the model and its data", time.monotonic())
             try:
-                await asyncio.wait_for(process.wait(), CHECK_SECONDS)
-            except TimeoutError:
-                return JobFindings(unchecked=(f"model and tokenizer: it took longer than {CHECK_SECONDS:.0f} s",))
+                while not (await asyncio.wait([ended], timeout=LOOK_SECONDS))[0]:
+                    now = time.monotonic()
+                    if watch.is_stuck(now, progress(process.pid)):
+                        return JobFindings(unchecked=(NO_PROGRESS,))
+                    if line := watch.news(now, cpu_seconds(process.pid)):
+                        self.tell(line)
             finally:
                 process.signal(9)
+                ended.cancel()
             return read_findings(written, log)

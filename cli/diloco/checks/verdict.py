@@ -26,11 +26,12 @@ def judge_file(
     What this machine lacks is wrong too, unless the job is for a cluster. Data may be where the job runs: that they
     are not here is a warning in any case, and the verdict says that `diloco run` would refuse the job here."""
     read = validate_file(path, overrides)
-    job, warnings = read.job, [*read.warnings]
+    job = read.job
     if job is None:
         return read
     directory = Path(path).resolve().parent
     found = ask(job, directory)
+    warnings = [*read.warnings, *found.doubts]
     here = [*find_absent_programs(job, directory), *find_absent_modules(job, directory), *found.here]
     elsewhere = is_for_cluster(job)
     refused = read.refused_here or (elsewhere and bool(here))
@@ -57,6 +58,7 @@ def figures_document(job: DiLoCoJob, found: JobFindings) -> dict[str, Any]:
         "syncer_bytes": need and need.syncer,
         "step_tokens": found.step_tokens,
         "steps": found.steps,
+        "data": found.data or None,
         "unchecked": list(found.unchecked),
     }
 
@@ -67,6 +69,8 @@ def figures_text(job: DiLoCoJob, found: JobFindings) -> list[str]:
     if found.model is not None:
         need = estimate_memory(job, found.model, found.device)
         lines.append(f"  {size_line(found.model, need)}")
+    if found.data:
+        lines.append(f"  data      {found.data}")
     if found.step_tokens is not None:
         lines.append(f"  to come   {steps_to_come(job, found.steps, found.step_tokens)}")
     return [*lines, *(f"  unchecked {what}" for what in found.unchecked)]

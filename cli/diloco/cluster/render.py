@@ -287,7 +287,7 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
     conditions = conditions_shown(job)
     parts: list[RenderableType] = []
     if page is not None:
-        parts.append(picture(outside_view(page, stop(job)), []))
+        parts.append(picture(outside_view(page, stop(job)), [], whole=True))
         told = any(str(one.get("message")).startswith(page.message) for one in conditions)
         if page.message and not blocked_by(page) and not told:
             parts.append(Text(page.message))

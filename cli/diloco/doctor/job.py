@@ -104,6 +104,8 @@ def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> 
     for problem in found.here:
         if problem.path != "spec.training.device":  # which is told with the learners' number
             yield _finding("model", bad, str(problem))
+    for problem in found.doubts:
+        yield _finding("model", "warning", str(problem))
     for what in found.unchecked:
         yield _finding("model", "warning", f"not checked: {what}")
     if found.model is None:

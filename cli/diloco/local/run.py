@@ -105,7 +105,7 @@ def _removed_if_refused(workdir: Workdir, is_new: bool) -> Iterator[None]:
     try:
         with workdir.unchanged_if_refused():
             yield
-    except CommandError:
+    except (CommandError, KeyboardInterrupt):
         if is_new and not workdir.has_begun():
             shutil.rmtree(workdir.path, ignore_errors=True)
         raise

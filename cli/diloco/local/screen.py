@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Protocol
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -20,10 +21,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from diloco.console import print_lasting
+from diloco.console import lasting_output, print_lasting
 from diloco.local.summary import nats, number
 from diloco.text_console import TextConsole
-from diloco_protocol.common.format_units import duration_text, rate_text, seconds_text
+from diloco_protocol.common.format_units import download_text, duration_text, rate_text, seconds_text
 from diloco_protocol.common.logs import printable
 from diloco_protocol.documents import SlotRow, StatusDocument
 from diloco_protocol.vocabulary import ENDED_PHASES, TRAINING_PHASES, JobPhase, SlotState
@@ -32,8 +33,18 @@ EVENTS_SHOWN = 14
 LEAST_ROOM = 3  # lines of events, on a small terminal
 LINE_SECONDS = 5.0  # between plain progress lines
 SAME_LINE_SECONDS = 60.0  # while nothing changes
+WAITING_LINE_SECONDS = 15.0  # the same, while the job waits for its learners
 LEAST_STEP_SECONDS = 0.02  # of steps shorter than this it says nothing that a learner is late
-WIDE, NARROW = 100, 60  # columns of a terminal: for all figures, for the most important ones
+NARROW = 85  # columns beside the foot's titles, for long texts: of a terminal of 100
+_LEFT_OUT = (
+    "slot",
+    "waited",
+    "s/step",
+    "merged",
+    "",
+    "tokens",
+    "loss",
+)  # of the table, in this order, for want of room
 GAP = "   "
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES: dict[str, str] = {
@@ -56,12 +67,14 @@ class RunView:
     notes: dict[str, str] = field(default_factory=dict)  # process -> what the runner does about it
     serving: bool = False  # the syncer answers
     run_seconds: float | None = None  # since this run began; None: it is looked at from outside
+    earlier_seconds: float = 0.0  # of the job's time, before this run continued it
 
     @property
     def seconds(self) -> float:
-        """What the clock shows: the run's time, from outside the job's own, which begins with its first step."""
+        """What the clock shows: the time of the job's runs, from outside the job's own, which begins with its first
+        step."""
         if self.run_seconds is not None:
-            return self.run_seconds
+            return self.earlier_seconds + self.run_seconds
         return 0.0 if self.status is None else self.status.elapsed_seconds
 
 
@@ -195,7 +208,7 @@ def progress_line(view: RunView) -> str:
         parts.append(f"merged {nats(merged_loss(status))}")
     if any(status.versions):
         parts.append(f"versions {min(status.versions)}..{max(status.versions)}")
-    parts.append(f"quorum {status.quorum.active}/{status.quorum.required}")
+    parts.append(f"learners {status.quorum.active} active, {status.quorum.required} needed")
     return "  ".join([*parts, *(f"({reason})" for reason in (blocked_by(status), silence(view)) if reason)])
 
 
@@ -229,14 +242,32 @@ def _lines_of(cells: Sequence[Text], width: int) -> RenderableType:
     return Group(*lines)
 
 
-def picture(view: RunView, events: list[Text]) -> RenderableType:
-    """The run as a person sees it on a terminal; ``events``: the newest, below it."""
+@dataclass(frozen=True, slots=True)
+class TimedEvent:
+    stamp: str
+    text: str
+    style: str = ""
+
+
+def events_table(events: Sequence[TimedEvent]) -> Table:
+    """Events with their times; lines that do not fit go on below their beginning."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for event in events:
+        table.add_row(Text(event.stamp, style="dim"), Text(event.text, style=event.style))
+    return table
+
+
+def picture(view: RunView, events: Sequence[TimedEvent], whole: bool = False) -> RenderableType:
+    """The run as a person sees it on a terminal; ``events``: the newest, below it. ``whole``: long texts are not cut
+    where the terminal is narrow."""
     status = view.status
     loss = merged_loss(status)  # None before the first evaluation, and in a job without an evaluator
     cells = [
         Text(view.job, style="bold"),
         Text(status.phase if status else "starting", style="bold cyan"),
-        Text(duration_text(view.seconds) if view.seconds else "0 s"),
+        Text(_clock(view)),
         Text(_progress(view)),
         Text(time_left(view)),
         Text(f"{number(status.tokens_per_second if status else None)} tokens/s"),
@@ -250,7 +281,7 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
     strip = _ByWidth(lambda width: Text(version_strip(status.versions if status else [], max(8, min(64, width - 16)))))
     foot.add_row(Text("fragments", style="dim"), strip)
     if status is None:
-        return Group(*head, "", foot, "", *events)
+        return Group(*head, "", foot, "", events_table(events))
     waiting = f", {status.standby} standing by" if status.standby else ""
     quorum = f"{status.quorum.active} active, {status.quorum.required} needed{waiting}"
     foot.add_row(Text("quorum", style="dim"), quorum)
@@ -262,52 +293,90 @@ def picture(view: RunView, events: list[Text]) -> RenderableType:
     if links := links_text(status):
         foot.add_row(Text("links", style="dim"), links)
     slots = status.slots
-    too_slow = [(slot, slot.link.message) for slot in slots if slot.link is not None and slot.link.too_slow]
-    for slot, message in [*too_slow, *((slot, slot.problem) for slot in slots if slot.problem)]:
-        foot.add_row("", Text(f"{slot.region}-{slot.ordinal}: {message}", style="yellow"))
-    return Group(*head, "", _ByWidth(lambda width: _slots_table(view, slots, width)), "", foot, "", *events)
+    for names, message in _slot_problems(slots):
+        foot.add_row("", _ByWidth(partial(_problem_text, names, message, whole=whole)))
+    table = _ByWidth(lambda width: _slots_table(view, slots, width))
+    return Group(*head, "", table, "", foot, "", events_table(events))
+
+
+def _clock(view: RunView) -> str:
+    text = duration_text(view.seconds) if view.seconds else "0 s"
+    return f"{text} in all" if view.earlier_seconds else text
+
+
+def _slot_problems(slots: Sequence[SlotRow]) -> list[tuple[str, str]]:
+    """Whom it concerns, and what is the matter: each problem once."""
+    names: dict[str, list[str]] = {}
+    for slot in slots:
+        for message in (slot.link.message if slot.link is not None else "", slot.problem):
+            if message:
+                names.setdefault(message, []).append(f"{slot.region}-{slot.ordinal}")
+    return [(", ".join(found), message) for message, found in names.items()]
+
+
+def _problem_text(names: str, message: str, width: int, whole: bool) -> Text:
+    """A problem, or its first clause where there is little room."""
+    if not whole and width < NARROW:
+        first = message.partition("; ")[0].partition(". ")[0]
+        message = first if first == message else f"{first} (more: diloco status)"
+    return Text(f"{names}: {message}", style="yellow")
 
 
 def _slots_table(view: RunView, slots: Sequence[SlotRow], width: int) -> Table:
-    """A row for each slot, with as many columns as the width has room for. The slot's number is shown only where it is
-    not the learner's own."""
+    """A row for each slot, with as many columns as there is room for: no number is cut. The slot's number is shown only
+    where it is not the learner's own."""
+    rows = [_slot_cells(view, slot) for slot in slots]
     titles = ["learner", "slot", "state", "step", "tokens", "loss", "s/step", "waited", "merged", ""]
-    if width < WIDE or all(slot.slot == slot.ordinal for slot in slots):
+    if all(slot.slot == slot.ordinal for slot in slots):
         titles.remove("slot")
-    for title, least in (("waited", WIDE), ("merged", NARROW), ("s/step", NARROW)):
-        if width < least:
-            titles.remove(title)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in titles:
+    columns = {title: max(len(title), *(row[title].cell_len for row in rows), 0) for title in titles}
+    for title in _LEFT_OUT:
+        if sum(columns.values()) + 2 * (len(columns) - 1) <= width:
+            break
+        columns.pop(title, None)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for title in columns:
         table.add_column(title, justify="left" if title in ("learner", "state", "") else "right", no_wrap=True)
-    for slot in slots:
-        name = view.processes.get((slot.region, slot.ordinal), "-")
-        waited = _waited(slot)
-        cells: dict[str, RenderableType] = {
-            "learner": name,
-            "slot": str(slot.slot),
-            "state": Text(slot.state, style=_STATE_STYLES.get(slot.state, "")),
-            "step": number(slot.step),
-            "tokens": number(slot.tokens),
-            "loss": nats(slot.loss),
-            "s/step": f"{slot.step_seconds or 0:.3f}",
-            "waited": "-" if waited is None else f"{100 * waited:.1f} %",
-            "merged": number(slot.merged_pushes),
-            "": Text(view.notes.get(name, slot_note(slot)), style="yellow"),
-        }
-        table.add_row(*(cells[title] for title in titles))
+    for row in rows:
+        table.add_row(*(row[title] for title in columns))
     return table
 
 
-def slot_note(slot: SlotRow) -> str:
-    """What is the matter with a slot, in a word."""
+def _slot_cells(view: RunView, slot: SlotRow) -> dict[str, Text]:
+    name = view.processes.get((slot.region, slot.ordinal), "-")
+    fragments = len(view.status.versions) if view.status else 0
+    waited = _waited(slot)
+    texts = {
+        "learner": name,
+        "slot": str(slot.slot),
+        "step": number(slot.step),
+        "tokens": number(slot.tokens),
+        "loss": nats(slot.loss),
+        "s/step": f"{slot.step_seconds or 0:.3f}",
+        "waited": "-" if waited is None else f"{100 * waited:.1f} %",
+        "merged": number(slot.merged_pushes),
+    }
+    return {
+        **{title: Text(text) for title, text in texts.items()},
+        "state": Text(slot.state, style=_STATE_STYLES.get(slot.state, "")),
+        "": Text(view.notes.get(name, slot_note(slot, fragments)), style="yellow"),
+    }
+
+
+def slot_note(slot: SlotRow, fragments: int = 0) -> str:
+    """What is the matter with a slot, in a word; of a newcomer how many of the model's ``fragments`` it has."""
+    if slot.link is not None and slot.link.missing_fragments:
+        here = max(fragments - slot.link.missing_fragments, 0)
+        return download_text(here, fragments, slot.link.down_bytes_per_second)
     if slot.diverged:
         return "diverged"
     if slot.problem:
         return "no step yet"
     if is_late(slot):
         return "late"
-    return "slow link" if slot.link is not None and slot.link.too_slow else ""
+    if slot.link is None or not slot.link.message:
+        return ""
+    return "slow link" if slot.link.too_slow else "busy machine"
 
 
 def is_late(slot: SlotRow) -> bool:
@@ -352,6 +421,9 @@ class Lines:
     def update(self, view: RunView) -> None:
         status, now = view.status, self._clock()
         if status is None:
+            if now >= self._printed_at + WAITING_LINE_SECONDS:
+                self._printed_at = now
+                self._print(f"{view.seconds:7.1f} s  starting")
             return
         figures = (
             *(status.phase, blocked_by(status), silence(view), status.step, status.tokens.trained, status.merges),
@@ -360,7 +432,8 @@ class Lines:
         line = progress_line(view)
         shown = line.partition(" s  ")[2]  # without the time, which always changes
         news = figures != self._figures and shown != self._shown
-        if now >= self._printed_at + (LINE_SECONDS if news else SAME_LINE_SECONDS):
+        same_seconds = WAITING_LINE_SECONDS if status.phase == JobPhase.WAITING else SAME_LINE_SECONDS
+        if now >= self._printed_at + (LINE_SECONDS if news else same_seconds):
             self._printed_at, self._figures, self._shown = now, figures, shown
             self._print(line)
 
@@ -378,7 +451,7 @@ class Live:
     def __init__(self, console: Console) -> None:
         from rich.live import Live as RichLive
 
-        self._events: deque[Text] = deque(maxlen=EVENTS_SHOWN)
+        self._events: deque[TimedEvent] = deque(maxlen=EVENTS_SHOWN)
         self._start = time.monotonic()
         self._view: RunView | None = None
         self._console = console
@@ -386,31 +459,36 @@ class Live:
         self._live.start()
 
     def event(self, text: str, style: str = "") -> None:
-        stamp = f"{time.monotonic() - self._start:7.1f} s  "
-        self._events.append(Text(stamp, style="dim") + Text(text, style=style))
+        self._events.append(TimedEvent(f"{time.monotonic() - self._start:7.1f} s", text, style))
         if self._view is not None:
             self.update(self._view)
         else:
-            self._live.update(Group(*self._events), refresh=True)
+            self._draw(events_table(self._events))
 
     def show_text(self, text: str) -> None:
-        self._live.console.print(Text(printable(text)))
+        with lasting_output(self._console.file):
+            self._live.console.print(Text(printable(text)))
 
     def update(self, view: RunView) -> None:
         self._view = view
         # What is taller than the terminal is cut off at its end, where the newest events are.
         figures = len(self._console.render_lines(picture(view, []), self._console.options))
         room = max(LEAST_ROOM, self._console.height - figures)
-        events: deque[Text] = deque()
+        events: deque[TimedEvent] = deque()
         for event in reversed(self._events):
-            room -= len(event.wrap(self._console, self._console.width))
+            room -= len(self._console.render_lines(events_table([event]), self._console.options))
             if room < 0:
                 break
             events.appendleft(event)
-        self._live.update(picture(view, list(events)), refresh=True)
+        self._draw(picture(view, events))
 
     def close(self) -> None:
-        self._live.stop()
+        with lasting_output(self._console.file):
+            self._live.stop()
+
+    def _draw(self, what: RenderableType) -> None:
+        with lasting_output(self._console.file):
+            self._live.update(what, refresh=True)
 
 
 def make_screen(stderr: bool = False) -> Screen:

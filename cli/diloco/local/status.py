@@ -275,6 +275,6 @@ def show(document: StatusDocument | Report) -> None:
         console.print(f"{ended_words(document)}:")
         console.print(summary(document))
         return
-    console.print(picture(outside_view(document), []))
+    console.print(picture(outside_view(document), [], whole=True))
     if document.message and not blocked_by(document):
         console.print(document.message, highlight=False)

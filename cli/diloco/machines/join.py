@@ -3,8 +3,9 @@
 Theory of operation. The job comes from the syncer, over the very connection that a learner would make (credentials,
 identity, join token), unless a job file is given; code of the job's own is run only from a file that is here. Then one
 learner process runs in the foreground: the worker program with the environment that it has everywhere, its place
-(region and ordinal) this directory's. It dials out only. SIGTERM, SIGHUP and Ctrl-C make it offer its work and leave;
-a second one, a second or more later, ends it at once. One that fails is started again with backoff, until it fails too
+(region and ordinal) this directory's. It dials out only. SIGTERM, SIGHUP and Ctrl-C make it offer its work and leave
+(but what the command was started to ignore, as by ``nohup``, stays ignored); a second one, a second or more later, ends
+it at once. One that fails is started again with backoff, until it fails too
 often before it has lived for long.
 
 A place's ordinal is drawn at random and kept in the directory: nobody deals them out, and two processes of one place
@@ -29,9 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError, print_text
+from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError, print_lasting, print_text
 from diloco.packages import require_packages
 from diloco.processes.launch import SAME_SIGNAL_SECONDS, guard_command, resolve_program
+from diloco.processes.stop_signals import heeded_signals, stop_reason
 from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
@@ -203,7 +205,7 @@ class _LearnerProcess:
         self._asked_at = 0.0
 
     def run(self) -> int:
-        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        before = {number: signal.signal(number, self._on_signal) for number in heeded_signals()}
         try:
             return self._keep()
         finally:
@@ -265,6 +267,8 @@ class _LearnerProcess:
         self._asked += 1
         self._asked_at = now
         process = self._process
+        if self._asked == 1:
+            print_lasting(f"{stop_reason(number)}: the learner offers its work and leaves")
         if process is not None and process.poll() is None:
             if self._asked == 1:
                 process.send_signal(signal.SIGTERM)

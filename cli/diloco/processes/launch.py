@@ -15,18 +15,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import diloco_protocol
+from diloco.processes.loading import CURE, LOOK_SECONDS, SILENT_SECONDS, LoadWatch, cpu_seconds
 from diloco.processes.supervisor import Exit
+from diloco.processes.watchdog import progress
 
 CHILD_GUARD = Path(__file__).with_name("child_guard.py")
 LIBRARY = Path(diloco_protocol.__path__[0]).parent
 START_SECONDS = 30.0  # for the forkserver to answer a spawn
-LOAD_SECONDS = 180.0  # for the forkserver to load the libraries, on a cold disk
 MAX_EVENT_BYTES = 1 << 20
 # Signals closer together are one wish: `timeout` signals a process and then its group, and of a terminal that closes
 # both the kernel and the shell tell.
@@ -153,15 +155,22 @@ class ForkServerClient:
     """The client of ``python -m diloco_worker.forkserver``, or of a ``program`` that calls its ``main``.
 
     If the forkserver itself dies, so do its children, and each is reported as killed; the
-    next spawn starts another one.
+    next spawn starts another one. ``tell`` says a line while the libraries are being loaded.
     """
 
     def __init__(
-        self, env: Mapping[str, str], cwd: Path, log: Path, program: Sequence[str] = ("-m", "diloco_worker.forkserver")
+        self,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        program: Sequence[str] = ("-m", "diloco_worker.forkserver"),
+        *,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._env = dict(env)
         self._cwd = cwd
         self._program = program
+        self._tell = tell
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -182,12 +191,19 @@ class ForkServerClient:
                 ready = self._ready
             else:
                 ready = await self._start()
-        try:
-            await asyncio.wait_for(asyncio.shield(ready), LOAD_SECONDS)
-        except TimeoutError as error:
-            raise StartError(
-                f"the worker libraries did not load within {LOAD_SECONDS:.0f} s, see {self._log}"
-            ) from error
+        watch = LoadWatch("loading torch and the worker's libraries", time.monotonic())
+        pid = self.pid or 0
+        while not (await asyncio.wait([ready], timeout=LOOK_SECONDS))[0]:
+            now = time.monotonic()
+            if watch.is_stuck(now, progress(pid)):
+                self.kill()
+                raise StartError(
+                    f"the worker's libraries do not load: nothing was done for {SILENT_SECONDS:.0f} s; {CURE}; "
+                    f"see {self._log}"
+                )
+            if line := watch.news(now, cpu_seconds(pid)):
+                self._tell(line)
+        await asyncio.shield(ready)
 
     async def _start(self) -> asyncio.Future[None]:
         if self._reader is not None:  # the ends of the one before are told first, or it would tell the new one's

@@ -111,6 +111,12 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     ),
     Rule(MODEL, "!has(self.revision) || has(self.from)", "belongs to from: give that, or leave it out", ".revision"),
     Rule(
+        MODEL,
+        "!has(self.initialise) || self.initialise.size() == 0 || has(self.from)",
+        "belongs to from: give that, or leave it out",
+        ".initialise",
+    ),
+    Rule(
         TRAINING,
         "!has(self.model) || self.model.frozenDtype != 'bfloat16' || self.precision != 'float32'",
         "bfloat16 needs arithmetic in bfloat16: set training.precision to auto or bfloat16, or this to float32",

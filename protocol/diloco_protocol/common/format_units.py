@@ -26,6 +26,11 @@ def bits_text(rate: float) -> str:
     return _scaled(rate, "bit/s") if math.isfinite(rate) else "none is enough"
 
 
+def download_text(here: int, fragments: int, rate: float | None) -> str:
+    """How much of the model a newcomer has; ``rate``: bytes per second."""
+    return f"{here} of {fragments} fragments" + (f", {size_text(rate)}/s" if rate else "")
+
+
 def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return "-"

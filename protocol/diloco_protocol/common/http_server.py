@@ -5,7 +5,8 @@ At most ``MAX_CONNECTIONS`` are open at once. They are counted when they are acc
 one that has asked nothing yet is closed, else the oldest one. So connections that only lie there neither use up a
 process's descriptors nor keep a probe out. Where descriptors run out all the same, some of the oldest are closed and
 accepting pauses for ``PAUSE_SECONDS``. A page is a function without arguments that gives status, content type and body;
-a body that is too large for one piece is a ``Stream``, whose chunks are made as the reader takes them. A reader that takes nothing for ``STALL_SECONDS`` is hung up on.
+a body that is too large for one piece is a ``Stream``, whose chunks are made as the reader takes them. A reader that
+takes nothing for ``STALL_SECONDS`` is hung up on.
 
 A page in somebody's browser may not read these pages under a name of its own that leads to this machine (DNS
 rebinding). So the request's Host must be an address, or a name that no stranger can have (``is_local_name``). Metrics

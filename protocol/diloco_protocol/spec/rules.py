@@ -80,8 +80,8 @@ def _stop(spec: JobSpec) -> Iterator[Violation]:
 def _model(spec: JobSpec) -> Iterator[Violation]:
     """training.model is given unless learners.command is; it has config, from, or both. config names its
     model_type unless from does. With the tokenizer bytes, config.vocab_size is at least 256 or left out.
-    freeze and lora are not given together. revision belongs to from. frozenDtype bfloat16 is not for
-    precision float32."""
+    freeze and lora are not given together. revision and initialise belong to from. frozenDtype bfloat16 is not
+    for precision float32."""
     training, path = spec.training, "training.model"
     model, builtin = training.model, spec.learners.command is None
     if model is None:
@@ -116,8 +116,9 @@ def _model(spec: JobSpec) -> Iterator[Violation]:
                     "training.data.tokenizer",
                     "training.data.source",
                 )
-    if model.revision is not None and model.from_ is None:
-        yield broken(f"{path}.revision", "belongs to from: give that, or leave it out", f"{path}.from")
+    for name in ("revision", "initialise"):
+        if getattr(model, name) and model.from_ is None:
+            yield broken(f"{path}.{name}", "belongs to from: give that, or leave it out", f"{path}.from")
     if model.frozen_dtype == "bfloat16" and training.precision == "float32":
         yield broken(
             f"{path}.frozenDtype",

@@ -58,6 +58,12 @@ class ModelSpec(Spec):
         description="If from is a name on Hugging Face: its commit, tag or branch; null: the main branch. "
         "Only a commit never changes.",
     )
+    initialise: list[Pattern] = Field(
+        [],
+        max_length=64,
+        description="Patterns (fnmatch) of tensor names that may begin with random values (by the seed), because from "
+        "does not hold them, or holds them in another shape. Anything else that is missing there is refused.",
+    )
     freeze: list[Pattern] = Field(
         [],
         max_length=64,

@@ -4,8 +4,11 @@ A payload is split into **parts**: contiguous ranges of bytes, each sent by a ca
 channels (one connection each, because one TCP stream does not fill a wide-area link). A part's header says how long the
 whole is, which range this is, and the xxh3-64 checksum of the range. The receiver knows the exact size before the first
 chunk (from layout and encoding, or from an announcement), allocates it once, and receives into it. Every upload call
-gets a reply: ``partial`` for a part that does not complete the payload, and the verdict for the one that does. A part
-that breaks breaks its payload; a retry sends the whole again under the same id.
+gets a reply: ``partial`` for a part that does not complete the payload, and the verdict for the one that does.
+
+What has come is kept. ``download`` goes on from a ``PartialDownload`` that a broken one has left, byte by byte.
+``upload`` leaves out the parts that its ``SentParts`` name. A transfer has no deadline: it lives while bytes of its
+session move (``progress``). Its channels are ``Lanes``: each carries one part at a time, and rests after a break.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -26,12 +30,15 @@ from diloco_protocol.common.meter import Meter
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError, transfer_seconds
+from diloco_protocol.wire.progress import Progress, Stalled, await_progress
 from diloco_protocol.wire.services import DOWNLOAD, UPLOAD
 
 Buffer = bytes | bytearray | memoryview
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Allocate = Callable[[int], Bytes]
 """Makes a writable uint8 array of so many bytes. May raise OSError."""
+FIRST_REST_SECONDS = 2.0  # of a channel on which a part broke; twice as long after each further break in succession
+LONGEST_REST_SECONDS = 15.0
 
 
 def allocate(total: int) -> Bytes:
@@ -62,63 +69,116 @@ def checksum(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(flat(data))
 
 
-def split(total: int, channels: int = 1) -> list[tuple[int, int]]:
+def split(total: int, channels: int = 1, most: int | None = None) -> list[tuple[int, int]]:
     """Cut ``total`` bytes into parts ``(offset, bytes)``: as many as channels if they are worth it,
-    as many more as ``MAX_PART_BYTES`` asks for; an empty payload is one empty part."""
+    as many more as ``most`` (``MAX_PART_BYTES``) asks for; an empty payload is one empty part."""
     if total == 0:
         return [(0, 0)]
     wanted = min(max(channels, 1), max(total // limits.MIN_PART_BYTES, 1))
-    count = max(wanted, -(-total // limits.MAX_PART_BYTES))
+    count = max(wanted, -(-total // (most or limits.MAX_PART_BYTES)))
     edges = [total * i // count for i in range(count + 1)]
     return [(start, end - start) for start, end in itertools.pairwise(edges)]
 
 
+def next_chunk(size: int, seconds: float) -> int:
+    """How large the next chunk is, of a sender whose last one had ``size`` bytes and took ``seconds``: about
+    ``CHUNK_SECONDS`` of its link, for a receiver sees no byte of a chunk before all of it has come."""
+    wanted = int(size * limits.CHUNK_SECONDS / max(seconds, 1e-6))
+    return min(max(wanted, limits.LEAST_CHUNK_BYTES), 2 * size, limits.CHUNK_BYTES)
+
+
 def chunks(data: Any) -> Iterator[bytes]:
-    """A part's bytes as messages of at most ``CHUNK_BYTES`` (gRPC wants ``bytes``: one copy each)."""
+    """A part's bytes as messages of at most ``CHUNK_BYTES`` (gRPC wants ``bytes``: one copy each). What the caller does
+    with one before it asks for the next is what the link takes."""
     view = flat(data)
-    for start in range(0, view.nbytes, limits.CHUNK_BYTES):
-        yield bytes(view[start : start + limits.CHUNK_BYTES])
+    start, size = 0, limits.FIRST_CHUNK_BYTES
+    while start < view.nbytes:
+        begun = time.monotonic()
+        yield bytes(view[start : start + size])
+        start += size
+        size = next_chunk(size, time.monotonic() - begun)
 
 
 async def receive_into(
-    stream: AsyncIterator[bytes], target: memoryview, note_chunk: Callable[[], None] = lambda: None
+    stream: AsyncIterator[bytes],
+    target: memoryview,
+    note_chunk: Callable[[int], None] = lambda size: None,
+    progress: Progress | None = None,
+    digest: xxhash.xxh3_64 | None = None,
 ) -> int:
-    """Receive exactly ``target.nbytes`` of raw chunks into ``target``; returns their checksum. ``note_chunk`` is
-    called after each chunk.
+    """Receive exactly ``target.nbytes`` of raw chunks into ``target``; returns their checksum, or that of ``digest``,
+    which goes on with them. ``note_chunk`` is told the size of each chunk before it is written, and may raise.
+    ``progress``: of the session.
 
-    Raises ``WireError`` for a chunk too large, too many or too few bytes, and for a
-    sender that stalls for ``STALL_SECONDS``.
+    Raises ``WireError`` for a chunk too large and for too many or too few bytes, and ``Stalled``.
     """
-    digest = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64() if digest is None else digest
+    progress = progress or Progress()
+    loop = asyncio.get_running_loop()
     position = 0
     while True:
         try:
-            async with asyncio.timeout(limits.STALL_SECONDS):
-                chunk = await anext(stream, None)
-        except TimeoutError as error:
-            raise WireError(
-                f"no bytes for {limits.STALL_SECONDS:.0f} s, {position} of {target.nbytes} received"
-            ) from error
+            chunk = await await_progress(anext(stream, None), progress)
+        except Stalled as error:
+            raise Stalled(f"{error}, {position} of {target.nbytes} received") from error
         if chunk is None:
             break
         if len(chunk) > limits.MAX_CHUNK_BYTES:
             raise WireError(f"a chunk of {len(chunk)} bytes; at most {limits.MAX_CHUNK_BYTES} are allowed")
         if position + len(chunk) > target.nbytes:
             raise WireError(f"more than the {target.nbytes} bytes that the header announced")
+        note_chunk(len(chunk))
         target[position : position + len(chunk)] = chunk
         digest.update(chunk)
         position += len(chunk)
-        note_chunk()
+        progress.note(len(chunk), loop.time())
     if position != target.nbytes:
         raise WireError(f"{position} bytes came, {target.nbytes} were announced")
     return digest.intdigest()
 
 
-def _many(channels: aio.Channel | Sequence[aio.Channel]) -> list[aio.Channel]:
-    made: list[aio.Channel] = [*channels] if isinstance(channels, Sequence) else [channels]
-    if not made:
+class Lanes:
+    """Channels that carry one part at a time each, whichever transfers they belong to; the first to ask is the first
+    served. A channel on which a part broke rests while the others carry on."""
+
+    def __init__(self, channels: aio.Channel | Sequence[aio.Channel]) -> None:
+        self._channels = [*channels] if isinstance(channels, Sequence) else [channels]
+        self._breaks = [0] * len(self._channels)  # in succession
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        for index in range(len(self._channels)):
+            self._free.put_nowait(index)
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    @contextlib.asynccontextmanager
+    async def take(self) -> AsyncIterator[aio.Channel]:
+        """Wait for a channel, and have it to oneself."""
+        index = await self._free.get()
+        rest = 0.0
+        try:
+            yield self._channels[index]
+            self._breaks[index] = 0
+        except TransferError as error:
+            if error.retry:
+                rest = min(FIRST_REST_SECONDS * 2.0 ** min(self._breaks[index], 8), LONGEST_REST_SECONDS)
+                self._breaks[index] += 1
+            raise
+        finally:
+            if rest:
+                asyncio.get_running_loop().call_later(rest, self._free.put_nowait, index)
+            else:
+                self._free.put_nowait(index)
+
+
+Channels = Lanes | aio.Channel | Sequence[aio.Channel]
+
+
+def _lanes(channels: Channels) -> Lanes:
+    lanes = channels if isinstance(channels, Lanes) else Lanes(channels)
+    if not len(lanes):
         raise ValueError("at least one channel is needed")
-    return made
+    return lanes
 
 
 def _failed(error: aio.AioRpcError, what: str) -> TransferError:
@@ -139,19 +199,69 @@ async def _ended(call: Any, error: Exception, what: str) -> TransferError:
     return TransferError(f"{what}: the call ended early: {await call.details()}", retry=True)
 
 
-async def _run_parts(
-    channels: list[aio.Channel], parts: list[tuple[int, int]], one: Callable[[aio.Channel, int, int], Any]
-) -> None:
-    """Run ``one(channel, offset, bytes)`` for every part, one at a time per channel; the first
-    failure cancels the rest."""
-    waiting = list(reversed(parts))
+@dataclass(slots=True)
+class Part:
+    """A range of a payload. ``received``: how much of a download's has come."""
 
-    async def work(channel: aio.Channel) -> None:
+    offset: int
+    size: int
+    done: bool = False
+    received: int = 0
+    checksum: int = 0  # of the whole range, as the first header said it
+    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)  # of what has come
+
+    def begin_anew(self) -> None:
+        self.received, self.digest = 0, xxhash.xxh3_64()
+
+
+@dataclass(slots=True)
+class SentParts:
+    """The parts of one upload, which outlive a try: those that are ``done`` are not sent again."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        return sum(part.done for part in self.parts)
+
+
+@dataclass(slots=True)
+class PartialDownload:
+    """What has come of one payload: its first header, its bytes, and how far each part is."""
+
+    header: sync_pb2.DownloadHeader | None = None
+    data: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def received(self) -> int:
+        """Bytes."""
+        return sum(part.received for part in self.parts)
+
+    def check_header(self, header: sync_pb2.DownloadHeader, part: Part, wanted: int, total: int) -> None:
+        """Take the header of what is left of a part. Raises WireError unless ``wanted`` bytes of ``total`` follow."""
+        if self.header is not None and header.total_bytes != self.header.total_bytes:
+            raise WireError("what is downloaded changed under way")
+        if header.total_bytes != total:
+            raise WireError(f"{header.total_bytes} bytes are offered, {total} were announced")
+        if header.bytes != wanted:
+            raise WireError(f"a part of {header.bytes} bytes is offered, {wanted} were asked for")
+        self.header = self.header or header
+        if not part.received:
+            part.checksum = header.checksum
+
+
+async def _run_parts(lanes: Lanes, parts: list[Part], one: Callable[[aio.Channel, Part], Any]) -> None:
+    """Run ``one(channel, part)`` for every part that is not done; the first failure cancels the rest."""
+    waiting = [part for part in reversed(parts) if not part.done]
+
+    async def work() -> None:
         while waiting:
-            offset, size = waiting.pop()
-            await one(channel, offset, size)
+            async with lanes.take() as channel:
+                if waiting:
+                    await one(channel, waiting.pop())
 
-    tasks = [asyncio.create_task(work(channel)) for channel in channels[: len(parts)]]
+    tasks = [asyncio.create_task(work()) for _ in range(min(len(lanes), len(waiting)))]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -163,7 +273,7 @@ async def _run_parts(
 
 
 async def upload(
-    channels: aio.Channel | Sequence[aio.Channel],
+    channels: Channels,
     header: sync_pb2.UploadHeader,
     payload: Any,
     *,
@@ -171,77 +281,109 @@ async def upload(
     timeout: float | None = None,
     meter: Meter | None = None,
     note_chunk: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
+    sent: SentParts | None = None,
 ) -> sync_pb2.UploadReply:
     """Send ``payload`` (any contiguous buffer) in parts over the channels; returns the verdict.
 
     ``header``'s format, total_bytes, offset, bytes and checksum are filled in here. ``timeout`` (seconds, of each part;
-    None: by its size) bounds the wait. ``meter`` hears of each part that was taken, until its answer. ``note_chunk``
-    is called after each chunk that was sent. Raises ``TransferError`` if a part did not come through. A refusal is a
-    reply, not an error.
+    None: none) bounds the wait. ``meter`` hears of each part that was taken, until its answer. ``note_chunk``
+    is called after each chunk that was sent. ``progress``: of the session. ``sent`` names the parts that earlier tries
+    of the same payload have sent, and is kept up to date. Raises ``TransferError`` if a part did not come through. A
+    refusal is a reply, not an error.
     """
     view = flat(payload)
-    made = _many(channels)
-    meter = meter or Meter()
+    lanes = _lanes(channels)
+    sent = sent or SentParts()
+    sent.parts = sent.parts or [Part(*at) for at in split(view.nbytes, len(lanes), most=limits.MAX_UPLOAD_PART_BYTES)]
     verdict: sync_pb2.UploadReply | None = None
 
     class Refused(Exception):
         pass
 
-    async def one(channel: aio.Channel, offset: int, size: int) -> None:
+    async def one(channel: aio.Channel, part: Part) -> None:
         nonlocal verdict
-        part = view[offset : offset + size]
         head = sync_pb2.UploadHeader()
         head.CopyFrom(header)
         head.format, head.total_bytes = limits.FORMAT, view.nbytes
-        head.offset, head.bytes, head.checksum = offset, size, checksum(part)
-        first = head.SerializeToString()
-        if len(first) > limits.MAX_HEADER_BYTES:
-            raise WireError(
-                f"the upload's header has {len(first)} bytes; at most {limits.MAX_HEADER_BYTES} are allowed"
-            )
-        limit = transfer_seconds(size) if timeout is None else timeout
-        method: Any = channel.stream_stream(UPLOAD, request_serializer=None, response_deserializer=None)
-        call = method(metadata=tuple(metadata), timeout=limit)
-        reading = asyncio.ensure_future(call.read())  # a refusal may come before we have sent everything
-        taken: int | None = None
-        meter.begin(time.monotonic())
-        try:
-            # A refusal ends the call while we still send: then a write fails, and the answer that says why
-            # has come all the same.
-            with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
-                await call.write(first)
-                for chunk in chunks(part):
-                    if reading.done():
-                        break
-                    await call.write(chunk)
-                    note_chunk()
-                else:
-                    await call.done_writing()
-            answer = await reading
-            if not isinstance(answer, bytes):
-                raise TransferError("upload: the call ended without a reply", retry=True)
-            reply = convert.parse(sync_pb2.UploadReply, answer, limits.MAX_HEADER_BYTES)
-            taken = size if reply.accepted else None
-        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await _ended(call, error, "upload") from error
-        finally:
-            meter.end(time.monotonic(), taken)
-            reading.cancel()
-            call.cancel()
+        head.offset, head.bytes = part.offset, part.size
+        reply = await _upload_part(
+            channel,
+            head,
+            view[part.offset : part.offset + part.size],
+            metadata=metadata,
+            timeout=timeout,
+            meter=meter or Meter(),
+            note_chunk=note_chunk,
+            progress=progress or Progress(),
+        )
+        part.done = reply.accepted
         if not reply.accepted or reply.reason != TransferRefusal.PARTIAL:
             verdict = reply
         if not reply.accepted:
             raise Refused
 
     with contextlib.suppress(Refused):  # then the reply says why, and the other parts are of no use
-        await _run_parts(made, split(view.nbytes, len(made)), one)
+        await _run_parts(lanes, sent.parts, one)
     if verdict is None:
+        sent.parts.clear()  # the receiver lacks one of them, or its verdict was lost
         raise TransferError("upload: every part was received, and no verdict came", retry=True)
     return verdict
 
 
+async def _upload_part(
+    channel: aio.Channel,
+    head: sync_pb2.UploadHeader,
+    part: memoryview,
+    *,
+    metadata: Sequence[tuple[str, str]],
+    timeout: float | None,
+    meter: Meter,
+    note_chunk: Callable[[], None],
+    progress: Progress,
+) -> sync_pb2.UploadReply:
+    """Send one part; its reply."""
+    head.checksum = checksum(part)
+    first = head.SerializeToString()
+    if len(first) > limits.MAX_HEADER_BYTES:
+        raise WireError(f"the upload's header has {len(first)} bytes; at most {limits.MAX_HEADER_BYTES} are allowed")
+    loop = asyncio.get_running_loop()
+    method: Any = channel.stream_stream(UPLOAD, request_serializer=None, response_deserializer=None)
+    call = method(metadata=tuple(metadata), timeout=timeout)
+    reading = asyncio.ensure_future(call.read())  # a refusal may come before we have sent everything
+    taken: int | None = None
+    meter.begin(time.monotonic())
+    try:
+        # A refusal ends the call while we still send: then a write fails, and the answer that says why
+        # has come all the same.
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+            await await_progress(call.write(first), progress)
+            for chunk in chunks(part):
+                if reading.done():
+                    break
+                await await_progress(call.write(chunk), progress)
+                progress.note(len(chunk), loop.time())
+                note_chunk()
+            else:
+                await call.done_writing()
+        answer = await await_progress(asyncio.shield(reading), progress, transfer_seconds(part.nbytes))
+        if not isinstance(answer, bytes):
+            raise TransferError("upload: the call ended without a reply", retry=True)
+        reply = convert.parse(sync_pb2.UploadReply, answer, limits.MAX_HEADER_BYTES)
+        taken = part.nbytes if reply.accepted else None
+        return reply
+    except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+        raise await _ended(call, error, "upload") from error
+    except Stalled as error:
+        raise TransferError(f"upload: {error}", retry=True) from error
+    finally:
+        meter.end(time.monotonic(), taken)
+        reading.cancel()
+        call.cancel()
+
+
 async def download(
-    channels: aio.Channel | Sequence[aio.Channel],
+    channels: Channels,
     request: sync_pb2.DownloadRequest,
     *,
     size: int | None = None,
@@ -250,90 +392,104 @@ async def download(
     metadata: Sequence[tuple[str, str]] = (),
     timeout: float | None = None,
     meter: Meter | None = None,
+    progress: Progress | None = None,
+    kept: PartialDownload | None = None,
 ) -> tuple[sync_pb2.DownloadHeader, Bytes]:
     """Fetch what ``request`` names in parts over the channels, checksums verified.
 
     ``size``: the exact size in bytes where it is known (an announcement said it); another size is a ``WireError``. Else
-    the first reply says it, up to ``limit``. ``allocate`` makes the array to receive into. ``meter`` hears
-    of each part, from its header to its last byte. Returns the first part's header and uint8[total]; the array is empty
-    when ``header.found`` is false. Raises ``TransferError`` if a part did not come through, ``WireError`` if it is
-    wrong.
+    the first reply says it, up to ``limit``. ``allocate`` makes the array to receive into. ``timeout``: seconds of each
+    part; None: any time. ``meter`` hears of each part, from its header to its last byte. ``progress``: of the session.
+    ``kept``: what an earlier try of the same request has left; this one goes on from there. Returns the first part's
+    header and uint8[total]; the array is empty when ``header.found`` is false. Raises ``TransferError`` if a part did
+    not come through, ``WireError`` if it is wrong.
     """
-    made = _many(channels)
-    meter = meter or Meter()
-    received: Bytes = np.empty(0, np.uint8)
-    target: memoryview | None = None  # its bytes
-    first: sync_pb2.DownloadHeader | None = None
+    if size is not None and size > limit:
+        raise WireError(f"{size} bytes were announced; at most {limit} are allowed here")
+    lanes = _lanes(channels)
+    meter, progress = meter or Meter(), progress or Progress()
+    kept = PartialDownload() if kept is None else kept
 
-    def buffer(total: int) -> memoryview:
-        nonlocal received, target
-        if target is None:
-            received = allocate(total)
-            target = flat(received)
-        return target
+    def begin(total: int, parts: list[tuple[int, int]]) -> None:
+        kept.data = allocate(total)
+        kept.parts += [Part(*at) for at in parts]
 
-    class NotFound(Exception):
-        pass
+    async def one(channel: aio.Channel, part: Part) -> None:
+        if part.received == 0 or part.received < part.size:
+            await ask(channel, part)
+        if part.digest.intdigest() != part.checksum:
+            part.begin_anew()
+            raise ChecksumError("the checksum of a downloaded part is wrong")
+        part.done = True
 
-    async def one(channel: aio.Channel, offset: int, count: int) -> None:
-        nonlocal first
-        ask = sync_pb2.DownloadRequest()
-        ask.CopyFrom(request)
-        ask.format, ask.offset, ask.bytes = limits.FORMAT, offset, count
-        seconds = transfer_seconds(count) if timeout is None else timeout
+    async def ask(channel: aio.Channel, part: Part) -> None:
+        asked = sync_pb2.DownloadRequest()
+        asked.CopyFrom(request)
+        asked.format, asked.offset, asked.bytes = limits.FORMAT, part.offset + part.received, part.size - part.received
         method: Any = channel.unary_stream(DOWNLOAD, request_serializer=None, response_deserializer=None)
-        call = method(ask.SerializeToString(), metadata=tuple(metadata), timeout=seconds)
+        progress.begin(asyncio.get_running_loop().time())
+        call = method(asked.SerializeToString(), metadata=tuple(metadata), timeout=timeout)
         try:
             stream = call.__aiter__()
-            raw = await anext(stream, None)
+            raw = await await_progress(anext(stream, None), progress)
             if raw is None:
                 raise TransferError("download: the stream ended before its header", retry=True)
             header = convert.parse(sync_pb2.DownloadHeader, raw, limits.MAX_HEADER_BYTES)
             if not header.found:
-                first = header
-                raise NotFound
-            if size is not None and header.total_bytes != size:
-                raise WireError(f"{header.total_bytes} bytes are offered, {size} were announced")
-            if header.total_bytes > limit:
-                raise WireError(f"{header.total_bytes} bytes are offered; at most {limit} are allowed here")
-            if first is not None and header.total_bytes != first.total_bytes:
-                raise WireError("what is downloaded changed under way")
-            want = count if size is not None or first is not None else min(header.total_bytes, limits.MAX_PART_BYTES)
-            if header.bytes != want:
-                raise WireError(f"a part of {header.bytes} bytes is offered, {want} were asked for")
-            first = first or header
-            whole = buffer(header.total_bytes)
-            taken: int | None = None
-            meter.begin(time.monotonic())
-            try:
-                digest = await receive_into(stream, whole[offset : offset + want])
-                taken = want
-            finally:
-                meter.end(time.monotonic(), taken)
-            if digest != header.checksum:
-                raise ChecksumError("the checksum of a downloaded part is wrong")
+                raise _NotFound(header)
+            if size is None and kept.header is None:
+                if (total := header.total_bytes) > limit:
+                    raise WireError(f"{total} bytes are offered; at most {limit} are allowed here")
+                asked.bytes = part.size = min(total, limits.MAX_PART_BYTES)
+                left = total - part.size
+                begin(total, [(part.size + at, count) for at, count in split(left, len(lanes))] if left else [])
+            kept.check_header(header, part, asked.bytes, kept.data.nbytes)
+            await _receive_part(stream, part, kept, meter, progress=progress)
         except aio.AioRpcError as error:
             raise _failed(error, "download") from error
+        except Stalled as error:
+            raise TransferError(f"download: {error}", retry=True) from error
         finally:
             call.cancel()
 
     try:
-        if size is not None:
-            if size > limit:
-                raise WireError(f"{size} bytes were announced; at most {limit} are allowed here")
-            buffer(size)
-            await _run_parts(made, split(size, len(made)), one)
-        else:
-            await one(made[0], 0, 0)
-            assert first is not None
-            rest = first.total_bytes - first.bytes
-            if rest:
-                start = first.bytes
-                await _run_parts(made, [(start + o, n) for o, n in split(rest, len(made))], one)
-    except NotFound:
-        pass  # the header says why
-    assert first is not None
-    return first, received
+        if size is not None and not kept.parts:
+            begin(size, split(size, len(lanes)))
+        elif kept.header is None and size is None:
+            kept.parts[:] = [Part(0, 0)]
+            await _run_parts(lanes, kept.parts[:], one)
+        await _run_parts(lanes, kept.parts, one)
+    except _NotFound as missing:
+        return missing.header, np.empty(0, np.uint8)  # the header says why
+    assert kept.header is not None
+    return kept.header, kept.data
+
+
+class _NotFound(Exception):
+    """There is no such thing to download: the header says why."""
+
+    def __init__(self, header: sync_pb2.DownloadHeader) -> None:
+        super().__init__(header.reason)
+        self.header = header
+
+
+async def _receive_part(
+    stream: AsyncIterator[bytes], part: Part, kept: PartialDownload, meter: Meter, *, progress: Progress
+) -> None:
+    """Receive what is left of a part."""
+    start, rest = part.offset + part.received, part.size - part.received
+
+    def note(count: int) -> None:
+        part.received += count
+
+    taken: int | None = None
+    meter.begin(time.monotonic())
+    try:
+        target = flat(kept.data)[start : start + rest]
+        await receive_into(stream, target, note, progress=progress, digest=part.digest)
+        taken = rest
+    finally:
+        meter.end(time.monotonic(), taken)
 
 
 async def send_part(data: Any, offset: int, count: int, **fields: Any) -> AsyncIterator[bytes]:

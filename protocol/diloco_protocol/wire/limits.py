@@ -24,8 +24,12 @@ MAX_CURSORS = 256  # leases that a slot may hold; 36 bytes each in a Report
 MAX_NAME_CHARS = 64  # characters of a region's name, and of a process id
 MAX_TEXT = 4096  # characters of any other text in a control message
 CHUNK_BYTES = 2 << 20  # measured on loopback: 1-2 MiB is the plateau, 4 MiB halves it
+FIRST_CHUNK_BYTES = 256 << 10  # of each part; later ones take CHUNK_SECONDS
+LEAST_CHUNK_BYTES = 64 << 10
+CHUNK_SECONDS = 0.5  # of a slow link; on a fast one a chunk has CHUNK_BYTES
 MAX_CHUNK_BYTES = 4 << 20  # accepted
 MAX_PART_BYTES = 64 << 20
+MAX_UPLOAD_PART_BYTES = 8 << 20  # so much is sent again where an upload breaks; a download breaks at a byte
 MIN_PART_BYTES = 4 << 20  # smaller payloads are not split further
 MAX_FRAGMENT_BYTES = 1 << 36  # 64 GiB: a fragment's size as anybody may state it
 
@@ -33,9 +37,9 @@ KEEPALIVE_SECONDS = 30
 KEEPALIVE_ANSWER_SECONDS = 20
 CONNECT_SECONDS = 2  # one try to connect, TCP and TLS; after it the name is resolved anew
 JOIN_SECONDS = 10.0  # a session's first message, both ways
-STALL_SECONDS = 30.0  # without a chunk in or out, a transfer is given up
+STALL_SECONDS = 30.0  # without a chunk of its session in or out, a transfer is given up
 REJOIN_SECONDS = 90.0  # whose process ended is waited for so long, where only it may have an optimizer's state
-SLOWEST_BYTES_PER_SECOND = 256 << 10  # a transfer slower than this is given up
+SLOWEST_BYTES_PER_SECOND = 256 << 10  # at which what was sent last may still be under way
 
 MAX_SEQUENCES = 1 << 40  # of a data set
 MAX_COUNT = 1 << 62  # counters above are nonsense
@@ -61,7 +65,7 @@ def check_format(number: int) -> None:
 
 
 def transfer_seconds(size: int) -> float:
-    """How long a transfer of ``size`` bytes may take before it is given up."""
+    """How long the answer to an upload of ``size`` bytes is waited for, once nothing of its session moves."""
     return STALL_SECONDS + size / SLOWEST_BYTES_PER_SECOND
 
 

@@ -62,6 +62,7 @@ class Link:
 
     down_bytes_per_second: float = 0.0
     round_trip_seconds: float = 0.0
+    missing_fragments: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
 from diloco_protocol.wire import limits
+from diloco_protocol.wire.progress import Progress, Stalled, await_progress
 
 SERVICE = "diloco.v1.Bulk"
 UPLOAD = f"/{SERVICE}/Upload"
@@ -54,25 +54,27 @@ def bulk_handlers(upload: UploadHandler, download: DownloadHandler) -> Any:
     )
 
 
-async def write_download(messages: AsyncGenerator[bytes, None], context: Context) -> None:
-    """Send a download's messages. If the caller takes no byte for ``STALL_SECONDS``, or takes longer than the largest
-    part may, it is given up: ``messages`` is closed, and with it what it would send.
+async def write_download(
+    messages: AsyncGenerator[bytes, None], context: Context, progress: Progress | None = None
+) -> None:
+    """Send a download's messages. ``progress``: of all downloads of its caller's session. If they take no byte for
+    ``STALL_SECONDS``, it is given up: ``messages`` is closed, and with it what it would send.
 
     The call itself stays until its caller reads on or leaves: no status can follow a message that is still being sent.
     So whoever calls this bounds the calls of one caller. The one message that it holds has ``CHUNK_BYTES`` at most.
     """
-    until = time.monotonic() + limits.transfer_seconds(limits.MAX_PART_BYTES)
+    progress = progress or Progress()
     async with contextlib.aclosing(messages):
         async for message in messages:
             write = asyncio.ensure_future(context.write(message))
             try:
-                done, _ = await asyncio.wait({write}, timeout=min(limits.STALL_SECONDS, until - time.monotonic()))
+                await await_progress(asyncio.shield(write), progress)
             except asyncio.CancelledError:
                 write.cancel()
                 raise
-            if not done:
+            except Stalled:
                 break
-            await write
+            progress.note(len(message), asyncio.get_running_loop().time())
         else:
             return
     await write

@@ -153,12 +153,14 @@ class Report(_message.Message):
     def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ..., diverged: _Optional[bool] = ..., tenure: _Optional[int] = ..., young_optimizer: _Optional[bool] = ..., batches: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
-    __slots__ = ("down_bytes_per_second", "round_trip_seconds")
+    __slots__ = ("down_bytes_per_second", "round_trip_seconds", "missing_fragments")
     DOWN_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     down_bytes_per_second: float
     round_trip_seconds: float
-    def __init__(self, down_bytes_per_second: _Optional[float] = ..., round_trip_seconds: _Optional[float] = ...) -> None: ...
+    missing_fragments: int
+    def __init__(self, down_bytes_per_second: _Optional[float] = ..., round_trip_seconds: _Optional[float] = ..., missing_fragments: _Optional[int] = ...) -> None: ...
 
 class FragmentReport(_message.Message):
     __slots__ = ("epoch", "base_version", "steps", "tokens", "confirmed_tokens", "dropped_overlap", "dropped_stale", "dropped_rolled_back")

@@ -2,15 +2,15 @@
 
 Theory of operation. Over a slow link a large fragment takes longer to download than a merge takes, and each of its
 parts is fetched by a call of its own. Such a reader would find its version gone again and again if only the newest two
-were served. So a download is active from its first part until as many bytes were sent as the version has, or until no
-part of it was asked for during ``IDLE_SECONDS``; global_model.py keeps its version, within a bound. No I/O; the time
-is an argument.
+were served. So a download is active from its first part until every byte of the version was sent, or until no part of
+it was asked for during ``IDLE_SECONDS``; global_model.py keeps its version, within a bound. A part that broke is asked
+for again from the byte at which it broke, so ranges are counted, and not calls. No I/O; the time is an argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 IDLE_SECONDS = 30.0  # between two parts of one download
 MAX_DOWNLOADS = 4096  # of all readers; the one that was idle longest is dropped
@@ -18,11 +18,24 @@ MAX_DOWNLOADS = 4096  # of all readers; the one that was idle longest is dropped
 
 @dataclass(slots=True)
 class Download:
-    """One reader's download of one version. ``calls``: running now; ``left``: bytes not sent yet."""
+    """One reader's download of one version of ``size`` bytes. ``calls``: running now; ``sent``: the ranges that were,
+    in order and apart."""
 
-    left: int
+    size: int
     touched: float
     calls: int = 0
+    sent: list[tuple[int, int]] = field(default_factory=list)
+
+    def add_range(self, start: int, end: int) -> None:
+        """Bytes from ``start`` up to ``end`` were sent."""
+        apart = [(a, b) for a, b in self.sent if b < start or end < a]
+        near = [one for one in self.sent if one not in apart]
+        joined = min([start, *(a for a, _ in near)]), max([end, *(b for _, b in near)])
+        self.sent = sorted([*apart, joined])
+
+    @property
+    def is_whole(self) -> bool:
+        return self.sent == [(0, self.size)]
 
 
 class ActiveDownloads:
@@ -48,16 +61,15 @@ class ActiveDownloads:
         download.calls += 1
         download.touched = now
 
-    def end_part(self, fragment: int, version: int, reader: Hashable, sent: int, now: float) -> bool:
-        """A part's call is over. ``sent``: its bytes, 0 if it broke. Returns whether as many bytes were sent as the
-        version has."""
+    def end_part(self, fragment: int, version: int, reader: Hashable, sent: tuple[int, int], now: float) -> bool:
+        """A part's call is over. ``sent``: from which byte up to which. Returns whether all of the version was sent."""
         download = self._downloads.get((fragment, version), {}).get(reader)
         if download is None:
             return False  # dropped meanwhile
         download.calls -= 1
-        download.left -= sent
+        download.add_range(*sent)
         download.touched = now
-        if download.left > 0 or download.calls:
+        if not download.is_whole or download.calls:
             return False
         self._remove(fragment, version, reader)
         return True

@@ -5,8 +5,9 @@ received straight into its range. Parts come over several connections at once, i
 part that fills the last range is answered with the verdict, the others with ``partial``.
 
 Bounds: ``MAX_PER_PROCESS`` uploads of one process at a time and ``MAX_ALL`` in all (more are refused as ``busy``); an
-upload in which nothing has come for ``IDLE_SECONDS`` is dropped. A part that fails ends its upload: the sender starts
-over, and its first part replaces what is left.
+upload in which nothing has come for ``IDLE_SECONDS`` is dropped. A part that fails is forgotten, and the others are
+kept: the sender sends that range again. A range that is sent again replaces what was there, or is still under way over
+a connection that is dead. One that overlaps others starts the upload over.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
 
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.progress import Progress
 from diloco_syncer.store.records import Array
 
 MAX_PER_PROCESS = 8
@@ -48,6 +49,13 @@ class TooManyUploads(Exception):
     """Too many uploads at once; the sender shall try again after a pause."""
 
 
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One part's range. ``done``: all of it is there."""
+
+    done: bool = False
+
+
 @dataclass(slots=True)
 class PartialUpload:
     """One payload being received into ``array``."""
@@ -55,21 +63,26 @@ class PartialUpload:
     key: Hashable
     process: str
     array: Array
-    claimed: list[tuple[int, int]] = field(default_factory=list)
-    received: int = 0
-    broken: bool = False
+    claimed: dict[tuple[int, int], Claim] = field(default_factory=dict)  # by where it starts and ends
     touched: float = field(default_factory=time.monotonic)
 
-    def claim_range(self, start: int, size: int) -> bool:
-        """Reserve a range for a part; False if it overlaps one that is reserved. Raises ``WireError`` for more parts
-        than any sender makes."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte is there: claims never overlap."""
+        return sum(end - start for (start, end), claim in self.claimed.items() if claim.done) == self.array.nbytes
+
+    def claim_range(self, start: int, size: int) -> Claim | None:
+        """Reserve a range for a part; None if it overlaps another one that is reserved. Raises ``WireError`` for more
+        parts than any sender makes."""
+        end = start + size
+        self.claimed.pop((start, end), None)
         if len(self.claimed) >= SPARE_PARTS + self.array.nbytes // limits.MIN_PART_BYTES:
             raise WireError(f"{len(self.claimed)} parts of {self.array.nbytes} bytes: send fewer, larger ones")
-        if any(start < end and begin < start + size for begin, end in self.claimed):
-            return False
-        self.claimed.append((start, start + size))
+        if any(start < other and begin < end for begin, other in self.claimed):
+            return None
+        claim = self.claimed[start, end] = Claim()
         self.touched = time.monotonic()
-        return True
+        return claim
 
 
 class MultipartUploads:
@@ -84,9 +97,15 @@ class MultipartUploads:
         return len(self._open)
 
     async def receive_part(
-        self, key: Hashable, header: sync_pb2.UploadHeader, stream: AsyncIterator[bytes], allocate: Callable[[], Array]
+        self,
+        key: Hashable,
+        header: sync_pb2.UploadHeader,
+        stream: AsyncIterator[bytes],
+        allocate: Callable[[], Array],
+        progress: Progress | None = None,
     ) -> Array | None:
-        """Receive one part; see ``ReadPayload``. Raises ``WireError`` (the upload is gone then), ``TooManyUploads``."""
+        """Receive one part; see ``ReadPayload``. ``progress``: of the sender's session. Raises ``WireError`` (the part
+        is gone then), ``TooManyUploads``."""
         size = header.total_bytes
         if header.bytes > limits.MAX_PART_BYTES or header.offset + header.bytes > size:
             raise WireError(
@@ -99,29 +118,39 @@ class MultipartUploads:
         if upload is not None and upload.array.nbytes != size:
             self._drop(upload)
             raise WireError(f"total_bytes is {size}; this payload has {upload.array.nbytes}")
-        if upload is None or not upload.claim_range(header.offset, header.bytes):
-            if upload is not None:  # the sender started over
-                self._drop(upload)
-            upload = self._open_upload(key, header.process, size, allocate)
-            upload.claim_range(header.offset, header.bytes)
+        claim = None if upload is None else upload.claim_range(header.offset, header.bytes)
+        if upload is None or claim is None:
+            upload = self._open_upload(key, header.process, size, allocate)  # in place of one that is started over
+            claim = upload.claim_range(header.offset, header.bytes)
         view = bulk.flat(upload.array)[header.offset : header.offset + header.bytes]
+        place = header.offset, header.offset + header.bytes
+
+        def check_claim() -> None:
+            if self._open.get(key) is not upload or upload.claimed.get(place) is not claim:
+                raise WireError("this part was sent again, or its payload was started over")
+
+        def note_chunk(count: int) -> None:
+            check_claim()  # before a byte is written: the array may be another payload's by now
+            self._touch(upload)
+
         try:
-            digest = await bulk.receive_into(stream, view, partial(self._touch, upload))
+            digest = await bulk.receive_into(stream, view, note_chunk, progress=progress)
             if digest != header.checksum:
                 raise bulk.ChecksumError("the part's checksum is wrong")
-            if upload.broken:
-                raise WireError("another part of this payload failed, or it was started over")
+            check_claim()
         except BaseException:
-            self._drop(upload)
+            if upload.claimed.get(place) is claim:
+                del upload.claimed[place]
             raise
-        upload.received += header.bytes
-        upload.touched = time.monotonic()
-        if upload.received < size:
+        assert claim is not None
+        claim.done = True
+        if not upload.is_whole:
             return None
         del self._open[key]
         return upload.array
 
     def _open_upload(self, key: Hashable, process: str, size: int, allocate: Callable[[], Array]) -> PartialUpload:
+        self._open.pop(key, None)
         own = sum(a.process == process for a in self._open.values())
         if own >= MAX_PER_PROCESS or len(self._open) >= MAX_ALL:
             raise TooManyUploads
@@ -136,7 +165,6 @@ class MultipartUploads:
         self._note_chunk(upload.key)
 
     def _drop(self, upload: PartialUpload) -> None:
-        upload.broken = True
         if self._open.get(upload.key) is upload:
             del self._open[upload.key]
 

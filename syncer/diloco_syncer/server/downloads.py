@@ -74,7 +74,7 @@ class Downloads:
             # Looked up now: a learner that takes the last version may leave before the whole of it was sent.
             place, slot = self.sessions.find_place_and_slot(caller)
             async with self.queue.await_turn(request.process):
-                await services.write_download(self._send(request, place, slot), context)
+                await services.write_download(self._send(request, place, slot), context, caller.sent)
         except CallerRefused as error:
             # Who has no session any more joins again, and then asks again.
             joined = error.reason != TransferRefusal.NOT_JOINED
@@ -99,18 +99,19 @@ class Downloads:
             data, request.offset, request.bytes, versions=map(convert.to_wire, versions), receipt=receipt
         )
         sent, whole = 0, wire_bulk.flat(data).nbytes
-        wanted = min(request.bytes or limits.MAX_PART_BYTES, whole - request.offset)
         # A fragment's version is kept for its reader.
         downloads = self.model.downloads if request.what in FRAGMENTS else None
         key = request.fragment, request.version, (request.process[: limits.MAX_NAME_CHARS], request.what)
         if downloads is not None:
             downloads.begin_part(*key, whole, time.monotonic())
         try:
+            yield await anext(parts)
             async for part in parts:
                 yield part
-            sent = wanted
+                sent += len(part)
         finally:
-            whole_sent = downloads is not None and downloads.end_part(*key, sent, time.monotonic())
+            reached = request.offset, request.offset + sent
+            whole_sent = downloads is not None and downloads.end_part(*key, reached, now=time.monotonic())
         self.traffic.count_sent(place, slot, sent)
         connection = self.sessions.find_process(request.process)
         if whole_sent and connection is not None and request.epoch == self.core.epoch:

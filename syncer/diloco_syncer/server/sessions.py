@@ -32,6 +32,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, ConnectionRefusal, JobPhase, JoinRefusal, TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.progress import Progress
 from diloco_protocol.wire.records import StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
@@ -74,6 +75,7 @@ class Connection:
         self.welcomed = False  # Welcome comes first, and contains what was announced before it
         self.leases_wanted = 0  # requested by the learner, and not by the core's event yet
         self.link = LinkMeasures()
+        self.sent, self.received = Progress(), Progress()  # bulk bytes, which keep its transfers alive
         self.messages, self.uploads = MessagePace(), MessagePace()
         self.closing = False  # end the stream when the queue is sent
         self.cut = False  # the syncer ends

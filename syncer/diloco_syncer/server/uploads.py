@@ -95,7 +95,7 @@ class Uploads:
             received: int | None = None
             meter.begin(time.monotonic())
             try:
-                whole = await self.multipart.receive_part(key, header, stream, allocate)
+                whole = await self.multipart.receive_part(key, header, stream, allocate, progress=caller.received)
                 received = header.bytes
             finally:
                 meter.end(time.monotonic(), received)

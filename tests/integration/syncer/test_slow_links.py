@@ -113,7 +113,8 @@ def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[SyncerProcess]:
-    made = SyncerProcess(tmp_path / "syncer", parse_job(JOB)).start()
+    # Not on loopback alone: there a busy machine would be named, and not the link.
+    made = SyncerProcess(tmp_path / "syncer", parse_job(JOB)).start("--listen", "0.0.0.0:0")
     yield made
     made.stop()
 

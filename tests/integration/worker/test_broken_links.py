@@ -157,7 +157,6 @@ def test_a_bulk_connection_that_dies_silently_stops_no_round(
     trainer = Trainer(service.environ() | {"DILOCO_SYNCER_FILE": str(relay.address_file)})
     with trainer.learner:
         trainer.train_until(lambda: versions(service)[:1] > [0], "a first merge")
-        seats = service.status()["slots"][0]["incarnations"]
         push, silenced = Transfers.push, []
 
         def push_into_silence(self: Transfers, one: Push) -> None:
@@ -171,7 +170,6 @@ def test_a_bulk_connection_that_dies_silently_stops_no_round(
             relay.silence_bulk()
             silenced.append(versions(service)[0] + 1)  # a push that was on its way may still arrive
         trainer.train_until(lambda: bool(silenced) and versions(service)[0] > silenced[0] + 2, "merges after that")
-        assert service.status()["slots"][0]["incarnations"] > seats  # over the connections of another session
 
 
 @pytest.mark.promise("A repeated pull does not send a push twice; if its push was refused, the pull is answered anew")

@@ -32,15 +32,20 @@ _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One file: where it is, its size in bytes, and a stamp that changes with its content."""
+    """One file: where it is, its size in bytes, and a stamp that changes with its content. ``chosen``: the job names
+    it, and not only a directory or a glob that has it."""
 
     uri: str
     size: int
     stamp: str
     filesystem: Any = None  # fsspec file system for a URI, None for a local file
+    chosen: bool = False
 
-    def read(self) -> bytes:
-        """All its bytes. Raises JobError naming the file if it cannot be read."""
+    def read(self, most: int | None = None) -> bytes:
+        """All its bytes, or the first ``most``. Raises JobError naming the file if it cannot be read."""
+        if most is not None:
+            with self.open() as file:
+                return file.read(most)
         try:
             if self.filesystem is None:
                 return Path(self.uri).read_bytes()
@@ -103,15 +108,17 @@ def _expand(path: str, directory: Path) -> Iterator[Document]:
     elif "://" in path:
         yield from _remote(path)
     else:
-        yield from map(_local, _sorted(local_files(path, directory)))
+        files = _sorted(local_files(path, directory))
+        chosen = files == [directory / Path(path).expanduser()]
+        yield from (_local(file, chosen) for file in files)
 
 
-def _local(path: Path) -> Document:
+def _local(path: Path, chosen: bool = False) -> Document:
     try:
         facts = path.stat()
     except OSError as e:
         raise NothingThere(f"cannot be read: {path}: {e.strerror}") from e
-    return Document(str(path), facts.st_size, str(facts.st_mtime_ns))
+    return Document(str(path), facts.st_size, str(facts.st_mtime_ns), chosen=chosen)
 
 
 def _sorted(files: Iterable[Path]) -> list[Path]:
@@ -143,7 +150,9 @@ def _remote(uri: str) -> Iterator[Document]:
         raise NothingThere("names no file")
     for name, info in files:
         stamp = next((str(info[k]) for k in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(k)), "")
-        yield Document(filesystem.unstrip_protocol(name), int(info.get("size") or 0), stamp, filesystem)
+        yield Document(
+            filesystem.unstrip_protocol(name), int(info.get("size") or 0), stamp, filesystem, chosen=names == [path]
+        )
 
 
 def words_of(error: BaseException) -> str:

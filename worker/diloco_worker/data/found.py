@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import posixpath
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,19 +22,32 @@ TOLD = "data.json"
 
 @dataclass(slots=True)
 class Found:
-    """``files``: how many were read; of them ``record_files`` hold ``records``. ``looks``: what plain files look like
-    instead of text, with how many and the first of them."""
+    """``files``: how many there are; of them ``record_files`` hold ``records``. ``looks``: what plain files look like
+    instead of text, with how many and the first of them; ``left_out``: the same of files that hold no text."""
 
     files: int = 0
     record_files: int = 0
     records: int = 0
     looks: dict[str, tuple[int, str]] = field(default_factory=dict)
+    left_out: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add_look(self, what: str, uri: str) -> None:
         """A plain file that looks like ``what`` (empty: like text)."""
         if what:
-            count, first = self.looks.get(what, (0, uri))
-            self.looks[what] = (count + 1, first)
+            _count(self.looks, what, uri)
+
+    def leave_out(self, what: str, uri: str) -> None:
+        """A file that is ``what`` instead of text is not read."""
+        _count(self.left_out, what, uri)
+
+    @property
+    def left_out_text(self) -> str:
+        """``1 left out: pic.png (not text)``; empty: none was."""
+        kinds = [
+            f"{posixpath.basename(first)}{f' and {count - 1} more' if count > 1 else ''} ({what})"
+            for what, (count, first) in self.left_out.items()
+        ]
+        return f"{sum(count for count, _ in self.left_out.values()):,} left out: {', '.join(kinds)}" if kinds else ""
 
     def warnings(self) -> list[str]:
         """One for each kind of look."""
@@ -56,7 +70,8 @@ class Found:
                 read = f"{read}, {records}"
             else:
                 read = f"{read}, {self.record_files:,} of them with {records}"
-        return f"{read}, {tokens:,} tokens: {tokens // length:,} sequences of {length}"
+        left_out = f", {self.left_out_text};" if self.left_out else ","
+        return f"{read}{left_out} {tokens:,} tokens: {tokens // length:,} sequences of {length}"
 
     def save(self, path: Path) -> None:
         """Raises OSError."""
@@ -67,10 +82,16 @@ class Found:
         """None: it is not there, or no longer of this form."""
         try:
             kept = json.loads(path.read_bytes())
-            kept["looks"] = {str(what): (int(n), str(first)) for what, (n, first) in kept["looks"].items()}
+            for name in ("looks", "left_out"):
+                kept[name] = {str(what): (int(n), str(first)) for what, (n, first) in kept.get(name, {}).items()}
             return cls(**kept)
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _count(kinds: dict[str, tuple[int, str]], what: str, uri: str) -> None:
+    count, first = kinds.get(what, (0, uri))
+    kinds[what] = (count + 1, first)
 
 
 def report(line: str, warnings: list[str], cache_directory: Path | None) -> None:

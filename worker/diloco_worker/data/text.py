@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco_protocol.common.data.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
+from diloco_protocol.common.data.data_files import (
+    HEAD_BYTES,
+    RecordFormat,
+    appearance,
+    binary_kind,
+    is_utf8,
+    record_format,
+)
+from diloco_protocol.spec.load import JobError
 from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data import cache, records, tables
-from diloco_worker.data.corpus import Document, documents
+from diloco_worker.data.corpus import FIELD, Document, documents
 from diloco_worker.data.directories import directory_or_name
 from diloco_worker.data.found import Found
 from diloco_worker.data.split import Part
@@ -36,10 +45,13 @@ log = logging.getLogger(__name__)
 
 # A document longer than this is tokenised in pieces, so that memory stays bounded.
 PIECE_CHARACTERS = 1_000_000
+# Of a corpus, before a job is started.
+LOOK_BYTES = 4_000_000
 
 
 class Tokenizer(Protocol):
-    """Turns a document into tokens. ``identity`` changes whenever its output may."""
+    """Turns a document into tokens. ``identity`` changes whenever its output may; every token is below
+    ``vocabulary``."""
 
     identity: str
     vocabulary: int
@@ -74,7 +86,8 @@ class HubTokenizer:
                 f"no tokenizer could be loaded ({one_line(e)}); use `bytes`, a directory that "
                 "`save_pretrained` wrote, or a name on Hugging Face",
             ) from e
-        self.vocabulary = len(self.inner)
+        # Ids may have holes, and be more than the number of tokens.
+        self.vocabulary = max(len(self.inner), 1 + max(self.inner.get_vocab().values(), default=-1))
         backend = getattr(self.inner, "backend_tokenizer", None)
         content = backend.to_str() if backend is not None else repr(sorted(self.inner.get_vocab().items()))
         self.identity = hashlib.sha256(content.encode()).hexdigest()
@@ -168,8 +181,10 @@ def of_paths(
 
     def produce(found: Found) -> Iterator[NDArray[np.generic]]:
         for document in listed:
-            for text in _texts(document, data.text_field, found):
+            for text in texts(document, data, found):
                 yield words.tokens(text)
+        if sum(count for count, _ in found.left_out.values()) == found.files:
+            raise job_error(named, value, f"holds no text: {found.left_out_text}")
 
     origin: list[object] = ["text", words.identity, [_origin(d, data.text_field) for d in listed]]
     plain = Found(files=len(listed))
@@ -194,21 +209,61 @@ def _origin(document: Document, text_field: str) -> tuple[object, ...]:
     return kept if format is None else (*kept, format.value, text_field)
 
 
-def _texts(document: Document, text_field: str, found: Found) -> Iterator[bytes | str]:
-    """The texts of one file, counted in ``found``: of records one each, of plain text all its bytes."""
+def summarise_data(data: DataSpec, directory: Path) -> tuple[str, bool]:
+    """What the files of ``data`` hold, as learners would count it, and whether only a part was looked at: of more than
+    LOOK_BYTES the first are read. Empty where that cannot be said: files elsewhere, or with something wrong."""
+    paths = data.paths if data.source == "text" else [data.name or ""] * (record_format(data.name or "") is not None)
+    if any("://" in path for path in paths):
+        return "", False
+    found, words, tokens, seen = Found(), tokenizer(data.tokenizer), 0, 0
+    try:
+        listed = tables.without_bookkeeping(documents(paths, directory), data.split)
+        tables.check_installed(listed)
+        whole = sum(document.size for document in listed)
+        for document in listed:
+            for text in texts(document, data, found, LOOK_BYTES - seen):
+                tokens += len(words.tokens(text))
+                seen += len(text)
+                if seen >= LOOK_BYTES:
+                    break
+            if seen >= LOOK_BYTES:
+                break
+    except JobError:
+        return "", False
+    if not listed or whole <= LOOK_BYTES:
+        return found.line(tokens, data.sequence_length) if listed else "", False
+    left_out = f", {found.left_out_text}" if found.left_out else ""
+    files = f"{len(listed):,} file{'s' * (len(listed) != 1)} of {whole:,} bytes{left_out}"
+    return f"{files}; the first {seen:,} bytes of text are {tokens:,} tokens", True
+
+
+def texts(document: Document, data: DataSpec, found: Found, most: int | None = None) -> Iterator[bytes | str]:
+    """The texts of one file, counted in ``found``: of records one each, of plain text all its bytes (or the first
+    ``most``). Of a file that holds no text there are none; raises JobError if the job names that very file."""
     found.files += 1
     format = record_format(document.uri)
     remark = ""
     if format is RecordFormat.JSON:
-        is_records, remark = records.is_records(document, text_field)
+        is_records, remark = records.is_records(document, data.text_field)
         format = format if is_records else None
     if format is None:
-        content = document.read()
-        found.add_look(remark or appearance(content[:HEAD_BYTES]), document.uri)
+        content = document.read(most)
+        head = content[:HEAD_BYTES]
+        if binary := binary_kind(head):
+            if document.chosen:
+                name = posixpath.basename(document.uri)
+                raise job_error(FIELD, document.uri, f"{name} looks like something else than text: {binary}")
+            found.leave_out(binary, document.uri)
+            return
+        if data.tokenizer != "bytes" and not is_utf8(head):
+            remark = (
+                remark or "text that is not UTF-8, of which the tokenizer gets replacement characters: save it as UTF-8"
+            )
+        found.add_look(remark or appearance(head), document.uri)
         yield content
         return
     found.record_files += 1
-    for text in records.texts(document, format, text_field):
+    for text in records.texts(document, format, data.text_field):
         found.records += 1
         yield text
 
@@ -228,14 +283,23 @@ def pack(
     in what it is given; ``unread`` is said where nobody counted.
 
     Raises JobError on the field ``named`` with its ``value`` if there is not even one sequence."""
-    dtype, length = token_dtype(tokenizer(data.tokenizer).vocabulary), data.sequence_length
+    vocabulary, length = tokenizer(data.tokenizer).vocabulary, data.sequence_length
+    dtype = token_dtype(vocabulary)
     key = cache.digest(origin)
     counted: Found | None = None
 
     def counting() -> Iterator[NDArray[np.generic]]:
         nonlocal counted
         found = Found()
-        yield from produce(found)
+        for piece in produce(found):
+            if piece.size and piece.max() >= vocabulary:  # it would be another token once it is cast
+                raise job_error(
+                    "spec.training.data.tokenizer",
+                    data.tokenizer,
+                    f"gives the token {piece.max()}, and its vocabulary ends at {vocabulary - 1}: save it anew with "
+                    "a vocabulary that has all of its tokens",
+                )
+            yield piece
         counted = found
         if cache_directory is not None:  # before the tokens have their name, so that who finds them finds this too
             found.save(cache.facts_path(cache_directory, key))

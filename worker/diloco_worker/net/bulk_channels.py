@@ -1,7 +1,8 @@
 """The bulk connections of one session: whole payloads up and down, under this process's identity.
 
-An upload is tried again under the same id while the syncer is busy, and a few times where parts break or arrive
-damaged, so that it counts once. Encoding,
+An upload is tried again under the same id while the syncer is busy, and where parts break or arrive damaged, so that it
+counts once. A download that breaks goes on at the byte where it broke; what has come of a version outlives the session
+(``KeptDownloads``). A transfer is given up after ``_TRIES`` tries in succession that brought nothing. Encoding,
 decoding and checksums run in executor threads (``run``), where numba's kernels hold no interpreter lock.
 """
 
@@ -20,6 +21,7 @@ from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common.meter import Meter
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.wire.progress import Progress
 
 T = TypeVar("T")
 _BUSY_TRIES = 20
@@ -39,10 +41,32 @@ class ByteCounts:
         self.chunks_up += 1
 
 
+class KeptDownloads:
+    """What has come of the versions and frozen parameters whose downloads broke: of each fragment the newest. Other
+    kinds of payloads may differ under the same name, and are kept by nobody."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[bytes, bulk.PartialDownload]] = {}
+
+    def find(self, request: sync_pb2.DownloadRequest) -> bulk.PartialDownload:
+        """What there is of this request, to be added to."""
+        kinds = sync_pb2.DownloadRequest
+        if request.what not in (kinds.FULL, kinds.DELTA, kinds.FROZEN):
+            return bulk.PartialDownload()
+        place, named = (request.what, request.fragment), request.SerializeToString(deterministic=True)
+        if self._kept.get(place, (b"", None))[0] != named:
+            self._kept[place] = named, bulk.PartialDownload()
+        return self._kept[place][1]
+
+    def forget(self, request: sync_pb2.DownloadRequest) -> None:
+        """It has come whole, or is not to be had, or is wrong."""
+        self._kept.pop((request.what, request.fragment), None)
+
+
 @dataclass
 class BulkChannels:
     """``slot`` and ``incarnation`` go into every upload's header, where they fence a stale process; the client
-    sets them when the syncer names others. ``up`` and ``down`` measure the throughput."""
+    sets them when the syncer names others. ``up`` and ``down`` measure the throughput; ``arriving``: what has come."""
 
     channels: Sequence[aio.Channel]
     metadata: Sequence[tuple[str, str]]
@@ -52,8 +76,14 @@ class BulkChannels:
     counts: ByteCounts
     up: Meter | None = None
     down: Meter | None = None
+    arriving: Progress = field(default_factory=Progress)
+    kept: KeptDownloads = field(default_factory=KeptDownloads)
     slot: int = field(default=0, init=False)
     incarnation: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._leaving = Progress()
+        self._lanes_up, self._lanes_down = bulk.Lanes(self.channels), bulk.Lanes(self.channels)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run ``work`` in an executor thread."""
@@ -66,19 +96,23 @@ class BulkChannels:
         header = sync_pb2.UploadHeader(
             job=self.job, slot=self.slot, incarnation=self.incarnation, process=self.process, **kind
         )
-        broken = 0
-        for attempt in range(_BUSY_TRIES):
+        sent = bulk.SentParts()
+        broken = busy = 0  # tries in succession
+        while busy < _BUSY_TRIES:
+            before = sent.done
             try:
                 reply = await bulk.upload(
-                    self.channels,
+                    self._lanes_up,
                     header,
                     payload,
                     metadata=self.metadata,
                     meter=self.up,
                     note_chunk=self.counts.count_chunk,
+                    progress=self._leaving,
+                    sent=sent,
                 )
             except bulk.TransferError as error:
-                broken += 1
+                broken = 0 if sent.done > before else broken + 1
                 if not error.retry or broken >= _TRIES:
                     raise
             except limits.WireError as error:
@@ -87,10 +121,11 @@ class BulkChannels:
                 if reply.accepted or reply.reason not in (TransferRefusal.BUSY, *_DAMAGED):
                     self.counts.up += len(bulk.flat(payload))
                     return reply
-                broken += reply.reason in _DAMAGED
+                damaged = reply.reason in _DAMAGED
+                broken, busy = (broken + 1, 0) if damaged else (0, busy + 1)
                 if broken >= _TRIES:
                     raise bulk.TransferError(f"it arrives damaged ({reply.reason}): {reply.message}", retry=True)
-            await asyncio.sleep(pause(attempt))
+            await asyncio.sleep(pause(broken + busy))
         raise bulk.TransferError("the syncer was busy for too long", retry=True)
 
     async def download(
@@ -106,9 +141,32 @@ class BulkChannels:
         ``size``: exactly so many bytes; otherwise at most ``limit``. ``allocate`` makes the array. Raises TransferError
         and, for another size, WireError."""
         request = sync_pb2.DownloadRequest(job=self.job, process=self.process, **what)
-        header, data = await bulk.download(
-            self.channels, request, size=size, limit=limit, allocate=allocate, metadata=self.metadata, meter=self.down
-        )
+        kept = self.kept.find(request)
+        broken = 0  # tries in succession
+        while True:
+            before = kept.received
+            try:
+                header, data = await bulk.download(
+                    self._lanes_down,
+                    request,
+                    size=size,
+                    limit=limit,
+                    allocate=allocate,
+                    metadata=self.metadata,
+                    meter=self.down,
+                    progress=self.arriving,
+                    kept=kept,
+                )
+                break
+            except bulk.TransferError as error:
+                broken = 0 if kept.received > before else broken + 1
+                if not error.retry or broken >= _TRIES:
+                    raise
+            except limits.WireError:
+                self.kept.forget(request)
+                raise
+            await asyncio.sleep(pause(broken))
+        self.kept.forget(request)
         if not header.found:
             return None
         self.counts.down += data.nbytes

@@ -33,7 +33,7 @@ from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.core.syncer_settings import read_settings
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.authentication import WorkerCredentials
-from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, pause
+from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, KeptDownloads, pause
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import FragmentCache
 from diloco_worker.net.inbox import (
@@ -93,6 +93,7 @@ class SyncerConnection:
         self._sequences = 0
         self._digests = immutable_digests(self.settings.job)
         self._cache = FragmentCache(len(self.layout))
+        self._kept = KeptDownloads()
         self._context = TransferContext(
             self.layout, self.inbox, self.outbox, self._cache, feedback=self.feedback, to_vector=to_vector, eager=eager
         )
@@ -209,6 +210,8 @@ class SyncerConnection:
             counts=self.counts,
             up=self.probe.up,
             down=self.probe.down,
+            arriving=self.probe.arriving,
+            kept=self._kept,
         )
         encoding = self._syncer_settings.sync.compression.up
         self._transfers = Transfers(
@@ -257,7 +260,8 @@ class SyncerConnection:
     def _stamp(self, report: StepReport, now: float, every: float) -> StepReport:
         """Complete a report that is about to be sent. A heartbeat counts batches too: a loop that never ends a step
         makes no report."""
-        return replace(self.probe.stamp(report, now, every), batches=self.count_batches())
+        missing = 0 if self._transfers is None else self._transfers.missing_fragments
+        return replace(self.probe.stamp(report, now, every, missing), batches=self.count_batches())
 
     # ------------------------------------------------------- messages from the syncer
 

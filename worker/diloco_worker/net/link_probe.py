@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS
 from diloco_protocol.common.meter import Meter
+from diloco_protocol.wire.progress import Progress
 from diloco_protocol.wire.records import Link, StepReport
 
 _ECHOES = 16  # of which the shortest counts
@@ -29,6 +30,7 @@ class LinkProbe:
         self._number = 0
         self.up = Meter()
         self.down = Meter()
+        self.arriving = Progress()
         self.round_trip: float | None = None  # seconds, the shortest of the last echoes
         self._trips: deque[float] = deque(maxlen=_ECHOES)
         self._asked: float | None = None  # when the echo that is under way was asked for
@@ -38,16 +40,20 @@ class LinkProbe:
         """Start measuring anew: a session began."""
         self.up = Meter()
         self.down = Meter()
+        self.arriving = Progress()
         self.round_trip = None
         self._trips.clear()
         self._asked = None
         self._next = float("-inf")
 
-    def stamp(self, report: StepReport, now: float, every: float) -> StepReport:
+    def stamp(self, report: StepReport, now: float, every: float, missing: int = 0) -> StepReport:
         """Complete a report that is about to be sent: what was measured, and every ``every`` seconds the
-        request for an echo."""
+        request for an echo. ``missing``: fragments that a newcomer has still to download; its rate is that of all
+        that has come."""
         down = self.down.rate if self.down.transfers >= LEAST_TRANSFERS else None
-        link = Link(down or 0.0, self.round_trip or 0.0)
+        if missing:
+            down = self.arriving.rate(now)
+        link = Link(down or 0.0, self.round_trip or 0.0, missing)
         echo = 0
         lost = self._asked is not None and now - self._asked > _LOST_SECONDS
         if now >= self._next and (self._asked is None or lost):

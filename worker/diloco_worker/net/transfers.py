@@ -12,6 +12,8 @@ encoding, decoding and checksums run in executor threads (``bulk_channels``).
 when its bytes are here. One download runs per fragment at a time, of the newest announcement; a version
 that was overtaken meanwhile is skipped. Example: versions 4, 5 and 6 are announced while 3 is being
 downloaded; then 6 is downloaded next, as a whole, because a delta applies to the version before only.
+``_DOWNLOADS_AT_ONCE`` fragments are downloaded at a time, those first that wait longest. So a newcomer has some of its
+model soon, whatever its link, and a merge's broadcast is not held up by a share of everything else.
 
 *Up.* Pushes are encoded and sent in order, two at a time. The syncer's answer is passed on as
 ``PushAnswered``. If the session ends first, the push's fate is open (``accepted`` None): its work stays
@@ -36,6 +38,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.common.format_units import download_text
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, PushRefusal
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
@@ -51,6 +54,8 @@ from diloco_worker.settings import ConfigurationError, DivergedError
 
 log = logging.getLogger(__name__)
 
+_DOWNLOADS_AT_ONCE = 3  # fragments: one is decoded while others come
+_TELL_SECONDS = 10.0  # between two lines about a newcomer's download
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _MOST_QUEUED_PUSHES = 2 * MAX_FRAGMENTS
 _MOST_DIGEST_BYTES = 1024
@@ -118,6 +123,8 @@ class Transfers:
         self._cache = self.context.cache
         self._announced: dict[int, Announcement] = {}  # the newest, per fragment
         self._fetching: set[int] = set()
+        self._download_turns = asyncio.Semaphore(_DOWNLOADS_AT_ONCE)
+        self._tell_at = 0.0
         self._pushes: list[Push] = []
         self._pushing = 0
         self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
@@ -178,8 +185,9 @@ class Transfers:
         attempt = 0
         try:
             while True:
-                announcement = self._announced[fragment]
-                version = await self._obtain_version(announcement)
+                async with self._download_turns:
+                    announcement = self._announced[fragment]
+                    version = await self._obtain_version(announcement)
                 if version is None:
                     attempt += 1
                     if attempt >= _VERSION_TRIES:
@@ -188,6 +196,7 @@ class Transfers:
                     continue
                 attempt = 0
                 self._cache.put(version)
+                self._tell_progress()
                 vector = await self.channels.run(self.context.to_vector, version.values)  # it may pin its memory
                 self._inbox.put(Downloaded(announcement, vector, self._cache.newest_reset(fragment)))
                 del version, vector
@@ -198,6 +207,19 @@ class Transfers:
                     break
         finally:
             self._fetching.discard(fragment)
+
+    @property
+    def missing_fragments(self) -> int:
+        """How many fragments of the model were announced, and are not here in any version."""
+        return sum(self._cache.get(fragment) is None for fragment in self._announced)
+
+    def _tell_progress(self) -> None:
+        """Say once in a while how much of the model a newcomer has."""
+        now, here = time.monotonic(), len(self._layout) - self.missing_fragments
+        if self.missing_fragments and now >= self._tell_at:
+            self._tell_at = now + _TELL_SECONDS
+            rate = self.channels.arriving.rate(asyncio.get_running_loop().time())
+            log.info("%s of the model downloaded", download_text(here, len(self._layout), rate))
 
     async def _obtain_version(self, announcement: Announcement) -> CachedVersion | None:
         """The version, from the cache or downloaded; None, and a line in the log: it did not arrive."""

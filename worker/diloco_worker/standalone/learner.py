@@ -27,10 +27,11 @@ from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.data.map_style import check_map_style
 from diloco_worker.data.shuffle import Permutation, step_seed
 from diloco_worker.fragments import build_layout, refuse_running_statistics
+from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.step_metrics import StepMetrics
-from diloco_worker.sync.step_tokens import check_step_tokens
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,11 @@ class StandaloneLearner:
         refuse_running_statistics(model)
         sync = job.spec.sync
         self.layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)
-        InnerOptimizers(model, optimizers)
         self.job = job
         self.learners = 1
         self.step = 0
         self.tokens = 0
-        self._model = model
+        self._checks = LoopChecks(InnerOptimizers(model, optimizers), ModelWatch(model), sync.every)
         self._metrics = StepMetrics()
         self._losses: list[float] = []  # the first and the last
         self._started = False
@@ -226,9 +226,7 @@ class StandaloneLearner:
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step. ``lr`` is not written anywhere."""
-        tokens = check_step_tokens(tokens)
-        if not self.step:
-            refuse_running_statistics(self._model)  # modules may be in another mode than at the start
+        tokens = self._checks.check_step(tokens)
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "

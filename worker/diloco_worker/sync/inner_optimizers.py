@@ -4,21 +4,25 @@ What belongs to their state beside the tensors of each parameter are numbers in 
 (a step count, an estimated learning rate). Which those are is observed: an entry that has another value after
 ``optimizer.step()`` than before it. What a loop sets between steps, such as the learning rate, is not among them.
 
-An optimizer that keeps a copy of the parameters, of which it makes them anew at each step, is refused by name: a merged
-version that is adopted would be undone by its next step.
+An optimizer that keeps a copy of the parameters, of which it makes them anew at each step, is refused: a merged version
+that is adopted would be undone by its next step. It is known by its name, or by holding tensors that are not the
+model's, as float32 masters are. A wrapper that only passes on what it is asked, as accelerate's, is taken off.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 Number = bool | int | float
 
@@ -38,18 +42,25 @@ class InnerOptimizers:
         self, model: torch.nn.Module, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     ) -> None:
         self.model = model
-        self.all = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        given = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+        self.all = [_unwrap(optimizer) for optimizer in given]
+        self._begun = False  # some step was made
         self._changed: list[set[str]] = [set() for _ in self.all]  # group entries that each has changed itself
         self._before: list[list[dict[str, Number]]] = [[] for _ in self.all]
         seen: set[int] = set()
         for index, optimizer in enumerate(self.all):
-            _refuse_copies(optimizer)
             ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if ours & seen:
                 raise ConfigurationError("two optimizers train the same parameter: give each parameter to one of them")
             seen |= ours
             optimizer.register_step_pre_hook(lambda *_, i=index: self._remember_groups(i))
             optimizer.register_step_post_hook(lambda *_, i=index: self._compare_groups(i))
+        self._sizes: list[int] = []
+        self.check_parameters()
+        untrained = [name for name, p in named_parameters(model).items() if p.requires_grad and id(p) not in seen]
+        if untrained:
+            more = f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
+            log.warning("no optimizer holds %s%s: nothing trains it", ", ".join(untrained[:3]), more)
 
     @property
     def name(self) -> str:
@@ -58,13 +69,45 @@ class InnerOptimizers:
 
     @property
     def has_state(self) -> bool:
-        """Whether some step was made, or a state restored."""
+        """Whether some step was made, or a state restored. It may be none at all, as that of plain SGD."""
+        return self._begun or self.keeps_state
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether there is state of any parameter."""
         return any(optimizer.state for optimizer in self.all)
+
+    def restore_rows(self, rows: Mapping[str, dict[str, Any]]) -> None:
+        """Put these in place of all state, by the parameter's name."""
+        self.clear_state()
+        parameters = self.parameters()
+        for name, row in rows.items():
+            parameter, optimizer, _ = parameters[name]
+            optimizer.state[parameter] = row
+        self._begun = True
 
     def clear_state(self) -> None:
         """Forget all state: the next step begins fresh."""
+        self._begun = False
         for optimizer in self.all:
             optimizer.state.clear()
+
+    def check_parameters(self) -> None:
+        """Raise ConfigurationError if an optimizer holds what is no parameter of the model. Its groups may grow."""
+        sizes = [len(group["params"]) for optimizer in self.all for group in optimizer.param_groups]
+        if sizes == self._sizes:
+            return
+        known = {id(p) for p in named_parameters(self.model).values()}
+        for optimizer in self.all:
+            others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            if others:
+                raise ConfigurationError(
+                    f"the optimizer {type(optimizer).__name__} holds {len(others)} tensors that are no parameters of "
+                    f"the model, the first of shape {tuple(others[0].shape)}. Copies of the parameters (float32 "
+                    "masters) would undo an adopted version: give it model.parameters(). Another module's would never "
+                    "be merged: make that module a part of the model"
+                )
+        self._sizes = sizes
 
     def parameters(self) -> dict[str, tuple[torch.nn.Parameter, torch.optim.Optimizer, dict[str, Any]]]:
         """By the name in the model: the parameter, its optimizer and its group."""
@@ -73,9 +116,8 @@ class InnerOptimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if id(parameter) in named:
-                        name, parameter = named[id(parameter)]
-                        found[name] = (parameter, optimizer, group)
+                    name, parameter = named[id(parameter)]
+                    found[name] = (parameter, optimizer, group)
         return {name: found[name] for name, _ in named.values() if name in found}
 
     # ------------------------------------------------------- group entries
@@ -114,6 +156,7 @@ class InnerOptimizers:
         self._before[index] = [_numbers(group) for group in self.all[index].param_groups]
 
     def _compare_groups(self, index: int) -> None:
+        self._begun = True
         for before, group in zip(self._before[index], self.all[index].param_groups, strict=False):
             now = _numbers(group)
             self._changed[index].update(key for key, value in before.items() if now.get(key, value) != value)
@@ -128,10 +171,19 @@ def _numbers(group: dict[str, Any]) -> dict[str, Number]:
     return {key: value for key, value in numbers.items() if key not in _WAYS and math.isfinite(value)}
 
 
-def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer within its wrappers. Raises ConfigurationError for one that keeps copies, and for what is none."""
     for kind in type(optimizer).__mro__:
         if _COPYING.search(kind.__name__):
             raise _copying(type(optimizer).__name__, f"it is a {kind.__name__}")
+    if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):
+        return optimizer
+    within = getattr(optimizer, "optimizer", None)
+    if hasattr(within, "param_groups") and within is not optimizer:
+        return _unwrap(within)
+    raise ConfigurationError(
+        f"the optimizer {type(optimizer).__name__} is a wrapper without torch's own parts: give the optimizer within it"
+    )
 
 
 def _copying(name: str, why: str) -> ConfigurationError:

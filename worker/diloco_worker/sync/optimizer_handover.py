@@ -68,6 +68,7 @@ class OptimizerHandover:
         self._ask_again = False  # no peer had one
         self._patient = False  # peers are asked for the second time
         self._deadline = 0.0
+        self._told = False  # what is to be known of the state once
 
     # ------------------------------------------------------------------ what the state holds
 
@@ -260,6 +261,12 @@ class OptimizerHandover:
             self.checkpoint.report_failure(f"the optimizer's state cannot be copied: {error}")
             return
         if encode is None:
-            self.checkpoint.report_failure("the optimizer has no state, or one that cannot be written")
-        else:
-            self.checkpoint.start_write(encode, time.monotonic() - started)
+            self.checkpoint.skip()
+            if self.inner.has_state and not self._told:
+                log.warning("the optimizer's state holds more than tensors and numbers: no newcomer takes it over")
+                self._told = True
+            return
+        self.checkpoint.start_write(encode, time.monotonic() - started)
+        if not self.inner.keeps_state and not self._told:
+            log.info("the inner optimizer keeps no state: newcomers are told so, and go on without it")
+            self._told = True

@@ -1,7 +1,8 @@
 """The inner optimizers' state as a file: for a newcomer, for the job's checkpoint, and for the slot's own.
 
 The format is safetensors, never pickle: one tensor per parameter and key, named ``<parameter>|<key>``, and plain
-numbers in the header, those of the groups (``InnerOptimizers.group_numbers``) too. ``restore`` checks the optimizers'
+numbers in the header, those of the groups (``InnerOptimizers.group_numbers``) too. The header also names the parameters
+that have no state yet, as those of an unused layer, or of plain SGD. ``restore`` checks the optimizers'
 classes, every name, shape and dtype before it puts anything in place, so that a wrong or broken state is refused as a
 whole (algorithm.md section 8: a newcomer then starts fresh, with learning-rate warm-up).
 
@@ -42,7 +43,7 @@ _DTYPES = (*_FLOATS, *_QUANTISED, torch.int64, torch.int32, torch.bool)
 
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "square_avg"})
 _MOST_DEVIATIONS = 100.0  # see ``_most_deviations``
-_GREATEST = 1e15  # of any value
+_GREATEST, _GREATEST_SQUARE = 1e15, 1e30  # of any value
 # Group entries that whoever wrote the loop chose, and no peer says.
 _CHOSEN = frozenset({"lr", "initial_lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay"})
 
@@ -85,13 +86,18 @@ def snapshot(
 
     What lies in host memory is copied into the file at once, and takes no more memory; what lies on a GPU is copied
     there, and fetched later, tensor by tensor. Raises OSError if there is no room for the file, and torch's error if
-    there is none on the GPU. None: there is nothing to give (no step was made), or the state holds what is neither a
-    tensor nor a number.
+    there is none on the GPU. None: no step was made, or the state holds what is neither a tensor nor a number.
     """
+    if not inner.has_state:
+        return None
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Number] = {f"{_SEPARATOR}{label}": value for label, value in inner.group_numbers().items()}
+    empty = []
     for name, (parameter, optimizer, _) in inner.parameters().items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        row = optimizer.state.get(parameter, {})
+        if not row:
+            empty.append(name)
+        for key, value in row.items():
             label = f"{name}{_SEPARATOR}{key}"
             if isinstance(value, torch.Tensor):
                 tensors[label] = value.detach()
@@ -99,9 +105,7 @@ def snapshot(
                 numbers[label] = value
             elif value is not None:
                 return None
-    if not tensors:
-        return None
-    metadata = {"format": _FORMAT, "optimizer": inner.name, "numbers": json.dumps(numbers)}
+    metadata = {"format": _FORMAT, "optimizer": inner.name, "numbers": json.dumps(numbers), "empty": json.dumps(empty)}
     if origin is not None:
         metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions, origin.trained])
     gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
@@ -141,13 +145,15 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
         raise StateRefused(f"it is of {metadata.get('optimizer')!r}, and this learner runs {inner.name}")
     try:
         tensors = read_tensors(data)
-        numbers = json.loads(metadata.get("numbers", "{}"))
+        numbers, empty = json.loads(metadata.get("numbers", "{}")), json.loads(metadata.get("empty", "[]"))
     except (ValueError, RecursionError) as error:
         raise StateRefused(f"it cannot be read: {error}") from error
     if not isinstance(numbers, dict) or not all(
         isinstance(value, (bool, int, float)) and math.isfinite(value) for value in numbers.values()
     ):
         raise StateRefused("its numbers are no numbers")
+    if not isinstance(empty, list):
+        raise StateRefused("its list of what has no state is no list")
     parameters = inner.parameters()
     rows: dict[str, dict[str, torch.Tensor | Number]] = {}
     groups: dict[str, Number] = {}
@@ -165,16 +171,16 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
         parameter, _, group = parameters[name]
         _check_row(name, row, parameter)
         _check_values(name, row, squares, _most_deviations(group))
-    missing = [name for name in parameters if name not in rows]
+    missing = [n for n, (p, _, _) in parameters.items() if n not in rows and n not in empty and p.requires_grad]
     if missing:
         raise StateRefused(f"it lacks {missing[0]!r} and {len(missing) - 1} more")
-    inner.clear_state()
+    inner.clear_state()  # first: there may be no room for both
     for name, row in rows.items():
-        parameter, optimizer, group = parameters[name]
-        optimizer.state[parameter] = {
-            key: value.to(_device(key, parameter, group), copy=True) if isinstance(value, torch.Tensor) else value
-            for key, value in row.items()
-        }
+        parameter, _, group = parameters[name]
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor):
+                row[key] = value.to(_device(key, parameter, group), copy=True)
+    inner.restore_rows(rows)
     for label, value in groups.items():
         inner.set_group_number(label, value)
 
@@ -224,8 +230,9 @@ def _check_values(
             raise StateRefused(f"{label!r} is {least:g}, no count of steps")
         if key in squares and least < 0:
             raise StateRefused(f"{label!r} is made of squares, and has negative values")
-        if max(-least, most) > _GREATEST:
-            raise StateRefused(f"{label!r} has values beyond {_GREATEST:g}")
+        greatest = _GREATEST_SQUARE if key in squares else _GREATEST
+        if max(-least, most) > greatest:
+            raise StateRefused(f"{label!r} has values beyond {greatest:g}")
     first, second = row.get("exp_avg"), row.get("exp_avg_sq")
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.shape == second.shape:
         if not second.is_floating_point() or math.isinf(most_deviations):

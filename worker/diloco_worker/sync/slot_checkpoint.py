@@ -82,9 +82,13 @@ class SlotCheckpoint:
         )
         self._writer.start()
 
+    def skip(self) -> None:
+        """Make none this time."""
+        self._next = time.monotonic() + self._every
+
     def report_failure(self, why: object) -> None:
         """Log that a checkpoint was not made, at most once a minute."""
-        self._next = time.monotonic() + self._every
+        self.skip()
         if time.monotonic() - self._logged >= LOG_AGAIN_SECONDS:
             self._logged = time.monotonic()
             log.warning("the slot's own checkpoint was not written, training continues: %s", why)

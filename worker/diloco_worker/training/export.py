@@ -23,6 +23,7 @@ from diloco_protocol.common import files
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker.errors import job_error, one_line
 from diloco_worker.training import lora, models
+from diloco_worker.training.checkpoint import shorten
 
 
 class ExportError(Exception):
@@ -76,7 +77,7 @@ def check_parameters(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, 
     wrong = sorted(n for n in set(shapes) & set(tensors) if tuple(shapes[n]) != tensors[n].shape)
     for names, what in ((missing, "missing"), (unknown, "not the model's"), (wrong, "of another shape")):
         if names:
-            raise ExportError(f"the weights do not fit the job's model; {what}: {models.shorten(names)}")
+            raise ExportError(f"the weights do not fit the job's model; {what}: {shorten(names)}")
 
 
 def save_tokenizer(job: DiLoCoJob, out: Path) -> None:

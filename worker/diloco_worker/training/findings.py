@@ -30,7 +30,8 @@ class ModelFacts:
 class JobFindings:
     """``wrong``: problems of the job, wherever it runs. ``here``: what this machine lacks for it. ``unchecked``: what
     could not be looked at, and why. ``device``: cpu or cuda; empty: not known. ``step_tokens``: of one step of every
-    learner; ``steps``: those of each learner until training.stop; None: not known."""
+    learner; ``steps``: those of each learner until training.stop; None: not known. ``doubts``: warnings.
+    ``data``: what the training data hold, for people; ``data_in_part``: only their beginning was read."""
 
     wrong: tuple[Problem, ...] = ()
     here: tuple[Problem, ...] = ()
@@ -39,6 +40,9 @@ class JobFindings:
     device: str = ""
     step_tokens: int | None = None
     steps: int | None = None
+    doubts: tuple[Problem, ...] = ()
+    data: str = ""
+    data_in_part: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -56,4 +60,7 @@ class JobFindings:
             device=found["device"],
             step_tokens=found["step_tokens"],
             steps=found["steps"],
+            doubts=tuple(Problem(**one) for one in found["doubts"]),
+            data=found["data"],
+            data_in_part=found["data_in_part"],
         )

@@ -22,8 +22,10 @@ from torch import nn
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, read_job
+from diloco_protocol.spec.training import DataSpec
 from diloco_worker import device
 from diloco_worker.data import text
+from diloco_worker.errors import one_line
 from diloco_worker.fragments import build_layout
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.training import models
@@ -38,7 +40,7 @@ HUB_SECONDS = 4.0
 def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
     """Check the job's own model on this machine. ``directory``: where relative paths start.
 
-    Training data are not read, and no code of the user's is run."""
+    Of the training data only a part is read, and no code of the user's is run."""
     wrong: list[Problem] = []
     here: list[Problem] = []
     where = _tried(lambda: device.device(spec), here)
@@ -47,12 +49,31 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
         # Its vocabulary is not known: everything else of the model is looked at all the same.
         spec = spec.model_copy(update={"training": spec.training.model_copy(update={"data": None})})
     model, unchecked = _outline(spec, directory, wrong, here)
+    doubts = [] if model is None else _check_start(spec, model, directory, here=here, unchecked=unchecked)
     facts, tokens = None, None
     if (built := model) is not None:
         facts, tokens = _tried(lambda: _facts(spec, built), wrong), _step_tokens(spec, built)
+    held = text.summarise_data(data, directory or Path.cwd()) if (data := _readable(spec)) is not None else ("", False)
     steps = None if tokens is None else total_steps(spec.training.stop, 1, tokens)
     kind = "" if where is None else where.type
-    return JobFindings(tuple(wrong), tuple(here), tuple(unchecked), facts, device=kind, step_tokens=tokens, steps=steps)
+    return JobFindings(
+        tuple(wrong),
+        tuple(here),
+        tuple(unchecked),
+        facts,
+        device=kind,
+        step_tokens=tokens,
+        steps=steps,
+        doubts=tuple(doubts),
+        data=held[0],
+        data_in_part=held[1],
+    )
+
+
+def _readable(spec: JobSpec) -> DataSpec | None:
+    """The data, if the built-in trainer would read them as text, with a tokenizer that is here."""
+    data = spec.training.data
+    return data if data is not None and data.source != "python" and spec.learners.command is None else None
 
 
 def main() -> int:
@@ -126,6 +147,21 @@ def _outline(
         for problem in error.problems:
             (here if problem.path == FROM else wrong).append(problem)
     return None, []
+
+
+def _check_start(
+    spec: JobSpec, model: nn.Module, directory: Path | None, here: list[Problem], unchecked: list[str]
+) -> list[Problem]:
+    """Compare the weights to start from with the model, by their headers. Returns warnings."""
+    try:
+        doubt = models.check_start(spec, model, directory=directory)
+    except JobError as error:
+        here += error.problems
+    except Exception as error:  # the hub's client, a file's header, and transformers have classes of their own
+        unchecked.append(f"the tensors of training.model.from: {one_line(error)}")
+    else:
+        return [doubt] if doubt is not None else []
+    return []
 
 
 def _facts(spec: JobSpec, model: nn.Module) -> ModelFacts:

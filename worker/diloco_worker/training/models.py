@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,8 +29,11 @@ from diloco_protocol.spec.training import ModelSpec
 from diloco_worker.errors import job_error, one_line
 from diloco_worker.fragments import running_statistics
 from diloco_worker.training import lora
+from diloco_worker.training.checkpoint import check_loaded, compare_headers, quiet_loading, shorten
 from diloco_worker.training.pretrained import FIELD as FROM
 from diloco_worker.training.pretrained import local_directory
+
+log = logging.getLogger(__name__)
 
 CONFIG = "spec.training.model.config"
 # Fields that transformers takes beside a configuration's own.
@@ -138,6 +142,22 @@ def predictions(batch: Mapping[str, torch.Tensor]) -> int:
     return int((labels != -100).sum())
 
 
+def check_ids(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+    """Raise JobError if ``batch`` (on the CPU) has a token or a class that the model has not: a GPU could not say
+    which. Labels of -100 are no predictions."""
+    config: Any = model.config
+    text = "input_ids" in batch
+    most = getattr(config, "vocab_size", 0) if text else getattr(config, "num_labels", 0)
+    for name in ("input_ids", "labels"):
+        ids = batch.get(name)
+        if most <= 1 or ids is None or ids.is_floating_point():
+            continue
+        bad = ids[(ids >= most) | ((ids < 0) & ((ids != -100) | (name == "input_ids")))]
+        if bad.numel():
+            what = f"vocabulary of {most}: raise config.vocab_size, or correct the data" if text else f"{most} classes"
+            raise job_error("spec.training.data", int(bad[0]), f"{name} beyond the model's {what}")
+
+
 def check_batch(model: nn.Module, batch: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise JobError if the data's items hold what the model does not take, or no labels."""
     takes = inspect.signature(model.forward).parameters
@@ -146,11 +166,6 @@ def check_batch(model: nn.Module, batch: Mapping[str, torch.Tensor], source: str
         what = f"gives {', '.join(strange)}, which the model does not take" if strange else "gives no labels"
         wanted = [n for n in ("input_ids", "pixel_values", "attention_mask", "labels") if n in takes]
         raise job_error("spec.training.data", source, f"{what}: items are dicts of {', '.join(wanted)}")
-
-
-def shorten(names: list[str], count: int = 6) -> str:
-    """The first ``count`` names, and how many more there are."""
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 # ------------------------------------------------------------------ construction
@@ -198,22 +213,48 @@ def _construct(spec: JobSpec, seed: int, directory: Path | None, pretrained: boo
 
 
 def _from_weights(model_spec: ModelSpec, source: str, config: Any, directory: Path | None) -> nn.Module:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # it would run a thread and fill logs
     auto = _auto_class(config)
     try:
-        model: nn.Module = auto.from_pretrained(
-            local_directory(source, directory),
-            revision=_revision(model_spec),
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        with quiet_loading():
+            model, info = auto.from_pretrained(
+                local_directory(source, directory),
+                revision=_revision(model_spec),
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded names them
+            )
     except (OSError, ValueError, RuntimeError) as e:
         raise _bad_from(model_spec, e) from e
-    return model.train()
+    _refuse_unmatched("initialise", model_spec.initialise, list(model.state_dict()))
+    warning = check_loaded(model_spec, info)
+    if warning is not None:
+        log.warning("%s: %s", FROM, warning.message)
+    built: nn.Module = model.train()
+    return built
+
+
+def _refuse_unmatched(field: str, patterns: list[str], names: list[str]) -> None:
+    problems = [
+        Problem(f"spec.training.model.{field}.{i}", pattern, "matches no parameter; there are " + shorten(names))
+        for i, pattern in enumerate(patterns)
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if problems:
+        raise JobError(problems)
+
+
+def check_start(spec: JobSpec, model: nn.Module, *, directory: Path | None = None) -> Problem | None:
+    """Compare the checkpoint's headers with the model's ``outline``. Raises JobError where they do not fit, OSError
+    where there are none to read; returns a warning for tensors that the model does not take."""
+    model_spec = _required(spec)
+    if model_spec.from_ is None:
+        return None
+    _refuse_unmatched("initialise", model_spec.initialise, list(model.state_dict()))
+    source = local_directory(model_spec.from_, directory)
+    return compare_headers(model_spec, source, _revision(model_spec), model)
 
 
 def _revision(model_spec: ModelSpec) -> str:
@@ -254,13 +295,7 @@ def _choose_trained(model: nn.Module, model_spec: ModelSpec) -> None:
 
 def _freeze(model: nn.Module, patterns: list[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
-    problems = [
-        Problem(f"spec.training.model.freeze.{i}", pattern, "matches no parameter; there are " + shorten(names))
-        for i, pattern in enumerate(patterns)
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
-    if problems:
-        raise JobError(problems)
+    _refuse_unmatched("freeze", patterns, names)
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)

@@ -87,8 +87,10 @@ def step(
     """One optimizer step on ``batch`` (on the CPU), in ``accumulation`` forward passes.
 
     Each prediction weighs the same, however many a pass has. They are counted on the CPU, so nothing here waits for
-    the device. Returns the mean cross-entropy in nats per prediction, a detached scalar on the model's device.
+    the device. Returns the mean cross-entropy in nats per prediction, a detached scalar on the model's device. Raises
+    JobError for a token that the model does not have.
     """
+    models.check_ids(model, batch)
     where = next(model.parameters()).device
     counts = [models.predictions(part) for part in parts(batch, accumulation)]
     total = torch.zeros((), device=where)

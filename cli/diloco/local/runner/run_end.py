@@ -1,7 +1,8 @@
 """What ends a run, and how: the one place that decides its outcome.
 
 Theory of operation. The first decision counts, and all that comes later is without effect. *Complete* and *failed* come
-from the syncer's phase, failed also from the supervisor. Ctrl-C (and SIGTERM, SIGHUP) asks the syncer to interrupt:
+from the syncer's phase, failed also from the supervisor. Before the first process of the job is started, a signal ends
+the run at once, and nothing of it is kept. After that, Ctrl-C (and SIGTERM, SIGHUP) asks the syncer to interrupt:
 learners offer their work and leave, the syncer makes its checkpoint, and the run ends with 130. A second one, a second
 or more later, kills everything at once. Signals that are closer together are one wish.
 
@@ -21,9 +22,10 @@ import dataclasses
 import signal
 import time
 
-from diloco.local.outcome import OUTCOMES, RunOutcome, ended_phase
+from diloco.local.outcome import OUTCOMES, REFUSED, RunOutcome, ended_phase
 from diloco.local.runner.run_part import RunPart
 from diloco.processes.launch import SAME_SIGNAL_SECONDS, ForkServerClient
+from diloco.processes.stop_signals import stop_reason
 from diloco.processes.supervisor import Exit
 from diloco.syncer_client import SyncerError
 from diloco_protocol.documents import Report
@@ -38,6 +40,7 @@ LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselve
 class RunEnd(RunPart):
     forkserver: ForkServerClient
     stopping: bool = False  # nothing is started or waited for any more
+    has_started: bool = False  # the job's checks are over
     _interrupts: int = 0
     _interrupted_at: float = 0.0
     _outcome: RunOutcome | None = None
@@ -105,26 +108,30 @@ class RunEnd(RunPart):
             return
         self._interrupts += 1
         self._interrupted_at = now
-        if self._interrupts == 1:
+        if not self.has_started:
+            self.stopping = True
+            self._kill_all()
+            self.decide(RunOutcome(REFUSED, 130, f"{stop_reason(number)}, before the job began: nothing is kept"))
+        elif self._interrupts == 1:
             self.screen.event(
-                "interrupted: learners offer their work, then a checkpoint"
+                f"{stop_reason(number)}: learners offer their work, then a checkpoint"
                 " (again after a second or more: stop at once)",
                 "bold",
             )
-            self.spawn(self._interrupt())
+            self.spawn(self._interrupt(stop_reason(number)))
         else:
             self.screen.event("stopping at once", "bold red")
             self.stopping = True
             self._kill_all()
             self.decide(RunOutcome("interrupted", 130))
 
-    async def _interrupt(self) -> None:
+    async def _interrupt(self, reason: str) -> None:
         await self.watch.poll(now=True)
         started = self.watch.phase not in ("", JobPhase.WAITING)
         try:
             if not started:
                 raise SyncerError("nothing has been trained yet")
-            await self.syncer.call(ControlMethod.ANNOUNCE, {"phase": "interrupted", "message": "stopped by the user"})
+            await self.syncer.call(ControlMethod.ANNOUNCE, {"phase": "interrupted", "message": reason})
             await self._wait_for_drain()
             if self.watch.is_over:
                 return  # it drained; a process that does not leave is waited for elsewhere
@@ -134,7 +141,7 @@ class RunEnd(RunPart):
             )
         except SyncerError:
             pass  # there is nobody to drain to; what is durable stays
-        self.decide(RunOutcome("interrupted", 130, note=self.supervisor.vain_replacements()))
+        self.decide(RunOutcome("interrupted", 130, reason, note=self.supervisor.vain_replacements()))
 
     async def _wait_for_drain(self) -> None:
         """Until the job is over, or its drain does not progress any more."""

@@ -42,6 +42,7 @@ from diloco.processes.data_found import DataFound
 from diloco.processes.exit_errors import ExitErrors
 from diloco.processes.launch import ForkServerClient, Process, StartError, end_all
 from diloco.processes.memory_kills import memory_need_text
+from diloco.processes.stop_signals import heeded_signals
 from diloco.processes.supervisor import Kind, Supervisor
 from diloco.processes.syncer_ports import ANY, SyncerPorts
 from diloco.processes.workdir import Workdir
@@ -85,6 +86,7 @@ class Runner:
             {**env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
             job_directory,
             workdir.log("forkserver"),
+            tell=screen.event,
         )
         policy = job.spec.failure_policy
         self.supervisor = Supervisor(
@@ -157,7 +159,8 @@ class Runner:
         worker through the fork server; it raises CommandError before the syncer is started, and says what memory the
         job needs."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        heeded = heeded_signals()
+        for number in heeded:
             loop.add_signal_handler(number, self.end.on_signal, number)
         metrics_log = MetricsLog(self.workdir.metrics_file, self.workdir.metrics, self.workdir.tensorboard)
         try:
@@ -175,7 +178,7 @@ class Runner:
             await self.syncer.close()
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 metrics_log.close()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in heeded:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # only the report is left to write
         return RunResult(
@@ -204,6 +207,7 @@ class Runner:
                 self.screen.event(f"checking {self.job.metadata.name}")
                 if not await self._preload(check):
                     return
+        self.end.has_started = True
         self.screen.event(starting, "bold")
         with contextlib.suppress(FileNotFoundError):
             self.workdir.address.unlink()  # an earlier run's

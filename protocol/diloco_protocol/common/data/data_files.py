@@ -7,6 +7,7 @@ its first record decides.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -48,6 +49,15 @@ _FIELD = "training.data.textField"
 GZIP = ".gz"
 _PACKED = tuple(f"{ending}{GZIP}" for ending, format in _ENDINGS.items() if format not in TABLES)
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\3\4": "zip"}
+_OTHERS = {
+    b"PAR1": "Parquet: name it .parquet, and its records are read",
+    b"ARROW1": "Arrow: name it .arrow, and its records are read",
+    b"%PDF-": "a PDF: extract its text first",
+    b"\xff\xfe": "UTF-16: save it as UTF-8",
+    b"\xfe\xff": "UTF-16: save it as UTF-8",
+}
+MOST_UNDECODABLE = 0.1
+"""The share of bytes that are no UTF-8 in a file that is still text: Latin-1 has some."""
 
 
 def is_gzipped(name: str) -> bool:
@@ -62,16 +72,35 @@ def record_format(name: str) -> RecordFormat | None:
     return None if found in TABLES and inner != name else found
 
 
-def appearance(head: bytes) -> str:
-    """What a file that is read as plain text looks like instead, with the fix; empty: nothing else than text.
-    ``head``: its first HEAD_BYTES bytes, or all of them."""
+def binary_kind(head: bytes) -> str:
+    """What a file is that holds no text, with the fix; empty: text. Such a file is not trained on. ``head``: its first
+    HEAD_BYTES bytes, or all of them."""
     for magic, packed in _MAGIC.items():
         if head.startswith(magic):
             return f"compressed with {packed}: unpack it first (only {', '.join(_PACKED)} are unpacked here)"
-    if head.startswith(b"PAR1"):
-        return "Parquet: name it .parquet, and its records are read"
-    if head.startswith(b"ARROW1"):
-        return "Arrow: name it .arrow, and its records are read"
+    for magic, other in _OTHERS.items():
+        if head.startswith(magic):
+            return other
+    zeros, most = head.count(b"\0"), MOST_UNDECODABLE * len(head)
+    if b"\0\0" in head or zeros > most:  # one zero byte may stand between documents
+        return "not text"
+    return "not UTF-8: save it as UTF-8 if it is text" if _undecodable(head) > most else ""
+
+
+def is_utf8(head: bytes) -> bool:
+    """Whether a file's beginning is UTF-8."""
+    return not _undecodable(head)
+
+
+def _undecodable(head: bytes) -> int:
+    lost = "\ufffd"
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(head)  # a character that is cut at the end is none
+    return text.count(lost) - head.count(lost.encode())
+
+
+def appearance(head: bytes) -> str:
+    """What a file of text that is read as it is looks like instead, with the fix; empty: nothing else. ``head``: its
+    first HEAD_BYTES bytes, or all of them."""
     text, cut = head.decode("utf-8-sig", "replace"), len(head) >= HEAD_BYTES
     lines = [line for line in text.split("\n") if line.strip()]
     if cut and len(lines) > 1:

@@ -17,7 +17,7 @@ from diloco_syncer.runtime.event_log import EventLog
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.merger import Merger
 from diloco_syncer.runtime.traffic import Traffic
-from diloco_syncer.server.links import LinkMeasures, slot_links
+from diloco_syncer.server.links import LinkMeasures, find_machine_load, slot_links
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
 
@@ -46,7 +46,7 @@ def peak_rss_bytes() -> int:
 @dataclass(frozen=True)
 class StatusPage:
     """The status document and the report; everything is only read. ``refused``: uploads, by reason; ``find_output``:
-    what became of the job's output so far."""
+    what became of the job's output so far; ``one_machine``: all learners are on this one."""
 
     job: DiLoCoJob
     core: Core
@@ -61,6 +61,7 @@ class StatusPage:
     refused: Counter[str]
     imbalances: Callable[[], int]
     find_output: Callable[[], OutputRow | None]
+    one_machine: bool
 
     def status(self) -> StatusDocument:
         return self.core.status(self.clock(), self._figures())
@@ -73,7 +74,13 @@ class StatusPage:
             job=self.job.metadata.name,
             store_problem=self.durability.problem,
             sessions=self.sessions.count,
-            links=slot_links(self.job, self.model.layout, self.core.slots, self._find_link),
+            links=slot_links(
+                self.job,
+                self.model.layout,
+                self.core.slots,
+                self._find_link,
+                busy=find_machine_load() if self.one_machine else "",
+            ),
             slot_bytes=self.traffic.slot_bytes,
             regions=self.traffic.rows(),
             bytes_up=self.traffic.bytes_up,

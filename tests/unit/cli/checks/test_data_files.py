@@ -150,6 +150,25 @@ def test_arrays_and_rows_under_another_name_are_told_too(job: Path, name: str, c
     assert f"is read as plain bytes: {words}" in warning
 
 
+def test_a_file_without_text_is_left_out_of_a_folder_and_refused_alone(job: Path) -> None:
+    (job.parent / "docs").mkdir()
+    (job.parent / "docs" / "a.txt").write_text("prose " * 100)
+    for name in ("b.png", "c.png"):
+        (job.parent / "docs" / name).write_bytes(b"\x89PNG\0\0")
+    said = validate(job, "training.data.paths=[docs]")
+    assert said.count("not text") == 1 and '= "docs/b.png and 1 more"' in said and "is left out: not text" in said
+    assert "a valid job " in said
+    words = "looks like something else than text: not text"
+    assert_refused(job, words, "training.data.paths=[docs/b.png]")
+    assert "is left out" not in validate(job, "training.data.paths=[docs/b.png]")
+
+
+def test_what_is_not_utf8_is_told_where_a_tokenizer_would_lose_it(job: Path) -> None:
+    (job.parent / "a.txt").write_bytes("Grüße aus den vielen Städten am Rhein".encode("latin-1") * 100)
+    assert "UTF-8" not in validate(job, "training.data.paths=[a.txt]")
+    assert "save it as UTF-8" in validate(job, "training.data={paths: [a.txt], tokenizer: x/y, sequenceLength: 16}")
+
+
 def test_tsv_is_read_as_records(job: Path) -> None:
     (job.parent / "rows.tsv").write_text(delimited("\t"))
     assert "warning" not in validate(job, "training.data.paths=[rows.tsv]")

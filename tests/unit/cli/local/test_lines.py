@@ -35,18 +35,30 @@ class Printed:
 
 def test_a_line_is_printed_when_something_has_changed() -> None:
     printed = Printed()
-    for _ in range(11):
+    for _ in range(3):
         printed.tell(5.0)
     assert len(printed.lines) == 1, "nothing happens: it waits for its learners"
-    printed.tell(5.0, versions=[0] * 24)
+    printed.tell(0.5, versions=[0] * 24)
     assert len(printed.lines) == 1, "version 0 is there, of which the line has nothing to say"
-    printed.tell(0.5, sessions=3, versions=[0], phase="training")
+    printed.tell(4.5, sessions=3, versions=[0], phase="training")
     assert len(printed.lines) == 2
     trained = {"trained": 20, "merged": 0, "pending": 20, "dropped": 0}
     printed.tell(4.0, versions=[0], phase="training", step=2, tokens=trained)
     assert len(printed.lines) == 2, "not more than one in five seconds"
     printed.tell(1.0, versions=[0], phase="training", step=2, tokens=trained)
     assert len(printed.lines) == 3
+
+
+def test_while_it_starts_and_waits_a_line_comes_each_quarter_of_a_minute() -> None:
+    printed = Printed()
+    printed.screen.update(RunView("tiny"))
+    for _ in range(30):
+        printed.now += 1.0
+        printed.screen.update(RunView("tiny", run_seconds=printed.now))
+    assert [line.split() for line in printed.lines] == [[at, "s", "starting"] for at in ("0.0", "15.0", "30.0")]
+    for _ in range(60):
+        printed.tell(1.0, message="0 of 2 learners that a merge needs are active")
+    assert len(printed.lines) == 3 + 4 and "0 of 2 learners" in printed.lines[-1]
 
 
 def test_while_nothing_changes_there_is_one_line_a_minute_with_the_reason() -> None:

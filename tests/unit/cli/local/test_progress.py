@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from core_desk import Desk, config
-from diloco.local.screen import RunView, make_screen, picture, progress_line, time_left
+from diloco.local.screen import RunView, TimedEvent, events_table, make_screen, picture, progress_line, time_left
 from diloco_syncer.core.documents import status_document as syncers_status
 from shell_figures import SHELL
-from status_documents import slot_row, status_document
+from status_documents import slot_link, slot_row, status_document
 
 ROW: dict[str, Any] = {"region": "local", "state": "active", "step": 1125, "tokens": 389_120, "loss": 1.986,
                        "step_seconds": 0.06, "compute_seconds": 57.0, "stalled_seconds": 3.0,
@@ -73,7 +74,35 @@ def test_the_picture_fits_and_no_cell_is_cut(width: int) -> None:
     for words in ("tiny-gpt", "716,800 of 1,800,000 tokens", "39 %, about 55 s left", "19,535 tokens/s",
                   "merged loss 2.123", "local-2", "active", "389,120", "1.986", "14 to 37"):  # fmt: skip
         assert words in text, words
-    assert ("waited" in text, "s/step" in text) == (width >= 100, width >= 60)
+    assert ("waited" in text, "s/step" in text) == (width >= 80, width >= 80)
+
+
+SLOW = slot_link(too_slow=True, message="the link is slower than the job needs: measured up 876 kbit/s; the rest")
+
+
+def test_at_60_columns_a_note_costs_columns_and_cuts_no_number() -> None:
+    rows = [slot_row(index, ordinal=index, **{**ROW, "step": 5_802, "tokens": 751_744}, link=SLOW) for index in (0, 1)]
+    lines = drawn(view(slots=rows), 60)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 60 and "…" not in text
+    head, first = next((line.split(), after) for line, after in pairwise(lines) if line.startswith("learner"))
+    assert head == ["learner", "state", "step", "tokens", "loss", "merged"], "neither waited nor s/step"
+    assert first.split() == ["local-0", "active", "5,802", "751,744", "1.986", "412", "slow", "link"]
+
+
+def test_what_concerns_several_learners_is_said_once_and_briefly_where_there_is_little_room() -> None:
+    shown = view(slots=[slot_row(index, ordinal=index, **ROW, link=SLOW) for index in range(3)])
+    for width, rest in ((60, False), (120, True)):
+        text = " ".join(" ".join(drawn(shown, width)).split())
+        assert text.count("local-0, local-1, local-2: the link is slower than the job needs") == 1
+        assert ("the rest" in text) == rest
+
+
+def test_long_events_go_on_below_their_beginning() -> None:
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    console.print(events_table([TimedEvent("   1.0 s", "parameters 37,024; a learner takes about 202 MB of memory")]))
+    first, second = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert first.startswith("   1.0 s  parameters") and second.startswith("          ")
 
 
 def test_a_job_without_an_evaluator_shows_no_merged_loss() -> None:

@@ -71,12 +71,13 @@ def test_the_strip_shows_who_is_ahead() -> None:
 def test_the_run_on_one_line() -> None:
     assert progress_line(view()) == (
         "   12.5 s  training  245,760 of 2,000,000 tokens (12 %, about 2 min 52 s left; 10,200/s)"
-        "  loss 2.410 -  merged 2.450  versions 3..5  quorum 1/1"
+        "  loss 2.410 -  merged 2.450  versions 3..5  learners 1 active, 1 needed"
     )
     silent = view(eval_loss=[], slots=[], versions=[], tokens_per_second=None)
     silent.serving = False
     assert progress_line(silent) == (
-        "   12.5 s  training  245,760 of 2,000,000 tokens (12 %)  quorum 1/1  (the syncer does not answer)"
+        "   12.5 s  training  245,760 of 2,000,000 tokens (12 %)  learners 1 active, 1 needed"
+        "  (the syncer does not answer)"
     ), "what is not known is left out"
 
 
@@ -165,7 +166,7 @@ def test_on_a_small_terminal_the_newest_events_are_seen() -> None:
     live.update(view())
     for number in range(20):
         out.truncate(0)
-        live.event(f"event {number} " + 70 * "x" + " end")  # two lines
+        live.event(f"event {number} " + 60 * "x" + " end")  # two lines
     shown = out.getvalue()  # one picture
     live.close()
     assert shown.count("\n") < 24 and shown.count(" end") >= 5
@@ -223,5 +224,10 @@ def test_the_clock_is_the_runs_and_from_outside_the_jobs() -> None:
     shown = view()
     shown.run_seconds = 12.0
     assert progress_line(shown).startswith("   12.0 s  ")
+    shown.earlier_seconds = 600.0  # of the runs before this one
+    assert progress_line(shown).startswith("  612.0 s  ")
+    console = Console(file=io.StringIO(), width=140)
+    console.print(picture(shown, []))
+    assert "10 min 12 s in all" in console.file.getvalue()  # type: ignore[attr-defined]
     shown.run_seconds = None
     assert shown.status is not None and progress_line(shown).startswith(f"{shown.status.elapsed_seconds:7.1f} s  ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diloco.processes.launch import Child
+from diloco.checks.model import _wait_with_lines
+from diloco.processes import loading
+from diloco.processes.launch import Child, ForkServerClient, StartError
 from diloco.processes.supervisor import Exit
 from patience import wait_until
 
@@ -35,3 +38,27 @@ async def test_a_signal_to_a_process_that_has_just_ended_leaves_its_exit_code(
     may_reap.set()
     assert await child.wait() == Exit(code=7)
     child.signal(signal.SIGTERM)  # to nothing
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(loading, "TOLD_SECONDS", 0.5)
+
+
+async def test_libraries_that_do_not_load_are_told_of_and_given_up_with_a_cure(tmp_path: Path, impatient: None) -> None:
+    told: list[str] = []
+    stuck = ForkServerClient(os.environ, tmp_path, tmp_path / "log", ("-c", "input()"), tell=told.append)
+    with pytest.raises(StartError, match=r"nothing was done for .*importtime"):
+        await stuck.load()
+    assert told and told[0].startswith("still loading torch and the worker's libraries: ")
+    await stuck.close()
+
+
+def test_a_check_that_stands_still_is_told_of_and_killed(impatient: None) -> None:
+    told: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert not _wait_with_lines(process, told.append)
+        assert process.wait() == -signal.SIGKILL and told
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        assert _wait_with_lines(process, told.append)

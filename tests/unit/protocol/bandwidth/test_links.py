@@ -11,7 +11,7 @@ from diloco.local.screen import RunView, links_text, picture, slot_note
 from diloco_protocol.bandwidth.links import LEAST_TRANSFERS, Measured
 from diloco_protocol.documents import SlotRow
 from diloco_protocol.wire.records import Link, StepReport
-from diloco_syncer.server.links import LinkMeasures
+from diloco_syncer.server.links import LinkMeasures, busy_text
 from diloco_worker.net.link_probe import LinkProbe
 from status_documents import slot_link, slot_row, status_document
 
@@ -102,3 +102,10 @@ def test_the_picture_shows_the_slowest_link_and_why_it_is_slow() -> None:
         console.print(picture(RunView("j", None, status, {}, serving=True), []))
     assert "slow link" in captured.get() and "eu-1: needs 12 Mbit/s" in captured.get()
     assert links_text(status_document(slots=[slot(0)])) == "" == links_text(status_document())
+
+
+def test_of_a_job_on_one_machine_its_load_is_named_and_no_link() -> None:
+    assert busy_text(2.0, 2) == ""
+    busy = busy_text(40.2, 2)
+    assert "this machine is busy (load 40 on 2 processors)" in busy and "fewer learners" in busy and "link" not in busy
+    assert slot_note(slot(0, message=busy)) == "busy machine"

@@ -281,7 +281,7 @@ def test_where_updates_are_broadcast_an_older_version_is_whole_only_for_who_read
     kept, read = model.find_broadcast(0, 1), model.find_broadcast(1, 1)
     assert kept is not None and kept.full is None and kept.delta is not None
     assert read is not None and read.full is not None
-    model.downloads.end_part(1, 1, "slow", 100, 1.0)
+    model.downloads.end_part(1, 1, "slow", (0, 100), 1.0)
     model.drop_superseded(2.0)
     read = model.find_broadcast(1, 1)
     assert read is not None and read.full is None and read.delta is not None

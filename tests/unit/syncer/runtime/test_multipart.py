@@ -59,7 +59,7 @@ def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: ob
     asyncio.run(run())
 
 
-def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
+def test_a_wrong_part_is_sent_again_and_takes_no_other_with_it() -> None:
     async def run() -> None:
         made, data = MultipartUploads(), bytes(range(100))
         assert await part(made, "good", data, 0, size=50) is None
@@ -67,8 +67,18 @@ def test_a_wrong_part_takes_its_payload_with_it_and_no_other() -> None:
         with pytest.raises(bulk.ChecksumError):
             await part(made, "bad", data, 50, size=50, sent=bytes(50))
         assert await part(made, "good", data, 50, size=50) == data
-        assert await part(made, "bad", data, 50, size=50) is None  # it starts over
-        assert await part(made, "bad", data, 0, size=50) == data
+        assert await part(made, "bad", data, 50, size=50) == data
+
+    asyncio.run(run())
+
+
+def test_a_part_that_broke_is_sent_again_alone() -> None:
+    async def run() -> None:
+        made, data = MultipartUploads(), bytes(range(100))
+        assert await part(made, "k", data, 0, size=50) is None
+        with pytest.raises(WireError, match="30 bytes came, 50 were announced"):
+            await part(made, "k", data, 50, size=50, sent=data[50:80])
+        assert await part(made, "k", data, 50, size=50) == data
 
     asyncio.run(run())
 
@@ -88,20 +98,30 @@ def test_a_payload_in_many_small_parts_is_refused() -> None:
     asyncio.run(run())
 
 
-def test_a_part_that_is_under_way_ends_when_its_payload_is_started_over() -> None:
+@pytest.mark.parametrize("size", [50, 60])
+def test_a_part_that_is_under_way_ends_when_its_range_is_sent_again(size: int) -> None:
+    """Its connection may be dead without our knowing. Not a byte of it is written any more: the array that it would
+    write to may be in use for something else."""
+
     async def run() -> None:
         made, data, gate = MultipartUploads(), bytes(range(100)), asyncio.Event()
-        chunks = stream(data[:50], gate)
-        late = asyncio.ensure_future(
-            made.receive_part("k", header(data, 0, 50), chunks, lambda: np.zeros(100, np.uint8))
+        arrays: list[Array] = []
+
+        def allocate() -> Array:
+            arrays.append(np.zeros(100, np.uint8))
+            return arrays[-1]
+
+        dead = asyncio.ensure_future(
+            made.receive_part("k", header(data, 0, 50), stream(bytes([9] * 50), gate), allocate)
         )
         while not len(made):
             await asyncio.sleep(0)
-        assert await part(made, "k", data, 0, size=50) is None
+        assert await part(made, "k", data, 0, size=size) is None, "the same range, or another that begins anew"
+        assert await part(made, "k", data, size, size=100 - size) == data
         gate.set()
-        with pytest.raises(WireError, match="started over"):
-            await late
-        assert await part(made, "k", data, 50, size=50) == data, "the new one goes on"
+        with pytest.raises(WireError, match="sent again"):
+            await dead
+        assert 9 not in arrays[0][:9]
 
     asyncio.run(run())
 
@@ -112,6 +132,9 @@ def test_starting_over_replaces_what_is_there() -> None:
         assert await part(made, "k", old, 0, size=50) is None
         assert await part(made, "k", new, 0, size=50) is None  # the same range again
         assert await part(made, "k", new, 50, size=50) == new
+        assert await part(made, "k", old, 50, size=50) is None
+        assert await part(made, "k", new, 0, size=60) is None  # other ranges
+        assert await part(made, "k", new, 60, size=40) == new
 
     asyncio.run(run())
 

@@ -91,7 +91,7 @@ def test_shuffle_depends_on_the_seed_and_leaves_no_neighbours_together() -> None
 
 
 def test_every_byte_is_in_one_sequence_of_one_part(tmp_path: Path) -> None:
-    source = bytes(np.random.default_rng(0).integers(1, 256, 1000, np.uint8))
+    source = bytes(np.random.default_rng(0).integers(1, 128, 1000, np.uint8))
     (tmp_path / "a.bin").write_bytes(source[:400])
     (tmp_path / "b.bin").write_bytes(source[400:])
     job = spec(paths=["b.bin", "a.bin"], sequence_length=10)
@@ -227,6 +227,26 @@ def test_transformers_tokenizer(tmp_path: Path) -> None:
     assert found[1]["input_ids"].tolist() == [*range(201, 301), 0]
 
 
+@pytest.mark.promise("A token id is never stored as another one, and one that the model does not have is refused")
+def test_a_tokenizer_whose_ids_have_holes(tmp_path: Path) -> None:
+    """Its vocabulary ends at its highest id, and not at the number of its tokens."""
+    folder = word_tokenizer(tmp_path / "tokenizer", {"<end>": 0, "w1": 300, "w2": 70_000})
+    (tmp_path / "a.txt").write_text("w1 w2 " * 8)
+    job = spec(paths=["a.txt"], sequence_length=17, tokenizer=str(folder), fraction=None)
+    loaded: Any = data.load(job, directory=tmp_path)
+    assert loaded[0]["input_ids"].tolist() == [300, 70_000] * 8 + [0]
+    assert text.tokenizer(str(folder)).vocabulary == 70_001
+
+
+@pytest.mark.promise("A token id is never stored as another one, and one that the model does not have is refused")
+def test_a_token_beyond_the_vocabulary_is_refused_before_it_is_cast(tmp_path: Path) -> None:
+    folder = word_tokenizer(tmp_path / "tokenizer", ["<end>", "w1"])
+    text.tokenizer(str(folder)).tokens = lambda document: np.array([0, 300], np.uint32)  # type: ignore[method-assign]
+    (tmp_path / "a.txt").write_text("w1")
+    said = problem(tmp_path, spec(paths=["a.txt"], sequence_length=2, tokenizer=str(folder), fraction=None))
+    assert "training.data.tokenizer" in said and "gives the token 300, and its vocabulary ends at 1" in said
+
+
 def test_long_documents_are_tokenised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = word_tokenizer(tmp_path / "tokenizer", ["<end>", "w0", "w1"])
     words = text.tokenizer(str(folder))
@@ -237,13 +257,15 @@ def test_long_documents_are_tokenised_in_pieces(tmp_path: Path, monkeypatch: pyt
     assert len(whole) == 81 and whole[-1] == 0
 
 
-def word_tokenizer(folder: Path, words: list[str]) -> Path:
+def word_tokenizer(folder: Path, words: list[str] | dict[str, int]) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+    ids = words if isinstance(words, dict) else {word: i for i, word in enumerate(words)}
+    end = next(iter(ids))
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=end))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[0]).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
     return folder
 
 

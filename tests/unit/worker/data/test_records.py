@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_protocol.common.data.data_files import HEAD_BYTES, RecordFormat, appearance, record_format
+from diloco_protocol.common.data.data_files import HEAD_BYTES, RecordFormat, appearance, binary_kind, record_format
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError
 from diloco_protocol.spec.training import BatchSpec, DataSpec, TrainingSpec
 from diloco_worker import data
-from diloco_worker.data import cache, corpus, records, tables
+from diloco_worker.data import cache, corpus, records, tables, text
 from diloco_worker.data.found import TOLD
 from repository import ROOT
 
@@ -243,9 +243,6 @@ def test_a_json_file_that_holds_no_such_records_stays_text(tmp_path: Path) -> No
     [
         (json_lines(["a", "b"]), "JSON lines: name it .jsonl"),
         (b'{"text": "only one"}', "JSON lines"),
-        (gzip.compress(b"x", mtime=0), "compressed with gzip: unpack it first"),
-        (b"\x28\xb5\x2f\xfd...", "compressed with zstd"),
-        (b"PAR1....", "Parquet: name it .parquet"),
         (b"{\n  'a': 1\n}", ""),
         (b"{braces}\n{in}\n{prose}\n", ""),
         (b'{"a": 1}\nprose\n', ""),
@@ -277,13 +274,63 @@ def test_what_a_plain_file_looks_like(head: bytes, words: str) -> None:
     assert words in appearance(head)
 
 
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (gzip.compress(b"x", mtime=0), "compressed with gzip: unpack it first"),
+        (b"\x28\xb5\x2f\xfd...", "compressed with zstd"),
+        (b"PAR1....", "Parquet: name it .parquet"),
+        (b"%PDF-1.7\n1 0 obj", "a PDF: extract its text first"),
+        ("prose".encode("utf-16"), "UTF-16: save it as UTF-8"),
+        ("prose and more prose".encode("utf-16-le"), "not text"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "not text"),
+        ((500).to_bytes(8, "little") + b'{"weight":{"dtype":"F32"' + b" " * 400, "not text"),  # safetensors
+        (bytes(range(128, 256)) * 3, "not UTF-8: save it as UTF-8"),
+        ("Grüße aus den vielen Städten am Rhein".encode("latin-1"), ""),
+        ("Grüße".encode()[:3], ""),  # cut within a character
+        ("Unlesbar: \ufffd".encode() * 9, ""),
+        (b"one document\0another document\0", ""),
+        ("é".encode("latin-1") + b"123456789", ""),
+        ("é".encode("latin-1") + b"12345678", "not UTF-8"),
+    ],
+)
+def test_what_is_no_text(head: bytes, words: str) -> None:
+    assert binary_kind(head) if words else not binary_kind(head)
+    assert words in binary_kind(head)
+
+
+@pytest.mark.promise(
+    "A file without text is left out of a data folder by name, and is refused where the job names that file"
+)
+def test_files_without_text_are_left_out_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "pic.png").write_bytes(b"\x89PNG\r\n\0\0")
+    (folder / "zebra.txt").write_text("two")
+    for name in ("docs", "docs/*"):
+        for _ in range(2):  # read, then known from beside the token file
+            assert tokens(tmp_path, paths=[name]) == b"one\0two\0"
+            told = json.loads((tmp_path / "cache" / TOLD).read_text())
+            assert told["line"].startswith("3 files, 1 left out: pic.png (not text); 8 tokens") and not told["warnings"]
+    for paths in (["docs/pic.png"], ["docs/a.txt", "docs/pic.png"], [f"file://{folder}/pic.png"]):
+        with pytest.raises(JobError, match=r"data.paths.*pic.png.*something else than text: not text"):
+            tokens(tmp_path, paths=paths)
+    with pytest.raises(JobError, match=r"holds no text: 1 left out: pic.png \(not text\)"):
+        tokens(tmp_path, paths=["docs/*.png"])
+
+
 @pytest.mark.parametrize("ending", [".py", ".md", ".toml", ".sh"])
 def test_text_and_code_are_not_taken_for_records(ending: str) -> None:
     """Of the standard library, which is the built-in corpus, and of this repository."""
     folders = [Path(sysconfig.get_path("stdlib")), ROOT]
     skipped = {".git", ".venv", "site-packages", "node_modules", "build", "runs"}
     files = [f for folder in folders for f in folder.rglob(f"*{ending}") if not skipped & set(f.parts)]
-    looks = {str(file): said for file in files[:800] if (said := appearance(file.read_bytes()[:HEAD_BYTES]))}
+    looks = {
+        str(file): said
+        for file in files[:800]
+        if (said := binary_kind(head := file.read_bytes()[:HEAD_BYTES]) or appearance(head))
+    }
     assert files and looks == {}
 
 
@@ -396,3 +443,26 @@ def test_a_saved_folder_is_its_arrow_files_in_its_own_order(tmp_path: Path) -> N
     (tmp_path / "d" / "train" / "b.arrow").unlink()
     with pytest.raises(JobError, match=r"lacks .*b\.arrow, which its state\.json names"):
         names("train")
+
+
+@pytest.mark.promise("What a job's data hold is said before its start: files, records, tokens, and what is left out")
+def test_a_look_says_what_a_learner_would_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("prose")
+    (tmp_path / "docs" / "b.jsonl").write_bytes(json_lines(["ab"] * 90))
+    (tmp_path / "docs" / "c.png").write_bytes(b"\0\0")
+    whole = DataSpec(paths=["docs"], sequence_length=2)
+    line, in_part = text.summarise_data(whole, tmp_path)
+    assert line == "3 files, 1 of them with 90 records, 1 left out: c.png (not text); 276 tokens: 138 sequences of 2"
+    assert not in_part
+    tokens(tmp_path, paths=["docs"])
+    assert json.loads((tmp_path / "cache" / TOLD).read_text())["line"].startswith(line)
+    read: list[int | None] = []
+    original = corpus.Document.read
+    monkeypatch.setattr(corpus.Document, "read", lambda self, most=None: read.append(most) or original(self, most))
+    monkeypatch.setattr(text, "LOOK_BYTES", 100)
+    (tmp_path / "large.txt").write_text("x" * 5000)
+    line, in_part = text.summarise_data(whole.model_copy(update={"paths": ["large.txt", "docs"]}), tmp_path)
+    assert in_part and read == [100] and line.startswith("4 files of 7,247 bytes;")
+    assert line.endswith("; the first 100 bytes of text are 101 tokens")
+    assert text.summarise_data(whole.model_copy(update={"paths": ["gone.txt"]}), tmp_path) == ("", False)

@@ -406,3 +406,40 @@ def test_a_patient_newcomer_waits_longer_than_the_syncer_looks_for_one(
     clock[0] += optimizer_handover.limits.transfer_seconds(one.limit)
     one.handover.apply_when_ready(HELD)
     assert not one.handover.is_waiting and one.fresh
+
+
+def test_that_the_optimizer_keeps_no_state_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no fault, and its newcomers go on from it without a warm-up."""
+    caplog.set_level(logging.INFO)
+
+    def stateless(name: str) -> Newcomer:
+        one = Newcomer(tmp_path / name)
+        one.handover.inner = InnerOptimizers(one.model, torch.optim.SGD(one.model.parameters(), lr=0.1))
+        one.optimizer = one.handover.inner.all[0]  # type: ignore[assignment]
+        return one
+
+    giver = stateless("giver")
+    for _ in range(3):
+        giver.train_a_step()
+        giver.checkpoint._next = 0.0
+        giver.handover.write_checkpoint(lambda: HELD)
+        giver.checkpoint.close()
+    assert caplog.messages == ["the inner optimizer keeps no state: newcomers are told so, and go on without it"]
+    encode = snapshot(giver.handover.inner, giver.checkpoint.origin(9, HELD, WARM_UP))
+    assert encode is not None
+    taker = stateless("taker")
+    taker.handover.request_state(False)
+    taker.handover.receive_state(inbox.StateDownloaded(True, encode(), HELD))
+    taker.handover.apply_when_ready(HELD)
+    assert not taker.handover.is_waiting and taker.fresh == []
+
+
+def test_that_a_state_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = Newcomer(tmp_path)
+    for _ in range(3):
+        one.train_a_step()
+        one.optimizer.state[one.model.bias]["note"] = "neither a tensor nor a number"
+        one.checkpoint._next = 0.0
+        one.handover.write_checkpoint(lambda: HELD)
+        assert not one.checkpoint.due
+    assert caplog.messages == ["the optimizer's state holds more than tensors and numbers: no newcomer takes it over"]

@@ -193,7 +193,7 @@ def test_there_is_nothing_to_give_before_the_first_step() -> None:
     assert snapshot(InnerOptimizers(model, torch.optim.AdamW(model.parameters()))) is None
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> Bytes:
     train(model, optimizer, 2)
     encode = snapshot(InnerOptimizers(model, optimizer))
     assert encode is not None
@@ -241,7 +241,8 @@ HOSTILE: dict[str, Any] = {
     "squares, and has negative": {"0.weight|exp_avg_sq": torch.full((8, 4), -1.0)},
     "far beyond what": {"0.weight|exp_avg": torch.full((8, 4), 1e6)},
     "no count of steps": {"0.weight|step": torch.tensor(-1.0)},
-    "has values beyond 1e\\+15": {"0.weight|exp_avg_sq": torch.full((8, 4), 1e30)},
+    "has values beyond 1e\\+15": {"0.weight|exp_avg": torch.full((8, 4), 2e15)},
+    "has values beyond 1e\\+30": {"0.weight|exp_avg_sq": torch.full((8, 4), 2e30)},
 }
 
 
@@ -282,6 +283,83 @@ def test_a_state_that_honest_gradients_leave_is_taken_whatever_the_betas(
     assert encode is not None
     restore(encode(), InnerOptimizers(newcomer, target))
     assert target.state
+
+
+def test_squares_may_be_as_great_as_the_squares_of_what_means_may_be() -> None:
+    """A gradient of 3e9, as the sum over a million tokens may be, is no fault."""
+    model, newcomer = build(), build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3e9)
+    optimizer.step()
+    target = torch.optim.AdamW(newcomer.parameters(), lr=0.01)
+    restore(state_of(model, optimizer, steps=0), InnerOptimizers(newcomer, target))
+    assert float(target.state[newcomer[0].weight]["exp_avg_sq"].max()) > 1e15
+
+
+class Sparse(torch.nn.Module):
+    """A frozen base, an adapter, an expert that is not routed to, and a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = torch.nn.Linear(4, 8).requires_grad_(False)
+        self.adapter, self.expert, self.unused = (torch.nn.Linear(n, 1) for n in (8, 8, 3))
+        self.routed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.base(x).tanh()
+        return self.adapter(hidden) + (self.expert(hidden) if self.routed else 0.0)
+
+
+@pytest.mark.promise(
+    "A newcomer takes the optimizer state of a model with frozen parameters, unused layers or sparse experts too"
+)
+def test_parameters_that_have_no_state_yet_are_named_and_the_rest_is_handed_over() -> None:
+    model = Sparse()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # the frozen ones too, as loops are written
+    data = state_of(model, optimizer)
+    newcomer = copy.deepcopy(model)
+    target = torch.optim.AdamW(newcomer.parameters(), lr=0.01)
+    train(newcomer, target, 1)
+    newcomer.load_state_dict(model.state_dict())
+    restore(data, InnerOptimizers(newcomer, target))
+    model.routed = newcomer.routed = True  # the expert begins its state here
+    for one, own in ((model, optimizer), (newcomer, target)):
+        train(one, own, 3, seed=1)
+    for own, theirs in zip(newcomer.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+
+
+def test_a_row_that_is_missing_and_not_declared_is_refused_unless_it_is_frozen_here() -> None:
+    model = Sparse()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = bytes(state_of(model, optimizer))
+    inner = InnerOptimizers(model, optimizer)
+    for empty in ('["expert.weight"]', "[]"):
+        with pytest.raises(StateRefused, match=r"it lacks 'expert.(weight|bias)' and [23] more"):
+            restore(with_metadata(data, empty=empty), inner)
+    restore(with_metadata(data, empty='["expert.weight", "expert.bias", "unused.weight", "unused.bias"]'), inner)
+    with pytest.raises(StateRefused, match="its list of what has no state is no list"):
+        restore(with_metadata(data, empty='{"expert.weight": 1}'), inner)
+
+
+@pytest.mark.promise(
+    "A learner whose optimizer keeps no state says so, and nobody waits for one or warms up for want of it"
+)
+def test_that_there_is_no_state_is_an_answer() -> None:
+    model, newcomer = build(), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inner = InnerOptimizers(model, optimizer)
+    assert snapshot(inner) is None and not inner.has_state
+    train(model, optimizer, 1)
+    encode = snapshot(inner)
+    assert encode is not None and not inner.keeps_state
+    taken = InnerOptimizers(newcomer, torch.optim.SGD(newcomer.parameters(), lr=0.01))
+    restore(encode(), taken)
+    assert taken.has_state
+    taken.clear_state()
+    assert not taken.has_state
 
 
 def nested(depth: int = 100_000) -> str:
@@ -470,3 +548,83 @@ def test_optimizers_that_copy_the_parameters_are_refused_by_name() -> None:
     InnerOptimizers(model, masters)
     with pytest.raises(ConfigurationError, match=r"Masters keeps a copy .*its state has 'master_param'"):
         train(model, masters, 1)
+
+
+@pytest.mark.promise("An optimizer that keeps a copy of the parameters, and would undo adoptions, is refused by name")
+def test_an_optimizer_of_what_is_not_the_models_is_refused_at_once_and_when_a_group_is_added() -> None:
+    """Float32 masters of a loop's own, or another module."""
+    model = build()
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    with pytest.raises(ConfigurationError, match=r"AdamW holds 4 tensors .* first of shape \(8, 4\).*float32 masters"):
+        InnerOptimizers(model, torch.optim.AdamW(masters))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inner = InnerOptimizers(model, optimizer)
+    inner.check_parameters()
+    optimizer.add_param_group({"params": torch.nn.Linear(3, 3).parameters()})
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"holds 2 tensors .* make that module a part of the model"):
+            inner.check_parameters()
+
+
+def test_trained_parameters_that_no_optimizer_holds_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    InnerOptimizers(model, torch.optim.AdamW(model[0].parameters()))
+    assert caplog.messages == ["no optimizer holds 2.weight, 2.bias: nothing trains it"]
+    model[2].requires_grad_(False)
+    InnerOptimizers(model, torch.optim.AdamW(model[0].parameters()))
+    assert len(caplog.messages) == 1
+
+
+class Wrapper(torch.optim.Optimizer):
+    """What accelerate's prepare() gives: a subclass that never calls the base's __init__, and passes everything on."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Passing:
+    """A wrapper that is no optimizer of torch at all, as Lightning's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class Hollow(Wrapper):
+    """One that hides what it wraps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.within = optimizer
+
+    param_groups = property(lambda self: self.within.param_groups)  # type: ignore[assignment]
+
+
+class Lookahead(Wrapper):
+    """One that keeps slow copies."""
+
+
+@pytest.mark.promise("An optimizer within a wrapper, as accelerate's, is found, and other wrappers are refused by name")
+def test_wrappers_are_taken_off() -> None:
+    model = build()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for wrapped in (Wrapper(plain), Passing(plain), Passing(Wrapper(plain)), [Wrapper(plain)]):
+        inner = InnerOptimizers(model, wrapped)  # type: ignore[arg-type]
+        assert inner.all == [plain] and inner.name == "AdamW"
+    inner = InnerOptimizers(model, Wrapper(plain))
+    train(model, Wrapper(plain), 1)
+    assert snapshot(inner) is not None, "steps through the wrapper are seen"
+    with pytest.raises(ConfigurationError, match=r"the optimizer Hollow is a wrapper .*: give the optimizer within it"):
+        InnerOptimizers(model, Hollow(plain))
+    with pytest.raises(ConfigurationError, match=r"Lookahead keeps a copy of the parameters"):
+        InnerOptimizers(model, Passing(Lookahead(plain)))  # type: ignore[arg-type]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError
 from diloco_protocol.spec.training import DataSpec, EvaluationSpec, LoraSpec, ModelSpec, TrainingSpec
 from diloco_worker import device
-from diloco_worker.training import models
+from diloco_worker.training import models, trainer
+from diloco_worker.training.checkpoint import quiet_loading
 from diloco_worker.training.lora import LoraLinear, merge
 
 LLAMA: dict[str, Any] = {
@@ -295,3 +298,109 @@ def test_a_revision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for revision in (None, "5f0b02c75b"):
         assert "no network" in problem(from_="org/name", revision=revision)
     assert asked == [("org/name", "main"), ("org/name", "5f0b02c75b")]
+
+
+@pytest.mark.promise(
+    "A checkpoint whose tensors are missing, or of another shape, is refused by name before training begins"
+)
+class TestCheckpoint:
+    """Weights to start from whose tensors are not the model's."""
+
+    @pytest.fixture
+    def save(self, tmp_path: Path) -> Any:
+        """Writes a checkpoint of LLAMA whose tensors went through a function, and returns its directory."""
+        model: Any = models.build(spec(LLAMA), 11)
+        model.save_pretrained(tmp_path)
+        whole = load_file(tmp_path / "model.safetensors")
+
+        def write(change: Any) -> str:
+            save_file(change(whole), tmp_path / "model.safetensors", {"format": "pt"})
+            return str(tmp_path)
+
+        return write
+
+    def refusals(self, config: dict[str, Any] | None, **model: Any) -> list[str]:
+        """What a learner says, and what is said from the headers alone."""
+        job = spec(config, **model)
+        with pytest.raises(JobError) as of_headers:
+            models.check_start(job, models.outline(job))
+        said = [problem(config, **model), str(of_headers.value)]
+        assert said[0] == said[1]
+        return said
+
+    def test_names_under_a_prefix(self, save: Any) -> None:
+        source = save(lambda whole: {f"_orig_mod.{name}": t for name, t in whole.items()})
+        for said in self.refusals(None, from_=source):
+            assert "training.model.from" in said and "21 tensors are missing: lm_head.weight" in said
+            assert "begin with `_orig_mod.`" in said and "initialise" not in said
+
+    def test_missing_ones(self, save: Any) -> None:
+        source = save(lambda whole: {n: t for n, t in whole.items() if ".1.mlp" not in n})
+        for said in self.refusals(None, from_=source):
+            assert "3 tensors are missing: model.layers.1.mlp.down_proj.weight" in said
+            assert "initialise: ['model.layers.1.mlp.*']" in said
+        allowed = spec(None, from_=source, initialise=["model.layers.1.mlp.*"])
+        assert models.check_start(allowed, models.outline(allowed)) is None
+        one, two = (dict(models.build(allowed, seed).named_parameters()) for seed in (0, 1))
+        differing = {name for name in one if not torch.equal(one[name], two[name])}
+        assert differing == {n for n in one if ".1.mlp" in n}  # by the seed, and nothing else
+
+    @pytest.mark.parametrize(
+        ("config", "named"),
+        [
+            ({"num_hidden_layers": 3}, "9 tensors are missing"),
+            ({"hidden_size": 64}, "lm_head.weight (256 x 32 there, 256 x 64 in the model)"),
+            ({"vocab_size": 300}, "2 tensors are of another shape"),
+        ],
+    )
+    def test_a_configuration_that_asks_for_more(self, save: Any, config: dict[str, Any], named: str) -> None:
+        source = save(lambda whole: whole)
+        assert all(named in said for said in self.refusals(config, from_=source))
+
+    def test_another_shape_may_be_meant(self, save: Any) -> None:
+        source = save(lambda whole: whole)
+        new = ["lm_head.weight", "model.embed_tokens.weight"]
+        allowed = spec({"vocab_size": 300}, from_=source, initialise=new)
+        assert models.build(allowed, 0).config.vocab_size == 300
+        assert "initialise.0" in problem({"vocab_size": 300}, from_=source, initialise=["nothing.*"])
+
+    def test_tensors_that_nothing_takes_are_one_line(self, save: Any, caplog: pytest.LogCaptureFixture) -> None:
+        source = save(lambda whole: {**whole, "a.b": torch.zeros(2), "a.c": torch.zeros(2)})
+        job = spec(None, from_=source)
+        doubt = models.check_start(job, models.outline(job))
+        assert doubt is not None and "2 tensors are not the model's and left out: a.b, a.c" in doubt.message
+        caplog.clear()
+        models.build(job, 0)
+        assert [r.getMessage() for r in caplog.records] == [f"{doubt.path}: {doubt.message}"]
+
+    def test_a_mixtures_experts_are_compared_as_transformers_joins_them(self, tmp_path: Path) -> None:
+        model: Any = models.build(spec(MIXTRAL), 3)
+        model.save_pretrained(tmp_path)
+        job = spec(None, from_=str(tmp_path))
+        assert models.check_start(job, models.outline(job)) is None
+        assert "experts" in next(iter(self.refusals({"num_local_experts": 8}, from_=str(tmp_path))))
+
+    def test_transformers_report_is_told_where_its_loading_fails(self, caplog: pytest.LogCaptureFixture) -> None:
+        logger = logging.getLogger("transformers.modeling_utils")
+        with pytest.raises(RuntimeError), quiet_loading():
+            logger.warning("\x1b[1mLlama LOAD REPORT\x1b[0m from: x")
+            assert not caplog.records
+            raise RuntimeError("no")
+        assert [r.getMessage() for r in caplog.records] == ["Llama LOAD REPORT from: x"]
+
+
+@pytest.mark.promise("A token id is never stored as another one, and one that the model does not have is refused")
+def test_ids_beyond_the_model_are_named() -> None:
+    model = models.build(spec(LLAMA), 0)
+    models.check_ids(model, {**tokens(), "labels": torch.tensor([[-100, 255]])})
+    for name, bad in (("input_ids", 256), ("input_ids", -1), ("labels", 300), ("labels", -1)):
+        with pytest.raises(JobError, match=f"= {bad}: {name} beyond the model's vocabulary of 256"):
+            models.check_ids(model, {**tokens(), name: torch.tensor([[0, bad]])})
+    vit = models.build(spec(VIT, data=IMAGES), 0)
+    models.check_ids(vit, {"pixel_values": torch.zeros(1), "labels": torch.tensor([2])})
+    with pytest.raises(JobError, match="beyond the model's 3 classes"):
+        models.check_ids(vit, {"pixel_values": torch.zeros(1), "labels": torch.tensor([3])})
+    strange = {name: ids + 200 for name, ids in tokens().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(JobError, match="input_ids beyond"):
+        trainer.step(model, optimizer, strange, 1, clip_norm=None, dtype=torch.float32)

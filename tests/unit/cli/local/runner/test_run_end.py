@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco.local.outcome import RunOutcome
+from diloco.local.outcome import REFUSED, RunOutcome
 from diloco.local.runner.run_end import DRAIN_SECONDS, LEAVE_SECONDS
 from diloco.processes.launch import SAME_SIGNAL_SECONDS
 from diloco_protocol.documents import Report
@@ -60,14 +60,44 @@ def test_a_job_that_has_not_begun_is_left_at_once(make_run: MakeRun) -> None:
     run = make_run()
     run.syncer.page = status_document(phase="waiting")
     run.run(_interrupt(run, 0.1))
-    assert run.outcome() == RunOutcome("interrupted", 130) and run.syncer.calls == []
+    assert run.outcome() == RunOutcome("interrupted", 130, "stopped by the user") and run.syncer.calls == []
+
+
+@pytest.mark.promise("Ctrl-C while `diloco run` checks the job ends it at once, and leaves no directory")
+def test_before_the_job_begins_a_signal_ends_the_run_at_once(make_run: MakeRun) -> None:
+    run = make_run()
+    run.runner.end.has_started = False
+    run.run(_interrupt(run, 0.1))
+    said = "stopped by the user, before the job began: nothing is kept"
+    assert run.outcome() == RunOutcome(REFUSED, 130, said)
+    assert run.runner.end.stopping and run.screen.said == [] and run.syncer.calls == []
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGINT, "stopped by the user"), (signal.SIGTERM, "stopped by the user"),
+     (signal.SIGHUP, "the terminal was closed")],
+)  # fmt: skip
+def test_the_reason_of_an_interrupt_is_told_to_people_and_to_the_syncer(
+    make_run: MakeRun, number: int, reason: str
+) -> None:
+    run = make_run()
+    run.syncer.page = status_document(phase="training")
+
+    async def interrupt() -> None:
+        run.runner.end.on_signal(number)
+        await asyncio.sleep(0.1)
+
+    run.run(interrupt())
+    assert run.screen.said[0].startswith(f"{reason}: learners offer their work")
+    assert run.syncer.calls == [("announce", {"phase": "interrupted", "message": reason})]
 
 
 def test_a_syncer_that_cannot_be_asked_has_nobody_to_drain_to(make_run: MakeRun) -> None:
     run = make_run()
     run.syncer.page, run.syncer.unheard = status_document(phase="training"), 1
     run.run(_interrupt(run, 0.1))
-    assert run.outcome() == RunOutcome("interrupted", 130)
+    assert run.outcome() == RunOutcome("interrupted", 130, "stopped by the user")
 
 
 def test_a_drain_that_comes_to_its_end_is_told_by_the_syncers_phase(make_run: MakeRun) -> None:
@@ -90,7 +120,7 @@ def test_a_drain_that_stands_still_is_given_up_and_said_to_be(make_run: MakeRun)
     run = make_run()
     run.syncer.page = status_document(phase="training")
     run.run(_interrupt(run, DRAIN_SECONDS + 0.2))
-    assert run.outcome() == RunOutcome("interrupted", 130)
+    assert run.outcome() == RunOutcome("interrupted", 130, "stopped by the user")
     assert run.screen.said[-1].startswith("the job did not drain")
 
 

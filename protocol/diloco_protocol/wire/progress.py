@@ -1,0 +1,74 @@
+"""When a transfer is given up: by the bytes of its session, not by a clock of its own.
+
+Theory of operation. All streams of a session share one link, and which of them it serves next is the link's choice. So
+a stream that gets nothing while others are served has not stalled; it waits. It is given up when nothing of its session
+has moved for ``limits.STALL_SECONDS``. One connection may also stop beside others that go on. A stream is given up for
+that when it had nothing for as long, and ``OVERTAKEN_BYTES`` of its session passed it by.
+
+``Progress`` is plain code: the loop's time comes in as an argument. ``await_progress`` is the only wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from diloco_protocol.wire import limits
+
+T = TypeVar("T")
+OVERTAKEN_BYTES = limits.MAX_PART_BYTES  # more than the largest chunk of each stream that a session can have
+
+
+class Stalled(limits.WireError):
+    """Nothing came, or nothing was taken, for too long."""
+
+
+class Progress:
+    """The bulk bytes of one session in one direction. ``moved``: how many so far; ``rate`` of those since the first
+    stream began."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+        self._last = float("-inf")
+        self._begun: float | None = None
+
+    def begin(self, now: float) -> None:
+        """A stream begins."""
+        if self._begun is None:
+            self._begun = now
+
+    def note(self, count: int, now: float) -> None:
+        """So many bytes have moved."""
+        self.moved += count
+        self._last = now
+
+    def rate(self, now: float) -> float | None:
+        """Bytes per second, pauses between transfers included; None: nothing has moved."""
+        return self.moved / max(now - self._begun, 1e-3) if self.moved and self._begun is not None else None
+
+    def seconds_left(self, now: float, begun: float, moved: int, patience: float) -> float:
+        """How long a stream is still waited for that has had nothing since ``begun``, when ``moved`` bytes of the
+        session had. Not above 0: it is given up."""
+        overtaken = self.moved - moved >= OVERTAKEN_BYTES
+        return (begun if overtaken else max(begun, self._last)) + patience - now
+
+
+async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: float | None = None) -> T:
+    """Await a stream's next bytes, or that it takes ours, for as long as its session moves. ``patience``: seconds
+    without anything (``STALL_SECONDS``). Raises Stalled; then the awaitable is cancelled."""
+    loop = asyncio.get_running_loop()
+    begun, moved = loop.time(), progress.moved
+    patience = limits.STALL_SECONDS if patience is None else patience
+    task = asyncio.ensure_future(awaitable)
+    try:
+        while not task.done():
+            left = progress.seconds_left(loop.time(), begun, moved, patience=patience)
+            if left <= 0:
+                raise Stalled(f"no bytes for {loop.time() - begun:.0f} s")
+            await asyncio.wait({task}, timeout=left)
+        return await task
+    finally:
+        if not task.done():
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
+            task.cancel()
