@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-BUDGETS = {"core": 90.0, "shell": 120.0, "operator": 90.0}  # seconds of processor time for new seeds
+BUDGETS = {"core": 90.0, "shell": 60.0, "workers": 60.0, "operator": 90.0}  # seconds of processor time for new seeds
 RECORDED: dict[str, dict[str, range]] = {
     "core": {
         "HARSH": range(1000),
@@ -20,6 +20,7 @@ RECORDED: dict[str, dict[str, range]] = {
         "DRAWN": range(200),
     },
     "shell": {"TROUBLE": range(60), "LOSING": range(60), "SUCCESSIONS": range(5, 20)},
+    "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "LEAVING", "DRAWN"), range(12)),
     "operator": {"FAULTS": range(12)},
 }
 

@@ -1,4 +1,4 @@
-"""Worlds of the three simulations: those that are recorded, and then new ones, of seeds that nobody has tried.
+"""Worlds of the four simulations: those that are recorded, and then new ones, of seeds that nobody has tried.
 
     .venv/bin/python tests/worlds.py                             what .ci/run does, in four minutes on two cores
     .venv/bin/python tests/worlds.py --only new --minutes 30     what `make nightly` does
@@ -86,9 +86,9 @@ def run_world(case: Case, trace: list[str] | None) -> int:
         from operator_simulation.random_faults import SETTINGS, run_random_faults
 
         return run_random_faults(case.seed, trace, **(SETTINGS[case.setting] | changes)).acts
-    from syncer_simulation.settings import CORE, SHELL
+    from syncer_simulation.settings import CORE, SHELL, WORKERS
 
-    kinds: dict[str, Any] = {"core": CORE, "shell": SHELL}[case.simulation]
+    kinds: dict[str, Any] = {"core": CORE, "shell": SHELL, "workers": WORKERS}[case.simulation]
     return int(kinds[case.setting].run(case.seed, changes, trace).events)
 
 

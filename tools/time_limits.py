@@ -109,6 +109,11 @@ MEMBERS = (
 LINKS = (
     Limit("a client", "a connection, TCP and TLS", ("protocol.wire.limits:CONNECT_SECONDS",),
           "it resolves the name again, and tries again"),
+    Limit("a client", "the first of a name's addresses to answer", ("protocol.common.reach:RACE_SECONDS",),
+          "it tries the next one beside it"),
+    Limit("a client", "its next try, after gRPC could not connect",
+          ("protocol.wire.limits:FIRST_PAUSE_SECONDS", "protocol.wire.limits:LONGEST_PAUSE_SECONDS"),
+          "it tries again", time="{0} at first, at most {1}"),
     Limit("both ends", "the first message of a session", ("protocol.wire.limits:JOIN_SECONDS",),
           "the connection is closed"),
     Limit("both ends", "a ping's answer on an idle connection",

@@ -44,6 +44,8 @@ CODE_OF_DEATHS = 1  # likewise, of trials in which learners die
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
 DEATHS = 2.0  # of each learner in a trial with faults, on average
 AWAY = 0.05  # of the trial's steps that a learner is gone each time
+SHORT_EXCHANGE = 1.5
+MERGE_SECONDS = 0.05
 version = functools.cache(importlib.metadata.version)  # to read it takes milliseconds, and each digest asks
 
 
@@ -53,8 +55,9 @@ class Trial:
 
     ``merges`` of each fragment at H = EVERY: its length. ``learners`` 0: the data-parallel reference. ``sync``: what
     the job's spec.sync says other than the defaults. ``outer``: an optimizer of outers.py and its settings, instead of
-    the job's. ``exchange``: seconds from a snapshot to the version that holds it, steps taking one. ``pace``: seconds
-    of a step of each learner, empty: one. ``parts``: sequences that each learner trains in a step, the task's in all;
+    the job's. ``exchange``: seconds from a snapshot to the version that holds it, steps taking one. ``throttled``: it
+    takes so long because the link is narrow, and not because the way is long. ``pace``: seconds of a step of each
+    learner, empty: one. ``parts``: sequences that each learner trains in a step, the task's in all;
     empty: as many each. ``timed``: the job ends with the last of its steps, whatever was trained by then, and not with
     its tokens. ``visitors``: so many learners more, each training as many sequences in a step as the others, join after
     a third of the time and leave after two thirds. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw
@@ -69,7 +72,8 @@ class Trial:
     learners: int = 0
     sync: Mapping[str, Any] = field(default_factory=dict)
     outer: Mapping[str, Any] = field(default_factory=dict)
-    exchange: float = 1.5
+    exchange: float = SHORT_EXCHANGE
+    throttled: bool = False
     pace: tuple[float, ...] = ()
     parts: tuple[int, ...] = ()
     deaths: bool = False
@@ -137,9 +141,9 @@ class Trial:
 
 def run_trial(trial: Trial) -> dict[str, Any]:
     """Train, and score what came of it: ``loss`` and ``choice_loss`` (tasks.score), ``seconds`` of processor time, the
-    ``processor``, and of trials with learners ``merges``, ``responders`` of a merge on average, ``merged`` and
-    ``dropped`` (shares of the trained tokens), ``bytes_up``; of those on a GPU its name (``device``) and ``torch``, its
-    version. Raises ValueError for a trial of the code before."""
+    ``processor``. Of trials with learners also ``loss_before_drain``, ``merges``, ``responders`` of a merge before the
+    drain on average, ``merged`` and ``dropped`` (shares of the trained tokens), ``bytes_up``. Of those on a GPU also
+    its name (``device``) and ``torch``, its version. Raises ValueError for a trial of the code before."""
     if trial.published:
         raise ValueError(f"{describe(trial)} is of a code that is gone")
     import torch
@@ -196,9 +200,10 @@ def _reference(trial: Trial) -> dict[str, Any]:
 
 
 def _decoupled(trial: Trial) -> dict[str, Any]:
+    from diloco_protocol.vocabulary import EventKind, JobPhase
+    from diloco_syncer.core.events import RecordEvent
     from diloco_worker.core.adoption import Kind
     from diloco_worker.fragments import ModelFragments, Vector
-    from lab.world.links import LinkRates
     from lab.world.values import LearnerValues
     from lab.world.world import World
     from trials import fleet, inner, outers, sparse, tasks
@@ -220,7 +225,12 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
     )
     data, task = tasks.TrialData(trial.kind, trial.size, trial.seed), tasks.TASKS[trial.kind, trial.size]
     versions = TrialVersions(job, learners.layout, learners.initial(), optimizer=outers.make(trial.outer, trial.merges))
-    merge_seconds = 0.05
+    before: dict[str, Any] = {}
+
+    def note_drain(event: RecordEvent) -> None:
+        if event.kind is EventKind.PHASE and world.core.phase is JobPhase.DRAINING:
+            before.update(seen=world.seen.copy(), theta=[versions.theta(p) for p in range(len(versions.elements))])
+
     world = World(
         job,
         fleet.TrialTraining(
@@ -228,10 +238,10 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         ),
         versions,
         pace=lambda place: trial.pace[place[1]] if trial.pace else 1.0,
-        # A push travels once, a version is announced, asked for and sent: four times the latency.
-        link=LinkRates(latency=(trial.exchange - merge_seconds) / 4),
-        merge_seconds=merge_seconds,
+        link=_link(trial, job, versions.elements),
+        merge_seconds=MERGE_SECONDS,
         make_values=sparse.SparseValues if trial.sparse else LearnerValues,
+        on_event=note_drain,
     )
     world.start_all()
     if trial.deaths:
@@ -242,19 +252,41 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         raise RuntimeError(f"the job did not end: {world.core.phase_message}")
     model = learners.first.to(learners.device)
     fragments = ModelFragments(model, learners.layout)
-    for fragment in range(len(learners.layout)):
-        fragments.move(fragment, Kind.OVERWRITE, Vector.from_array(versions.theta(fragment)))
+
+    def score(parameters: Sequence[Any]) -> dict[str, float]:
+        for fragment, theta in enumerate(parameters):
+            fragments.move(fragment, Kind.OVERWRITE, Vector.from_array(theta))
+        return tasks.score(model, data)
+
+    loss_before_drain = score(before["theta"])["loss"]
+    seen = before["seen"]
     assert world.core.ledger is not None
     totals = world.core.ledger.totals()
     return {
-        **tasks.score(model, data),
+        **score([versions.theta(p) for p in range(len(versions.elements))]),
+        "loss_before_drain": loss_before_drain,
         "merges": world.seen["merges"],
-        "responders": world.seen["merged pushes"] / max(1, world.seen["merges"]),
+        "responders": seen["merged pushes"] / max(1, seen["merges"]),
         "merged": totals.merged / totals.trained,
         "dropped": totals.dropped / totals.trained,
         "steps": world.now,
         "bytes_up": world.bytes_up,
     }
+
+
+def _link(trial: Trial, job: Any, elements: Sequence[int]) -> Any:
+    """A link over which an exchange takes so long. A push travels once, a version is announced, asked for and sent:
+    four times the latency."""
+    from diloco_protocol.arrays import codec
+    from lab.world.links import LinkRates
+
+    if not trial.throttled:
+        return LinkRates(latency=(trial.exchange - MERGE_SECONDS) / 4)
+    # With the latency of the short exchange; the rest is for the push and for the version, half each.
+    most, encodings = max(elements), job.spec.sync.compression
+    seconds = (trial.exchange - SHORT_EXCHANGE) / 2
+    up, down = (codec.encoded_bytes(encoding, most) / seconds for encoding in (encodings.up, encodings.down))
+    return LinkRates(latency=(SHORT_EXCHANGE - MERGE_SECONDS) / 4, up=up, down=down)
 
 
 def _plan_deaths(world: Any, trial: Trial) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +11,7 @@ from diloco.console import CommandError
 from diloco.reports.document import Axis, Plot, ResultDocument, Series
 from lab.report_files import write_report
 from trials.cells import CODE
-from trials.tables import TrialRow, print_rows
+from trials.tables import TrialRow, row_lines
 
 INTERVAL = "Intervals are 95 % by Student's t over seeds, of the seeds' own differences to data-parallel training."
 
@@ -19,12 +19,14 @@ INTERVAL = "Intervals are 95 % by Student's t over seeds, of the seeds' own diff
 def show_trials(
     document: ResultDocument, rows: Sequence[TrialRow], as_json: bool, directory: Path | None = None
 ) -> None:
-    """Print the rows, or the whole document, and write report.json, report.md and report.html into the directory, where
-    there is one. Raises SystemExit."""
-    if as_json:
-        print(document.model_dump_json())
-    else:
-        print_rows(rows, document.summary)
+    """Print the rows, or the whole document, and write it into the directory, where there is one. Raises SystemExit."""
+    write_trials(document, row_lines(rows), as_json, directory)
+
+
+def write_trials(document: ResultDocument, lines: Iterable[str], as_json: bool, directory: Path | None) -> None:
+    """Print the document's summary and lines, or all of it as JSON, and write report.json, report.md and report.html
+    into the directory, where there is one. Raises SystemExit."""
+    print(document.model_dump_json() if as_json else "\n".join((document.summary, *lines)))
     if directory is not None:
         try:
             write_report(document, directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -101,13 +101,12 @@ def difference(ratio: float | None, interval: float | None, digits: int) -> str:
     return f"{100 * (ratio - 1):+.{digits}f} %{spread}"
 
 
-def print_rows(rows: Sequence[TrialRow], note: str) -> None:
-    """Print the rows as a table under ``note``."""
-    print(note)
+def row_lines(rows: Sequence[TrialRow]) -> Iterator[str]:
+    """The rows as they are printed."""
     width = max((len(row.name) for row in rows), default=0)
     for row in rows:
         over = f"  {difference(row.ratio, row.interval, 2):>8}" if row.ratio is not None else ""
         beside = f" of {row.against}" if row.against else ""
         default = difference(row.default_ratio, row.default_interval, 2)
         default = f"  {default} of {row.default}" if default else ""
-        print(f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}{default}  ({row.seeds} seeds)")
+        yield f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}{default}  ({row.seeds} seeds)"

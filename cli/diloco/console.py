@@ -133,7 +133,7 @@ def lasting_output(stream: IO[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        if not isinstance(error, BrokenPipeError) and error.errno != errno.EIO:
             raise
         discard(stream)
 

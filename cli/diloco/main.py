@@ -18,6 +18,7 @@ from diloco.cluster.commands import Context, Contexts, Kubeconfig, Namespace, in
 from diloco.command_line import CommandLine, FileOption, JobFile, Overrides, ReportAsJson, RunFolder, StatusPage
 from diloco.console import CommandError, command, job_file, means_job, named_job, print_text, replace_unprintable
 from diloco.doctor import commands as doctor_commands
+from diloco.local import background
 from diloco.machines import commands as machine_commands
 from diloco.simulate import commands as simulate_commands
 
@@ -83,6 +84,12 @@ def run(
             "one process with the job's settings, no syncer, nothing saved.",
         ),
     ] = False,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach", help="Return once the job has started; it goes on without this terminal (`diloco attach`)."
+        ),
+    ] = False,
     as_json: ReportAsJson = False,
 ) -> int:
     """Run a job on this machine until it is done; each learner is a process.
@@ -104,9 +111,19 @@ def run(
         diloco run examples/tiny-gpt.yaml \\
           --chaos 20s:kill:local-1,step=150:cut:local-2:5s,40s:kill:syncer
 
+        diloco run examples/tiny-gpt.yaml --detach
+
         diloco run examples/custom-loop.yaml --debug
     """
     named = job_file(job, file, "diloco run")
+    if detach and (debug or as_json):
+        raise CommandError("--detach returns before there is a report: leave out --debug and --json")
+    if detach:
+        from diloco.local.background import start_detached
+        from diloco.validate import read_job_file
+
+        changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
+        return start_detached(workdir or Path("runs") / read_job_file(named, changes).metadata.name, sys.argv[1:])
     if debug:
         from diloco.machines.debug_program import debug_program
 
@@ -413,12 +430,18 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapters of a job with LoRA alone, in PEFT's format.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Load what was written, generate with it, and score it.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON, for programs.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Write the merged model to a directory that transformers loads, during the job or after it.
+
+    Then the model is used as others will use it: it is loaded, generates some tokens with the cache, and is scored as
+    the evaluator scores. Its loss stands beside the job's last score.
 
     Of a job whose loop is your own (learners.command, no training.model) the directory gets model.safetensors: every
     merged parameter by its name in your model, in float32. Your program loads it with `load_state_dict`. layout.json
@@ -447,14 +470,14 @@ def export(
         from diloco.cluster.fetch import export as export_job
 
         with in_cluster(None if there.given else what):
-            written = export_job(there, what, out, adapter)
+            written = export_job(there, what, out, adapter=adapter, check=check)
     else:
         from diloco.packages import require_packages
 
         require_packages("diloco export", ["syncer"])
         from diloco.export.export import read_merged, write_merged
 
-        written = write_merged(read_merged(what), out, adapter)
+        written = write_merged(read_merged(what), out, adapter, check)
     print_text(json.dumps(written.document, indent=1) if as_json else written.text)
 
 
@@ -522,6 +545,7 @@ def report(
 
 
 version.add_to(app)
+background.add_to(app)
 authoring_commands.add_to(app)
 doctor_commands.add_to(app)
 cluster_commands.add_to(app)

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.processes.workdir import WorkdirError, read_address
-from diloco_protocol.common.reach import unreachable_text
+from diloco_protocol.common.reach import connect_first, is_loopback, split_address, unreachable_text
 from diloco_protocol.documents import D, DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import ControlMethod
+from diloco_protocol.wire.limits import CONNECT_SECONDS
 
 if TYPE_CHECKING:
     from diloco_protocol.wire.control_client import ControlClient
 
 MAX_PAGE_BYTES = 16 << 20
-PAGE_SECONDS = 2.0
+PAGE_SECONDS = 2.0  # on this machine
+FAR_PAGE_SECONDS = 10.0  # of another machine's: a connection and an answer, with round trips of up to 2 s
 CALL_SECONDS = 5.0
 
 
@@ -23,9 +25,11 @@ class SyncerError(Exception):
     """The syncer did not answer, or refused; the message says which."""
 
 
-async def fetch_document(address: str, path: str, model: type[D], seconds: float = PAGE_SECONDS) -> D:
+async def fetch_document(address: str, path: str, model: type[D], seconds: float | None = None) -> D:
     """GET http://``address````path``: a document of at most MAX_PAGE_BYTES. Raises SyncerError, which names the field
     where the document is not what its model says."""
+    if seconds is None:
+        seconds = PAGE_SECONDS if is_loopback(address.rpartition(":")[0]) else FAR_PAGE_SECONDS
     try:
         return read_document(model, await asyncio.wait_for(_fetch(address, path), seconds))
     except TimeoutError as error:
@@ -39,8 +43,9 @@ async def fetch_document(address: str, path: str, model: type[D], seconds: float
 
 
 async def _fetch(address: str, path: str) -> bytes:
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 20)
+    _, port = split_address(address)
+    made = await connect_first(address, CONNECT_SECONDS)
+    reader, writer = await asyncio.open_connection(sock=made, limit=1 << 20)
     try:
         # By its number: a server does not know which names lead to it, and answers to its own ones alone.
         found = str(writer.get_extra_info("peername")[0])

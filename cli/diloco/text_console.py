@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,8 @@ from rich.segment import Segment
 
 from diloco.console import discard
 from diloco_protocol.common.logs import printable
+
+_TRAILING = re.compile(r" +$", re.MULTILINE)
 
 
 class TextConsole(Console):
@@ -26,6 +29,11 @@ class TextConsole(Console):
         """The reader has left: the program's exit code is about its work, and rich's would be 1."""
         self.quiet = True
         discard(self.file)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        """What is written. A file or a pipe gets no blanks at the ends of lines, which fill tables to their width."""
+        text = super()._render_buffer(buffer)
+        return text if self.is_terminal else _TRAILING.sub("", text)
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """The segments of anything that can be shown; those of the console itself (cursor moves) stay as they are."""

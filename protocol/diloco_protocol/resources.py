@@ -90,6 +90,22 @@ def versions_kept(spec: JobSpec, fragments: int) -> int:
     return spec.syncer.checkpoint.keep + STATES_KEPT * between + 1
 
 
+def most_rounds(spec: JobSpec, sizes: Sequence[int]) -> int:
+    """Rounds that may be open at once, where exchanges are so long that merges come faster for it: those whose pushes
+    take no more memory than half of the model's own, and no more than there are fragments. Fewer than the τ·P/H that
+    every job has they never are."""
+    sync = spec.sync
+    least = max(1, math.ceil(sync.overlap * len(sizes) / sync.every))
+    room = max(BASE_BYTES, 2 * record_floats(sync) * sum(sizes))
+    return max(least, min(len(sizes), room // _round_bytes(spec, sizes)))
+
+
+def _round_bytes(spec: JobSpec, sizes: Sequence[int]) -> int:
+    """Of the pushes of one open round: encoded as they came, and decoded."""
+    largest = max(sizes)
+    return spec.most_slots * (4 * largest + payload_bytes(spec.sync.compression.up, largest))
+
+
 def _syncer_volume(spec: JobSpec, sizes: Sequence[int]) -> int:
     parameters, sync = sum(sizes), spec.sync
     records = versions_kept(spec, len(sizes)) * 4 * record_floats(sync) * parameters
@@ -106,11 +122,12 @@ def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
     # The newest whole broadcast is the parameters themselves where float32 is sent, and so is what a delta is of.
     broadcasts = sent if down == "float32" else 2 * sent
     overtaken = (1 if down == "bfloat16" else 2) * parameters  # half a model, for those who still read it
-    rounds = max(1, math.ceil(sync.overlap * len(sizes) / sync.every))
-    push = 4 * largest + payload_bytes(sync.compression.up, largest)
+    pushes = most_rounds(spec, sizes) * _round_bytes(spec, sizes)
+    # A push that came too late waits for the next merge of its fragment, encoded.
+    late = spec.most_slots * sum(payload_bytes(sync.compression.up, size) for size in sizes)
     merge = 4 * largest * (2 * record_floats(sync) + 2)
     model = 4 * record_floats(sync) * parameters + broadcasts + overtaken
-    return BASE_BYTES + model + rounds * spec.most_slots * push + merge
+    return BASE_BYTES + model + pushes + late + merge
 
 
 def _learner_memory(spec: JobSpec, sizes: Sequence[int]) -> int:

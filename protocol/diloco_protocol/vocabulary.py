@@ -158,6 +158,7 @@ class PushRefusal(StrEnum):
     NOT_FINITE = "not-finite"
     NORM_GATE = "norm-gate"
     NO_STEPS = "no-steps"
+    NO_TOKENS = "no-tokens"
     INCONSISTENT = "inconsistent"  # the header contradicts itself
     BAD_CHECKSUM = "bad-checksum"
     ENDED = "ended"

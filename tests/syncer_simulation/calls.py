@@ -26,6 +26,7 @@ from diloco_syncer.store.tape import TapeError
 from diloco_syncer.syncer import Syncer
 
 if TYPE_CHECKING:
+    from syncer_simulation.worker_process import WorkerProcess
     from syncer_simulation.worker_world import WorkerWorld
 
 _EOF: Any = aio.EOF  # type: ignore[attr-defined]  # its stubs lack the name
@@ -150,11 +151,12 @@ class Call:
         self.up, self.down = Pipe(self.world, self.link), Pipe(self.world, self.link)
         self.done = False  # nothing more is sent
         self.task: asyncio.Task[None] | None = None
-        self.said_by = channel.process[-4:]
         self.begun = False  # its first message was sent
         self.answer_lost = False
         self.link.calls.append(self)
         self.world.at(self.world.random.uniform(0.0, self.link.seconds), self._begin)
+        if method != services.SESSION and self.world.chance(self.world.setup.broken_calls):
+            self.world.at(self.world.random.uniform(0.0, self.link.seconds), lambda: self.sever(0.0))
         if timeout is not None:
             self.world.at(timeout, lambda: self._close(End(grpc.StatusCode.DEADLINE_EXCEEDED, "too late"), 0.0))
 
@@ -278,8 +280,9 @@ class Call:
 class Channel:
     """A connection of a process to the syncer that serves when it is made."""
 
-    def __init__(self, world: WorkerWorld, link: Link, process: str) -> None:
-        self.world, self.link, self.process, self.life = world, link, process, world.newest
+    def __init__(self, process: WorkerProcess) -> None:
+        self.process, self.world, self.link = process, process.world, process.link
+        self.life = self.world.newest
 
     def stream_stream(self, method: str, **_: object) -> Any:
         return lambda metadata=(), timeout=None: Call(self, method, timeout)

@@ -583,7 +583,7 @@ class World:
                 self.train(learner)
             for pull in list(learner.pulls.values()):
                 del learner.pulls[pull.fragment]
-                self.push(learner, pull.fragment, pull.round, pull.version)
+                self.push(learner, pull.fragment, pull.round)
         self.report(learner)
         self.mishap(learner)
 
@@ -605,9 +605,9 @@ class World:
             if not self.swallows("report") and not self.chance(0.1):
                 self.at(self.delay(0.2), lambda: connection in self.connections and self.handle(event))
 
-    def push(self, learner: Learner, p: int, round: int, version: int) -> None:
+    def push(self, learner: Learner, p: int, round: int) -> None:
         assert learner.seat is not None
-        planned = learner.adoption.snapshot(p, round, version)
+        planned = learner.adoption.snapshot(p, round)
         if planned is None:
             return
         plan, given_up = planned
@@ -686,15 +686,19 @@ class World:
         for p in learner.adoption.drain_order():
             if p in learner.offered:
                 continue
-            if p in learner.unsettled and (p not in learner.in_flight or self.random.random() < 0.05):
+            if p in learner.unsettled and (
+                p not in learner.in_flight or self.random.random() < 0.05 or self.now > learner.repeat_at[p]
+            ):
                 learner.in_flight.add(p)  # the answer may be lost: the very same offer once more
+                learner.repeat_at[p] = self.now + 3.0
                 header, ids = learner.offers[p]
                 assert learner.seat is not None
                 self.send(learner, replace(header, incarnation=learner.seat.incarnation), ids)
             elif p not in learner.unsettled:
                 learner.in_flight.add(p)
                 learner.unsettled.add(p)
-                self.push(learner, p, 0, 0)
+                learner.repeat_at[p] = self.now + 3.0
+                self.push(learner, p, 0)
         if all(p in learner.offered for p in learner.adoption.drain_order()):
             learner.left = True
             connection = learner.connection

@@ -68,6 +68,7 @@ class Learner:
     unsettled: set[int] = field(default_factory=set)  # offered, perhaps without an answer, and not refused
     offered: set[int] = field(default_factory=set)  # offered and accepted
     offers: dict[int, tuple[PushHeader, Ids]] = field(default_factory=dict)
+    repeat_at: dict[int, float] = field(default_factory=dict)  # by fragment: its offer once more, without an answer
     # Newest download of each fragment, with its receipt, and what had settled when it was announced.
     holdings: dict[int, tuple[int, int, Ids, Receipt, int]] = field(default_factory=dict)
     held_since: dict[int, int | None] = field(default_factory=dict)  # the session of each

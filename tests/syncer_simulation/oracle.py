@@ -105,9 +105,7 @@ class Oracle:
         assert again, f"version {v} of fragment {p} was made twice"
         if v == 0 or record.recovered is not None:
             taken = None if record.recovered is None else (record.recovered.epoch, record.recovered.receipt)
-            self.records[p, v] = Record(
-                record.made_in, self.read_theta(record.theta), [], record.epoch, taken=taken
-            )
+            self.records[p, v] = Record(record.made_in, self.read_theta(record.theta), [], record.epoch, taken=taken)
             return p, v
         after = self.records[p, v - 1].ids
         for push in record.responders:

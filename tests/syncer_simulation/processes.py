@@ -221,6 +221,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 def _end_coroutine(coro: Any) -> None:
     """Run what a coroutine of a dead process has to do at its end, now and not when Python collects it. Whatever it
     does reaches nobody."""
+    if not inspect.iscoroutine(coro):
+        coro.close()
+        return
     while inspect.getcoroutinestate(coro) == inspect.CORO_SUSPENDED:
         with contextlib.suppress(BaseException):
             coro.throw(Killed())

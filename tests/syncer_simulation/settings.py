@@ -146,22 +146,52 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
 # to end. The syncer lives.
 LINKS = WorkerSetup(
     0,
-    steps=40,
+    steps=60,
     max_versions=1000,
     crashes=0.0,
+    deaths=3.0,
+    breaks=3.0,
+    terminations=2.0,
+    old_jobs=0.3,
     sequences=4000,
     store_seconds=0.05,
     bytes_per_second=(1e6, 1e5, 2e4),
 )
 # And syncers that crash, are succeeded, end in good order and suspend the job, on a store that fails.
-RESTARTS = replace(LINKS, crashes=3.0, faults=0.05, doubles=1.0, hand_overs=1.0, suspends=1.0, every=6)
+RESTARTS = replace(
+    LINKS, deaths=1.5, breaks=1.5, crashes=3.0, faults=0.05, doubles=1.0, hand_overs=1.0, suspends=1.0, every=6
+)
+# And the store goes back, as a whole or here and there, or is emptied.
+GOING_BACK = replace(RESTARTS, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
+# Nothing breaks, and one learner after the other is told to end.
+LEAVING = replace(LINKS, deaths=0.0, breaks=0.0, lost_answers=0.0, broken_calls=0.0, terminations=6.0, faithful=True)
 
 
 def of_workers(setup: WorkerSetup) -> Kind[WorkerSetup, WorkerWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), WorkerWorld, settle_shell, 600.0)
 
 
+def drawn_workers(seed: int) -> WorkerSetup:
+    """A job of any size and encodings, whose syncer lives or does not."""
+    rng = random.Random(seed)
+    return replace(
+        rng.choice([LINKS, RESTARTS]),
+        seed=seed,
+        slots=rng.randint(1, 4),
+        fragments=rng.randint(1, 4),
+        every=rng.randint(4, 8),
+        overlap=rng.randint(0, 3),
+        rule=rng.choice([Rule.KEEP, Rule.OVERWRITE]),
+        up=rng.choice(["float32", "bfloat16", "int8", "int4"]),
+        down=rng.choice(["float32", "bfloat16", "delta-int8", "delta-int4"]),
+        feedback=rng.random() < 0.5,
+    )
+
+
 WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {
     "LINKS": of_workers(LINKS),
     "RESTARTS": of_workers(RESTARTS),
+    "GOING_BACK": of_workers(GOING_BACK),
+    "LEAVING": of_workers(LEAVING),
+    "DRAWN": Kind(drawn_workers, WorkerWorld, settle_shell, 600.0),
 }

@@ -16,10 +16,12 @@ from unittest import mock
 import torch
 
 from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.wire.records import Announcement
 from diloco_worker import learner as learner_module
 from diloco_worker.data import prefetch
 from diloco_worker.learner import Learner
 from diloco_worker.net import client, inbox, transfers
+from diloco_worker.net.client import SyncerClient
 from diloco_worker.settings import WorkerError, WorkerSettings
 from diloco_worker.sync.drain import offer_everything
 from syncer_simulation import threads
@@ -114,8 +116,13 @@ class WorkerProcess:
         self.link = Link(0.05 * setup.latency, world.random.choice(setup.bytes_per_second))
         self.alive, self.left, self.told_to_end = True, False, False
         self.given_up: list[tuple[int, int, str]] = []
+        self.known: dict[int, Announcement] = {}  # by fragment, the newest that this session has told
+        self.answers: dict[tuple[int, int], int] = {}  # of this session's pulls, by fragment and round: the sequence
         self.learner: Learner | None = None
         self.error: WorkerError | None = None
+
+    def __str__(self) -> str:
+        return self.process[-4:]
 
     def start(self) -> None:
         self.loop.start_work(self._run).future.add_done_callback(lambda _: self.world.end_of(self))
@@ -134,7 +141,7 @@ class WorkerProcess:
         model = Rows(world.setup.fragments)
         optimizer = Marker(model)
         settings = WorkerSettings(
-            world.job.model_copy(update={"spec": world.job.spec.in_region(self.place[0])}),
+            world.job_of(self),
             "learner",
             self.place[0],
             self.place[1],
@@ -154,9 +161,8 @@ class WorkerProcess:
                 work.park(self.speed)
                 optimizer.place, tokens = world.begin_step(self)
                 optimizer.step()
+                world.oracle.train_sequences(learner._used)
                 learner.after_step(tokens)
-                if learner._prefetcher is not None:
-                    world.oracle.train_sequences(learner._prefetcher.cursors())
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -169,6 +175,15 @@ class WorkerProcess:
         self.alive = False
         for loop in (*self.loops, self.loop):
             loop.kill()
+
+    @property
+    def seated(self) -> bool:
+        return self.learner is not None and self.learner.slot >= 0
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the syncer has read that it leaves."""
+        return self.learner is not None and self.learner._client._connection.drain_confirmed
 
     def held(self) -> list[Any]:
         """What it would say in a Join that it holds."""
@@ -200,10 +215,15 @@ def virtual_threads(world: WorkerWorld) -> Iterator[None]:
         return process.given_up
 
     def channel(self: Credentials, address: str, options: object = ()) -> Channel:
-        process = _own_process()
-        return Channel(world, process.link, process.process)
+        return Channel(_own_process())
 
-    changes: list[tuple[Any, str, Any]] = [(module, "threading", threads) for module in (prefetch, inbox, client)]
+    def push(self: SyncerClient, made: transfers.Push) -> None:
+        world.check_push(_own_process(), made.plan)
+        push_as_ever(self, made)
+
+    push_as_ever = SyncerClient.push
+    changes: list[tuple[Any, str, Any]] = [(SyncerClient, "push", push)]
+    changes += [(module, "threading", threads) for module in (prefetch, inbox, client)]
     changes += [(client, "SimpleQueue", threads.SimpleQueue), (learner_module, "offer_everything", offer)]
     changes += [(transfers, "return_free_memory", lambda: None), (Credentials, "aio_channel", channel)]
     changes += [(asyncio, "new_event_loop", new_loop), (asyncio, "set_event_loop", lambda loop: None)]

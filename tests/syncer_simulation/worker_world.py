@@ -24,9 +24,9 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
-from diloco_protocol.vocabulary import JobPhase, PushRefusal
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal, TransferRefusal
 from diloco_protocol.wire import convert, services, sync_pb2
-from diloco_protocol.wire.records import Held, PushHeader
+from diloco_protocol.wire.records import Announcement, Held, PushHeader, PushPlan
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.store.records import Floats, MergeRecord
@@ -35,7 +35,6 @@ from diloco_worker.fragments import build_layout
 from diloco_worker.settings import RefusedError
 from syncer_simulation import threads
 from syncer_simulation.calls import Call
-from syncer_simulation.core_world import settle
 from syncer_simulation.learners import Ids, Learner
 from syncer_simulation.oracle import Oracle
 from syncer_simulation.shell_world import BEGUN, CALM, TOLD, Life, ShellSetup, SyncerProcesses
@@ -74,10 +73,17 @@ class WorkerSetup(ShellSetup):
     feedback: bool = False
     breaks: float = 1.0  # how often sessions break, and links stand still
     lost_answers: float = 0.02  # share of the uploads of which the answer never comes
-    refused_calls: float = 0.02  # share of the uploads and downloads that break at once
+    broken_calls: float = 0.01  # share of the uploads and downloads that break
     terminations: float = 1.0  # how often a learner is told to end
     bytes_per_second: tuple[float, ...] = (1e6,)  # of a link, one of these
     codec_seconds: float = 0.05  # the longest that encoding takes
+    old_jobs: float = 0.0  # share of the processes whose job file has another encoding than the syncer's
+    faithful: bool = False  # nothing breaks: who is told to end offers everything, and the syncer reads that it leaves
+
+
+# Of honest learners, as long as the store has lost nothing: refused because something else came first.
+UNLUCKY = {PushRefusal.OTHER_ROUND, PushRefusal.ALREADY_MERGED, PushRefusal.ENDED, PushRefusal.FENCED}
+UNLUCKY |= {TransferRefusal.NOT_JOINED, TransferRefusal.BUSY}
 
 
 class RowsOracle(Oracle):
@@ -92,7 +98,8 @@ class RowsOracle(Oracle):
 
     def _read_version(self, record: MergeRecord) -> tuple[int, int]:
         found = super()._read_version(record)
-        there, merged = self.read_theta(record.theta), self.records[found].ids
+        dropped = 0.0 if record.feedback is None else record.feedback  # by the broadcasts' encoding, so far
+        there, merged = self.read_theta(record.theta + dropped), self.records[found].ids
         assert there == merged, f"version {found}: {sorted(there ^ merged)} is in one of what was pushed and the values"
         return found
 
@@ -107,8 +114,10 @@ class WorkerWorld(SyncerProcesses):
         self.uploads: dict[Call, tuple[PushHeader, bytearray]] = {}
         super().__init__(setup)
         self.oracle = RowsOracle(self)
+        config = CoreConfig.from_job(self.job)
         self.config = replace(
-            CoreConfig.from_job(self.job),
+            config,
+            rules=replace(config.rules, pull_seconds=0.3),
             drain_seconds=30.0,
             rebuild_seconds=6.0,
             peer_seconds=2.0,
@@ -118,7 +127,11 @@ class WorkerWorld(SyncerProcesses):
 
     def make_job(self, setup: ShellSetup) -> tuple[DiLoCoJob, Layout]:
         assert isinstance(setup, WorkerSetup)
-        fields = {**setup.__dict__, "feedback": str(setup.feedback).lower(), "rule": setup.rule.value}
+        fields = {
+            **setup.__dict__,
+            "feedback": str(setup.feedback and setup.up != "float32").lower(),
+            "rule": setup.rule.value,
+        }
         layout = build_layout(Rows(setup.fragments), setup.fragments, setup.every)
         assert [layout.elements(p) for p in range(len(layout))] == [PLACES] * setup.fragments
         return parse_job(JOB.format(**fields)), layout
@@ -138,13 +151,21 @@ class WorkerWorld(SyncerProcesses):
     def processes(self) -> list[WorkerProcess]:
         return cast(list[WorkerProcess], self.everyone)
 
+    def job_of(self, process: WorkerProcess) -> DiLoCoJob:
+        """The job as the process's file has it."""
+        setup = self.setup
+        if self.random.random() < setup.old_jobs:
+            setup = replace(setup, up="bfloat16" if setup.up == "float32" else "float32")
+        job = self.make_job(setup)[0]
+        return job.model_copy(update={"spec": job.spec.in_region(process.place[0])})
+
     # ------------------------------------------------------------ steps
 
     def begin_step(self, process: WorkerProcess) -> tuple[int, int]:
         """The place of a new step, and its tokens."""
         place = len(self.step_ids)
         assert place < PLACES, "more steps are made than the parameters have places for"
-        step_id = process.process[-4:], place
+        step_id = str(process), place
         self.step_ids.append(step_id)
         self.tokens_of[step_id] = tokens = self.random.choice([5, 7, 11])
         return place, tokens
@@ -174,16 +195,20 @@ class WorkerWorld(SyncerProcesses):
         """It has ended by itself."""
         learner = process.learner
         phase = "?" if learner is None else learner.phase
-        self.note(f"{process.process[-4:]} ends in {phase}: {process.error or 'well'}; given up: {process.given_up}")
+        self.note(f"{process} ends in {phase}: {process.error or 'well'}; given up: {process.given_up}")
         self.seen["ended by an error" if process.error else "ended well"] += 1
         if process.error is not None:
-            assert isinstance(process.error, RefusedError) or self.oracle.losses, process.error
+            assert isinstance(process.error, RefusedError), process.error
         for _, _, why in process.given_up:
             self.seen[f"given up: {why[:40]}"] += 1
+        if self.setup.faithful and process.told_to_end and process.seated and phase not in ENDED_PHASES:
+            assert process.confirmed and not process.given_up, f"{process} leaves badly: {process.given_up}"
+            self.seen["left well"] += 1
         process.kill()
         process.link.sever(self.random.uniform(0.0, 0.5))
         process.left = True
-        if process.error is not None or process.told_to_end:
+        over = self.core.phase in (JobPhase.DRAINING, *ENDED_PHASES)
+        if process.error is not None or process.told_to_end or not over:
             cast(list[Any], self.learners).remove(process)
             self.at(1.0, lambda: self.respawn(process.place))
 
@@ -230,8 +255,11 @@ class WorkerWorld(SyncerProcesses):
     def _hear_request(self, call: Call, message: bytes) -> None:
         if call.method == services.SESSION:
             said = sync_pb2.LearnerMessage.FromString(message)
+            if said.WhichOneof("kind") == "join":
+                call.channel.process.known.clear()
+                call.channel.process.answers.clear()
             if said.WhichOneof("kind") != "report":
-                self.note(f"{call.said_by} says {said.WhichOneof('kind')}")
+                self.note(f"{call.channel.process} says {said.WhichOneof('kind')}")
         elif call in self.uploads:
             self.uploads[call][1].extend(message)
             self._read_push(*self.uploads[call])
@@ -241,8 +269,24 @@ class WorkerWorld(SyncerProcesses):
             if not header.HasField("push"):
                 return
             self.uploads[call] = convert.push_header(header), bytearray()
-            self.note(f"{call.said_by} pushes {header.push.fragment}/{header.push.sequence} for {header.push.round}")
+            self.note(
+                f"{call.channel.process} pushes {header.push.fragment}/{header.push.sequence} for {header.push.round}"
+            )
             call.answer_lost = self.chance(self.setup.lost_answers)
+
+    def check_push(self, process: WorkerProcess, plan: PushPlan) -> None:
+        """A learner has made a push: as an answer it is the only one, and of work that it does not know to be merged."""
+        if not plan.round:
+            return
+        try:
+            before = process.answers.setdefault((plan.fragment, plan.round), plan.sequence)
+            assert before == plan.sequence, f"{process} answers a pull twice: {plan}, and {before}"
+            known = process.known.get(plan.fragment)
+            merged = known is not None and min(known.version, known.merged_version) > plan.base_version
+            assert not merged, f"{process} pushes what it knows to be merged: {plan}, {known}"
+        except AssertionError as error:
+            self.failures.append(error)
+            raise
 
     def _read_push(self, header: PushHeader, data: bytearray) -> None:
         if len(data) != codec.encoded_bytes(header.encoding, PLACES):
@@ -256,15 +300,22 @@ class WorkerWorld(SyncerProcesses):
     def _hear_answer(self, call: Call, message: bytes) -> None:
         if call.method == services.SESSION:
             said = sync_pb2.SyncerMessage.FromString(message)
-            self.note(f"{call.said_by} hears {said.WhichOneof('kind')}")
+            self.note(f"{call.channel.process} hears {said.WhichOneof('kind')}")
+            for told in (*said.welcome.fragments, *([said.announcement] if said.HasField("announcement") else ())):
+                news = convert.from_wire(Announcement, told)
+                call.channel.process.known[news.fragment] = news
         elif (upload := self.uploads.pop(call, None)) is not None:
             header, reply = upload[0], sync_pb2.UploadReply.FromString(message)
-            self.note(f"{call.said_by} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}")
+            self.note(
+                f"{call.channel.process} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}"
+            )
             taken = reply.accepted or reply.reason == PushRefusal.REPEATED
             if header.round == 0 and taken:
                 self.oracle.acknowledged[header.id] = header, self.oracle.ids_of[header.id]
             elif not taken:
                 self.refused[reply.reason] += 1
+                assert reply.reason in UNLUCKY or self.oracle.losses, (header, reply)
+                call.channel.process.answers.pop((header.fragment, header.round), None)
 
     # ------------------------------------------------------------ syncers
 
@@ -312,7 +363,3 @@ class WorkerWorld(SyncerProcesses):
             for call in list(process.link.calls):
                 if call.channel.life is life:
                     call.sever(0.0)
-
-
-def settle_workers(world: WorkerWorld) -> dict[str, int]:
-    return settle(world)

@@ -44,6 +44,9 @@ def _end_when_told() -> None:
 
 _end_when_told()
 
+# Before gRPC begins: its own handlers of a fork crash children that use no gRPC, such as a DataLoader's workers.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_LATER:

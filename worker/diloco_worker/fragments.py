@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
 from diloco_worker.core.adoption import Kind
-from diloco_worker.named_parameters import ModelWatch, check_whole, named_parameters, unwrap
+from diloco_worker.named_parameters import ModelWatch, check_whole, named_parameters, refuse_shared_memory, unwrap
 from diloco_worker.settings import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -123,6 +123,7 @@ def build_layout(
     """
     mean = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     check_whole(model)
+    refuse_shared_memory(model)
     output = getattr(unwrap(model), "get_output_embeddings", None)
     if callable(output) and (head := output()) is not None:
         mean.add(id(getattr(head, "weight", None)))

@@ -48,15 +48,17 @@ from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.stall_rule import LifeSigns
-from diloco_worker.data.map_style import check_map_style
+from diloco_worker.data.map_style import check_map_style, sample_items
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.fragments import ModelFragments, build_layout, refuse_running_statistics
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
-from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings, refuse_ranks
 from diloco_worker.standalone.learner import StandaloneLearner, is_alone
+from diloco_worker.standalone.rehearsal import VARIABLE as REHEARSAL
+from diloco_worker.standalone.rehearsal import RehearsalLearner
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
@@ -164,6 +166,9 @@ class Learner:
         """
         exit_hooks.install()
         variables = os.environ if environ is None else environ
+        if REHEARSAL in variables:
+            return cast(Self, RehearsalLearner(model, optimizers, variables))
+        refuse_ranks(variables)
         if is_alone(variables):
             # Not a subclass, which would have to build what a session needs; tests hold their public names together.
             return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables))
@@ -247,12 +252,18 @@ class Learner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
+        self,
+        dataset: Any,
+        sequences: int | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        compare: bool = True,
     ) -> Iterator[Any]:
         """Yield one batch per optimizer step, of the sequences that the syncer leases to this slot.
 
         ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner. ``sequences`` of it make a
         batch (default: sequences x accumulation of the region's batch; a loop that accumulates splits the batch).
+        Learners that read other items are refused: the first, the middle and the last are compared, unless they differ
+        from one reading to the next. ``compare=False``: they are not, where machines prepare the same data differently.
         ``collate`` gets the list of their items; the default, torch's, stacks tensors, or dicts of tensors, along a
         new first dimension. Batches are on the CPU.
 
@@ -278,7 +289,7 @@ class Learner:
         )
         self._prefetcher = prefetcher
         self._synchronizer.lease_for(prefetcher)
-        self._client.start(len(dataset))
+        self._client.start(len(dataset), sample_items(dataset) if compare else ())
         try:
             while True:
                 self._metrics.begin_wait()

@@ -8,6 +8,7 @@ learner may join learners that do not wrap it.
 from __future__ import annotations
 
 import torch
+import xxhash
 
 from diloco_worker.settings import ConfigurationError
 
@@ -39,7 +40,8 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def check_whole(model: torch.nn.Module) -> None:
-    """Raise ConfigurationError for a model of which this process has a part only: a learner is one process."""
+    """Raise ConfigurationError for a model of which this process has a part only, or one that is not built yet: a
+    learner is one process with a whole model."""
     for module in model.modules():
         group = getattr(module, "process_group", None)
         if type(module).__name__ == "DistributedDataParallel" and group is not None and group.size() > 1:
@@ -47,7 +49,18 @@ def check_whole(model: torch.nn.Module) -> None:
                 f"the model is one of {group.size()} replicas of DistributedDataParallel: each process of a job is a "
                 "learner of its own, so leave DistributedDataParallel out"
             )
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if size > 1:
+        raise ConfigurationError(
+            f"this process is in a group of {size} (init_process_group): each process of a job is a learner of its "
+            "own, so leave the group out"
+        )
     for name, parameter in named_parameters(model).items():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise ConfigurationError(
+                f"parameter {name} has no shape before the first forward pass (a lazy module): run one, on a batch of "
+                "any data, before the Learner is made"
+            )
         if hasattr(parameter, "placements") or name.rpartition(".")[2] == "_flat_param":
             kind = "a DTensor" if hasattr(parameter, "placements") else "flattened by FSDP"
             raise ConfigurationError(
@@ -56,12 +69,32 @@ def check_whole(model: torch.nn.Module) -> None:
             )
 
 
+def refuse_shared_memory(model: torch.nn.Module) -> None:
+    """Raise ConfigurationError if two parameters lie in the same memory and one of them is trained: a move of both
+    would count twice."""
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p.requires_grad, name)
+        for name, p in named_parameters(model).items()
+        if p.numel() and type(p.data) is torch.Tensor and not p.is_meta and p.is_contiguous()
+    )
+    furthest = ("", 0, 0, False, "")
+    for span in spans:
+        if span[0] == furthest[0] and span[1] < furthest[2] and (span[3] or furthest[3]):
+            raise ConfigurationError(
+                f"parameters {furthest[4]} and {span[4]} lie in the same memory and are two parameters: an exchange "
+                "would move it twice. Tie them as one, b.weight = a.weight, or give each its own memory (.clone())"
+            )
+        furthest = max(furthest, span, key=lambda one: (one[0], one[2]))
+
+
 class ModelWatch:
     """What of a model must stay as it was when its Learner was made: its trained parameters, where each of them lies,
-    and that no others are trained. While nothing has changed a check takes less than a microsecond for each tensor."""
+    and that no others are trained. While nothing has changed a check takes less than a microsecond for each tensor.
+    ``exact``: compare values where else writes are counted, which does not see those through ``.data``."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, exact: bool = False) -> None:
         self._model = model
+        self._exact = exact
         named = named_parameters(model)
         self._trained = {name: (p.data_ptr(), p.dtype) for name, p in named.items() if p.requires_grad}
         self._state = self._read_state()
@@ -107,7 +140,7 @@ class ModelWatch:
         return found
 
     def _read_state(self) -> dict[str, tuple[int, int]]:
-        """The identity, and the count of writes, of what each learner keeps for itself."""
+        """What each learner keeps for itself: the identity and the count of writes, or a hash of the values."""
         tensors: dict[str, torch.Tensor] = {
             n: p for n, p in named_parameters(self._model).items() if not p.requires_grad
         }
@@ -115,6 +148,9 @@ class ModelWatch:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     tensors[f"{path}.{name}".lstrip(".")] = buffer
+        if self._exact:
+            flat = {name: t.detach().cpu().contiguous().view(-1).view(torch.uint8) for name, t in tensors.items()}
+            return {name: (xxhash.xxh3_64_intdigest(values.numpy().data), 0) for name, values in flat.items()}
         return {name: (id(t), t._version) for name, t in tensors.items() if not t.is_inference()}
 
 

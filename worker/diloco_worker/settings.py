@@ -86,6 +86,7 @@ class WorkerSettings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> WorkerSettings:
         """Read ``DILOCO_*``. Raises ConfigurationError naming the variable and the cure."""
         env = os.environ if environ is None else environ
+        refuse_ranks(env)
         job_file = env.get("DILOCO_JOB_FILE")
         if not job_file:
             raise ConfigurationError(
@@ -163,6 +164,18 @@ class WorkerSettings:
         if self.workdir is None:
             return None
         return self.workdir / "state" / f"{self.region}-{self.ordinal}.safetensors"
+
+
+def refuse_ranks(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError if this process is one of several ranks, as those that torchrun starts: each would take
+    the same place in the job."""
+    size = environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {size}: a learner is one process, and all ranks of torchrun would take the same place in "
+            f"the job. A machine with {size} GPUs runs {size} learners, without torchrun: docs/gpu-machines.md. Unset "
+            "WORLD_SIZE where each process is a learner of its own"
+        )
 
 
 def check_address(name: str, value: str) -> None:

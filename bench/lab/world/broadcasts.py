@@ -19,13 +19,14 @@ Deliver = Callable[[LearnerProcess, Callable[[], None], float | None], None]
 @dataclass
 class Broadcasts:
     """Announcements and downloads. ``deliver``: has a call made at the learner, at a time or (None) a latency from now,
-    unless its session ends before."""
+    unless its session ends before. ``sent``: called when a learner has all bytes of a version of a fragment."""
 
     timeline: Timeline
     core: Core
     versions: Versions
     epoch: int
     deliver: Deliver
+    sent: Callable[[LearnerProcess, int, int], None]
     bytes_down: int = 0
 
     def announce(
@@ -63,6 +64,7 @@ class Broadcasts:
 
         def arrive() -> None:
             learner.fetching.discard(fragment)
+            self.sent(learner, fragment, news.version)
             if learner.tenure != tenure:  # another tenure began, and what was on its way is not of it
                 if fragment in learner.announced:
                     self._fetch(learner, fragment)

@@ -193,9 +193,9 @@ class LearnerProcess:
             else:
                 yield pull
 
-    def plan_push(self, fragment: int, round: int, version: int) -> PushPlan | None:
+    def plan_push(self, fragment: int, round: int) -> PushPlan | None:
         """Take a snapshot for a push, or (``round`` 0) an offer; None: there is no step above the base."""
-        planned = self.adoption.snapshot(fragment, round, version)
+        planned = self.adoption.snapshot(fragment, round)
         if planned is None:
             return None
         plan, given_up = planned

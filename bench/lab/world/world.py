@@ -97,7 +97,9 @@ class World:
         self._pushing: dict[int, tuple[LearnerProcess, PushHeader]] = {}  # by handle: pushes without a verdict
         self._config = replace(CoreConfig.from_job(job), evaluated=False)
         self.core = core or Core(self._config, None, EPOCH, 0.0)
-        self.broadcasts = Broadcasts(self.timeline, self.core, versions, self.core.epoch, deliver=self._deliver)
+        self.broadcasts = Broadcasts(
+            self.timeline, self.core, versions, self.core.epoch, deliver=self._deliver, sent=self._note_sent
+        )
         self._ticks: list[float] = []  # when the core is woken, earliest first
         self._act(self.core.start(0.0, made))
         self._plan_tick()
@@ -316,6 +318,11 @@ class World:
         if learner.pushed_rounds.get(pull.fragment, (0, 0))[0] != pull.round:
             learner.pulls[pull.fragment] = pull
 
+    def _note_sent(self, learner: LearnerProcess, fragment: int, version: int) -> None:
+        connection = learner.connection
+        assert connection is not None
+        self._post(self.now, lambda: ev.VersionSent(connection, fragment, version))
+
     def _told_phase(self, learner: LearnerProcess, phase: JobPhase) -> None:
         learner.phase = phase
 
@@ -471,7 +478,7 @@ class World:
     # ------------------------------------------------------------ pushes
 
     def _answer_pull(self, learner: LearnerProcess, pull: ev.Pull) -> None:
-        plan = learner.plan_push(pull.fragment, pull.round, pull.version)
+        plan = learner.plan_push(pull.fragment, pull.round)
         if plan is not None:
             learner.pushed_rounds[pull.fragment] = (pull.round, plan.sequence)
             del learner.pulls[pull.fragment]
@@ -527,7 +534,7 @@ class World:
         if learner.left or learner.connection is None or not learner.adoption.complete:
             return
         for fragment in learner.offers_due():
-            plan = learner.plan_push(fragment, 0, 0)
+            plan = learner.plan_push(fragment, 0)
             if plan is not None:
                 learner.offers[fragment] = plan.sequence
                 learner.accepted.discard(fragment)

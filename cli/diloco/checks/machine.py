@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.machinery
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,10 @@ from diloco.processes.worker_specs import without_meaning
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import Problem
 from diloco_protocol.spec.warnings import spans_clusters
+
+_HARMLESS = frozenset({"test", "this", "antigravity", "turtle", "turtledemo", "idlelib"})
+"""Modules of Python's own that no program needs, and whose names people give to files of theirs."""
+_NEEDED = frozenset({"diloco_protocol", "diloco_worker", "grpc", "google", "numpy", "safetensors", "torch", "xxhash"})
 
 
 def is_for_cluster(job: DiLoCoJob) -> bool:
@@ -37,6 +44,41 @@ def find_absent_programs(job: DiLoCoJob, directory: Path) -> Iterator[Problem]:
             yield Problem(field, command, f"there is no program {program}: it is looked for on PATH and in {directory}")
         elif script.endswith(".py") and not (directory / script).is_file():
             yield Problem(field, command, f"there is no {script} in {directory}, where the job file is")
+
+
+def find_shadowing_modules(job: DiLoCoJob, directory: Path) -> Iterator[Problem]:
+    """Files beside a program of the job's that are imported in place of a module of Python's own, of a package that
+    learners need, or of one that the program imports."""
+    for role, command in (("learners", job.spec.learners.command), ("evaluator", job.spec.evaluator.command)):
+        script = directory / command[1] if command is not None and len(command) > 1 else None
+        if command is None or script is None or script.suffix != ".py" or not script.is_file():
+            continue
+        names = {path.stem: path.name for path in script.parent.glob("*.py")}
+        names |= {path.parent.name: f"{path.parent.name}/" for path in script.parent.glob("*/__init__.py")}
+        hidden = names.keys() & (sys.stdlib_module_names - _HARMLESS)
+        hidden |= {name for name in names.keys() & (_NEEDED | _imported(script)) if _is_elsewhere(name, script.parent)}
+        if hidden:
+            shown = ", ".join(names[name] for name in sorted(hidden))
+            what = "has the name of a module that is" if len(hidden) == 1 else "have the names of modules that are"
+            message = f"{shown} in {script.parent} {what} installed, and would be imported instead: rename them"
+            yield Problem(f"spec.{role}.command", command, message)
+
+
+def _imported(script: Path) -> set[str]:
+    """The top-level names that a program imports; empty: it cannot be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(script.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def _is_elsewhere(name: str, folder: Path) -> bool:
+    """Whether a module of that name is installed, beside that of the folder."""
+    found = importlib.machinery.PathFinder.find_spec(name, [path for path in sys.path if Path(path) != folder])
+    return found is not None and Path(found.origin or folder).parent not in (folder, folder / name)
 
 
 def find_absent_modules(job: DiLoCoJob, directory: Path, has_datasets: bool | None = None) -> Iterator[Problem]:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from diloco.console import print_text
 from diloco.packages import absent_packages, absent_text
-from diloco.processes.loading import CURE, LOOK_SECONDS, SILENT_SECONDS, LoadWatch, cpu_seconds
-from diloco.processes.watchdog import progress
+from diloco.processes.loading import CURE, LOOK_SECONDS, SILENT_SECONDS, LoadWatch, is_loading
 from diloco.processes.worker_specs import base_environment
 from diloco_protocol.common.files import read_bounded, write_whole
 from diloco_protocol.spec.job import DiLoCoJob
@@ -66,11 +65,8 @@ def _wait_with_lines(process: subprocess.Popen[bytes], tell: Callable[[str], Non
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_SECONDS)
                 return True
-            now = time.monotonic()
-            if watch.is_stuck(now, progress(process.pid)):
+            if not is_loading(watch, process.pid, tell):
                 return False
-            if line := watch.news(now, cpu_seconds(process.pid)):
-                tell(line)
     finally:
         process.kill()
 

@@ -14,8 +14,7 @@ from diloco.checks.model import NO_PROGRESS, check_environment, read_findings
 from diloco.checks.verdict import steps_to_come
 from diloco.console import CommandError
 from diloco.processes.launch import ForkServerClient
-from diloco.processes.loading import LOOK_SECONDS, LoadWatch, cpu_seconds
-from diloco.processes.watchdog import progress
+from diloco.processes.loading import LOOK_SECONDS, LoadWatch, is_loading
 from diloco.processes.workdir import Workdir
 from diloco.validate import problems_text
 from diloco_protocol.spec.job import DiLoCoJob
@@ -66,11 +65,8 @@ class StartCheck:
             watch = LoadWatch("checking the model and its data", time.monotonic())
             try:
                 while not (await asyncio.wait([ended], timeout=LOOK_SECONDS))[0]:
-                    now = time.monotonic()
-                    if watch.is_stuck(now, progress(process.pid)):
+                    if not is_loading(watch, process.pid, self.tell):
                         return JobFindings(unchecked=(NO_PROGRESS,))
-                    if line := watch.news(now, cpu_seconds(process.pid)):
-                        self.tell(line)
             finally:
                 process.signal(9)
                 ended.cancel()

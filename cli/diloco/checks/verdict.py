@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from diloco.checks.machine import find_absent_modules, find_absent_programs, is_for_cluster
+from diloco.checks.machine import find_absent_modules, find_absent_programs, find_shadowing_modules, is_for_cluster
 from diloco.checks.memory import estimate_memory, free_memory, memory_shortage, size_line
 from diloco.checks.model import check_model
 from diloco.validate import Verdict, validate_file
@@ -31,7 +31,7 @@ def judge_file(
         return read
     directory = Path(path).resolve().parent
     found = ask(job, directory)
-    warnings = [*read.warnings, *found.doubts]
+    warnings = [*read.warnings, *found.doubts, *find_shadowing_modules(job, directory)]
     here = [*find_absent_programs(job, directory), *find_absent_modules(job, directory), *found.here]
     elsewhere = is_for_cluster(job)
     refused = read.refused_here or (elsewhere and bool(here))

@@ -149,8 +149,8 @@ def show_report(document: Report, name: str, out: Path | None, as_json: bool, go
 # ------------------------------------------------------------------ export
 
 
-def export(where: Where, name: str, out: Path, adapter: bool = False) -> Written:
-    """``diloco export NAME OUT``, with ``--adapter`` or without. Raises ClusterError."""
+def export(where: Where, name: str, out: Path, adapter: bool = False, check: bool = True) -> Written:
+    """``diloco export NAME OUT``, with ``--adapter`` and ``--no-check`` or without. Raises ClusterError."""
     from diloco.export.export import ExportFailed, read_url, write_merged
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -159,7 +159,7 @@ def export(where: Where, name: str, out: Path, adapter: bool = False) -> Written
     job = cluster.job(name)
     with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):
         try:
-            return write_merged(read_url(f"http://{forward.address}", _Progress()), out, adapter)
+            return write_merged(read_url(f"http://{forward.address}", _Progress()), out, adapter, check)
         except ExportFailed as error:
             said = f"{forward.problem}: " if forward.problem else ""
             raise ClusterError(f"{said}{error}", code=FAILED) from error

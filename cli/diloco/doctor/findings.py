@@ -16,7 +16,7 @@ _INDENT = " " * 23
 class Finding:
     """``about``: what was looked at. ``error``: something would fail; ``fix`` is what to do, empty: nothing."""
 
-    section: Literal["machine", "packages", "gpu", "cluster", "job", "links"]
+    section: Literal["machine", "packages", "gpu", "cluster", "job", "links", "program"]
     about: str
     level: Level
     said: str

@@ -20,6 +20,7 @@ from diloco_protocol.spec.warnings import spans_clusters
 
 _finding = functools.partial(Finding, "job")
 NEARLY_ALL = 0.8
+LAUNCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 
 
 def check_job(
@@ -69,6 +70,10 @@ def _program(job: DiLoCoJob, directory: Path, bad: Level) -> Iterator[Finding]:
             yield _finding("program", bad, str(problem))
         elif command is not None:
             yield _finding("program", "ok", f"{role}: {' '.join(command)}")
+        if command is not None and role == "learners" and (ranks := LAUNCHERS.intersection(command)):
+            said = f"{min(ranks)} starts several ranks, and a learner is one process: each rank would take its place"
+            fix = "name the program itself as learners.command, one learner for each GPU: docs/gpu-machines.md"
+            yield _finding("program", "error", said, fix=fix)
 
 
 def _devices(job: DiLoCoJob, torch: Torch | None) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,14 @@ from diloco_syncer.output.model_file import NotSafetensors, as_float32, frozen_e
 from diloco_syncer.output.read_output import NoOutput, read_output
 from diloco_syncer.store.base import ObjectNotFound, Store
 from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import Damaged, FormatRefused
 from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
 _ADDRESS = re.compile(r"http://.+|(\[[0-9a-fA-F:]+\]|[^:/\s]+):[0-9]{1,5}")
+MOST_DIFFERENCE = 0.02
+"""Of the loss, from the job's last score: that may be of arithmetic in bfloat16, and a few merges older."""
 TRIES = 5  # a running syncer may remove a version just as it is read
 
 
@@ -49,13 +52,16 @@ class ExportFailed(CommandError):
 @dataclass(frozen=True, slots=True)
 class MergedModel:
     """The merged model of a job. ``tensors``: every parameter by name, float32, in its shape. ``directory``: where the
-    job's relative paths start; None: not known."""
+    job's relative paths start; ``workdir``: the run's; ``score``: the job's last, with the tokens that were trained
+    then. None: not known."""
 
     job: DiLoCoJob
     layout: Layout
     tensors: Mapping[str, NDArray[Any]]
     versions: Sequence[int]  # of the fragments
     directory: Path | None = None
+    workdir: Path | None = None
+    score: tuple[int, float] | None = None
 
 
 def read_merged(what: str, progress: Callable[[int, int], None] = lambda done, total: None) -> MergedModel:
@@ -82,11 +88,22 @@ def read_run(workdir: Workdir) -> MergedModel:
             raise ExportFailed(f"{workdir.path} holds no model yet: its run has not reached version 0")
         store = DirectoryStore(workdir.store)
         layout, tensors, versions = read_model(store, job.metadata.name)
+        score = _last_score(store)
     except FileNotFoundError as error:
         raise ExportFailed(f"{workdir.path} is no run's directory: {error.filename} is missing") from error
     except (Damaged, FormatRefused, FileError, JobError, OSError) as error:
         raise ExportFailed(str(error)) from error
-    return MergedModel(job, layout, tensors, versions, directory=workdir.job_directory())
+    return MergedModel(
+        job, layout, tensors, versions, directory=workdir.job_directory(), workdir=workdir.path, score=score
+    )
+
+
+def _last_score(store: Store) -> tuple[int, float] | None:
+    for name in reversed(store.list("state")):
+        with contextlib.suppress(Damaged, ObjectNotFound, KeyError, IndexError, TypeError, ValueError):
+            tokens, loss = read_document(store, name)["core"]["core"]["job"]["scores"]["rows"][-1]
+            return int(tokens), float(loss)
+    return None
 
 
 def read_url(url: str, progress: Callable[[int, int], None]) -> MergedModel:
@@ -127,13 +144,14 @@ def _is_export(what: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Written:
     """What an export has written. ``what``: model (for transformers), tensors (by name, of a loop of one's own) or
-    adapter (PEFT's). ``versions``: of the fragments."""
+    adapter (PEFT's). ``versions``: of the fragments. ``check``: what using it showed; None: it was not used."""
 
     output: Path
     job: str
     what: str
     versions: Sequence[int]
     text: str
+    check: Mapping[str, Any] | None = None
 
     @property
     def document(self) -> dict[str, Any]:
@@ -144,12 +162,13 @@ class Written:
             "what": self.what,
             "versions": {"min": min(self.versions), "max": max(self.versions)},
             "files": sorted(path.name for path in self.output.iterdir()),
+            "check": self.check,
         }
 
 
-def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Written:
-    """Write the new directory ``out``, whole or not at all. ``adapter``: of a job with LoRA the adapters alone. Raises
-    ExportFailed."""
+def write_merged(model: MergedModel, out: Path, adapter: bool = False, check: bool = True) -> Written:
+    """Write the new directory ``out``, whole or not at all. ``adapter``: of a job with LoRA the adapters alone.
+    ``check``: use a model for transformers once it is written. Raises ExportFailed."""
     job, versions = model.job, model.versions
     at = f"fragments at versions {min(versions)} to {max(versions)}"
     name = job.metadata.name
@@ -176,11 +195,39 @@ def write_merged(model: MergedModel, out: Path, adapter: bool = False) -> Writte
     require_packages("diloco export of a transformers model", ["worker"])
     from diloco_worker.training.export import ExportError, export
 
+    text = f"{out}: the merged model, {at}"
     try:
         export(job, model.tensors, out, directory=model.directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-    return Written(out, name, "model", versions, text=f"{out}: the merged model, {at}")
+    if not check:
+        return Written(out, name, "model", versions, text=text)
+    words, facts = _use(model, out)
+    return Written(out, name, "model", versions, text=f"{text}\n{words}", check=facts)
+
+
+def _use(model: MergedModel, out: Path) -> tuple[str, dict[str, Any]]:
+    """Use what was written, in words and as a document. Raises ExportFailed, with exit code 1."""
+    from diloco_worker.training.export import ExportError
+    from diloco_worker.training.export_check import check_export
+
+    cache = None if model.workdir is None else model.workdir / "cache"
+    try:
+        found = check_export(model.job, out, directory=model.directory, cache_directory=cache)
+    except (ExportError, JobError) as error:
+        raise ExportFailed(str(error), FAILED) from error
+    facts = {**asdict(found), "job_loss": model.score and model.score[1], "job_tokens": model.score and model.score[0]}
+    made = "with the cache" if found.cached else "without a cache"
+    ends = f", end token {', '.join(map(str, found.end))}" if found.end else ""
+    words = f"checked: it loads{f' and generates {found.generated} tokens {made}{ends}' if found.generated else ''}"
+    last = "" if model.score is None else f"; the job's last score: {model.score[1]:.4f}, at {model.score[0]:,} tokens"
+    if found.loss is None:
+        return f"{words}; not scored: {found.why}{last}", facts
+    part = "" if found.batches == found.of else f" ({found.batches} of {found.of} batches)"
+    words = f"{words}; loss {found.loss:.4f} nats on held-out data{part}{last}"
+    if model.score is not None and not part and abs(found.loss - model.score[1]) > MOST_DIFFERENCE * model.score[1]:
+        words += "\nwarning: they differ: that score is of an older model, or what was written is not what was trained"
+    return words, facts
 
 
 def _write_adapter(model: MergedModel, out: Path) -> int:

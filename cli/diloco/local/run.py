@@ -216,7 +216,7 @@ def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) ->
             print_lasting(f"note: {ended.note}", sys.stderr)
         console.print(f"the same command {begun}", highlight=False)
     if report.merges and ended.outcome != "failed":
-        console.print(f"next: {' · '.join(next_commands(workdir))}", highlight=False)
+        console.print("\n  ".join(["next:", *next_commands(workdir)]), highlight=False)
     if ended.outcome == "failed":
         print_lasting(f"error: {report.message or 'the job failed'}", sys.stderr)
         if ended.log_of:

@@ -63,7 +63,8 @@ def summary(report: Report, outcome: str = "") -> Table:
             row(f"  {region.name or 'others'}", carried_text(region))
     if report.output is not None:
         row("model", output_text(report.output))
-    row("time", duration_text(report.wall_seconds or 0))
+    began_earlier = (report.syncer.epoch or 1) > report.syncer.restarts + 1  # `diloco run` counts those of this run
+    row("time", duration_text(report.wall_seconds or 0) + " in this run" * began_earlier)
     for fault in report.faults:
         row("fault", fault_text(fault, report))
     return table

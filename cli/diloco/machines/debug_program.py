@@ -48,11 +48,12 @@ def debug_program(path: Path, overrides: Sequence[str], seed: int | None) -> int
     with tempfile.TemporaryDirectory(prefix="diloco-debug-") as folder:
         settled = Path(folder, path.name)
         settled.write_text(json.dumps(document), encoding="utf-8")
-        kept = {name: value for name, value in os.environ.items() if not _tells_of_a_job(name)}
+        kept = {name: value for name, value in os.environ.items() if not tells_of_a_job(name)}
         return _run_in_terminal(resolve_program(command), directory, {**kept, "DILOCO_ALONE_JOB": str(settled)})
 
 
-def _tells_of_a_job(name: str) -> bool:
+def tells_of_a_job(name: str) -> bool:
+    """Whether a variable would tell a program of a job."""
     return name.startswith("DILOCO_") and not name.startswith(_KEPT)
 
 

@@ -39,7 +39,7 @@ from diloco.processes.workdir import Workdir, locked
 from diloco.processes.worker_specs import WorkerSpec, base_environment, threads_each, worker_environment
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import FileError, write_whole
-from diloco_protocol.common.reach import is_loopback, unreachable
+from diloco_protocol.common.reach import first_answering, is_loopback, unreachable
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json, job_to_json
@@ -114,7 +114,8 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
     request = sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB)
     try:
         believed = await verify_syncer(credentials, address, credentials.names())
-        async with believed.aio_channel(address, channels.channel_options(bulk=True)) as channel:
+        reached = await first_answering(address, limits.CONNECT_SECONDS)
+        async with believed.aio_channel(reached, channels.channel_options(bulk=True)) as channel:
             found, data = await bulk.download(
                 channel, request, limit=MAX_JOB_BYTES, metadata=believed.metadata(), timeout=FETCH_SECONDS
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from diloco_protocol.common.program_errors import NEVER_JOINED, error_line, last
 BRIEF_CHARS = 160
 TOGETHER_SECONDS = 5.0  # kills within them were of one shortage
 MAX_LOG_BYTES = 64 << 10  # of the end of a log
+_OF_IMPORTS = ("ImportError:", "ModuleNotFoundError:")
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _SHELLS = 128  # a shell's exit code is this much above the signal that ended its command
 
@@ -65,6 +67,8 @@ def error_of_exit(
         uncounted = "; the kernel counts no kill for want of memory" if memory_killed is False else ""
         return ExitError(f"{cause} ({how}){uncounted}; {need}", cause=cause)
     end, said, lines = describe_end(kind, how), error_line(log), tuple(last_lines(readable(log)))
+    if said.startswith(_OF_IMPORTS):
+        return ExitError(f"{said} (imported by {sys.executable}; a command's python is diloco's own)", cause=said)
     if number is not None:
         return ExitError(end, lines)
     return ExitError(said or f"{end}, and nothing in its log", lines)

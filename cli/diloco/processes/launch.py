@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import diloco_protocol
-from diloco.processes.loading import CURE, LOOK_SECONDS, SILENT_SECONDS, LoadWatch, cpu_seconds
+from diloco.processes.loading import CURE, LOOK_SECONDS, SILENT_SECONDS, LoadWatch, is_loading
 from diloco.processes.supervisor import Exit
-from diloco.processes.watchdog import progress
 
 CHILD_GUARD = Path(__file__).with_name("child_guard.py")
 LIBRARY = Path(diloco_protocol.__path__[0]).parent
@@ -192,17 +191,13 @@ class ForkServerClient:
             else:
                 ready = await self._start()
         watch = LoadWatch("loading torch and the worker's libraries", time.monotonic())
-        pid = self.pid or 0
         while not (await asyncio.wait([ready], timeout=LOOK_SECONDS))[0]:
-            now = time.monotonic()
-            if watch.is_stuck(now, progress(pid)):
+            if not is_loading(watch, self.pid or 0, self._tell):
                 self.kill()
                 raise StartError(
                     f"the worker's libraries do not load: nothing was done for {SILENT_SECONDS:.0f} s; {CURE}; "
                     f"see {self._log}"
                 )
-            if line := watch.news(now, cpu_seconds(pid)):
-                self._tell(line)
         await asyncio.shield(ready)
 
     async def _start(self) -> asyncio.Future[None]:

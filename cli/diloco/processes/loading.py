@@ -1,13 +1,16 @@
 """How long a program may take to load: as long as it makes progress, with a line now and then that says so.
 
-``LoadWatch`` decides by values alone. ``cpu_seconds`` and ``watchdog.progress`` read what a process has done.
+``LoadWatch`` decides by values alone; ``is_loading`` reads the clock and what the process has done.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from diloco.processes.watchdog import progress
 from diloco_protocol.common.format_units import duration_text
 
 LOOK_SECONDS = 0.5
@@ -41,6 +44,14 @@ class LoadWatch:
             return ""
         self._told = now
         return f"still {self.what}: {duration_text(now - self.begun)}, {duration_text(cpu)} of it processor time"
+
+
+def is_loading(watch: LoadWatch, pid: int, tell: Callable[[str], None]) -> bool:
+    """Look at the process: False if it has done nothing for long. ``tell`` gets the line that is due."""
+    now = time.monotonic()
+    if line := watch.news(now, cpu_seconds(pid)):
+        tell(line)
+    return not watch.is_stuck(now, progress(pid))
 
 
 def cpu_seconds(pid: int) -> float:

@@ -51,6 +51,7 @@ class Workdir:
         self.lock = path / "run.lock"
         self.tensorboard = path / "tensorboard"
         self.origin = path / "origin.json"
+        self.output = path / "output.log"  # of a run without a terminal
 
     def job_name(self) -> str | None:
         """The name of the job that the directory belongs to; None if not known."""
@@ -77,6 +78,17 @@ class Workdir:
         """The process id of the run that has the directory; None: none has. A run that ends by itself leaves none."""
         pid = self._last_runner()
         return pid if pid is not None and _lives(pid) else None
+
+    def is_held(self) -> bool:
+        """Whether a run holds the directory now: its lock tells, and a process id may be another program's by now."""
+        try:
+            with self.lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
 
     def was_killed(self) -> bool:
         """Whether the last run ended without a word: it is unfinished, and its process is gone."""

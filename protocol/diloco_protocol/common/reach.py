@@ -1,17 +1,21 @@
 """Whether an address can be reached from this machine, and why not, in words: the texts of all commands.
 
 Each wait has an end: the system's resolver takes no time limit, so a name is resolved in a thread that is not waited
-for any longer than that.
+for any longer than that. A name may have addresses that lead nowhere, such as those of a broken IPv6. So all of them
+are tried side by side (``connect_first``), and the silent ones are named.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import itertools
 import queue
 import socket
 import threading
 
 CONNECT_SECONDS = 3.0
+RACE_SECONDS = 0.25  # after which the next address is tried beside those before
 RESOLVE_SECONDS = 10.0
 
 
@@ -27,6 +31,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_number(host: str) -> bool:
+    """Whether the host is an IP address, and no name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def resolve_name(host: str, port: int, seconds: float = RESOLVE_SECONDS) -> list[str]:
@@ -63,9 +76,82 @@ def connect(address: str, seconds: float = CONNECT_SECONDS) -> socket.socket:
     raise failed
 
 
+class NoAddressAnswers(OSError):
+    """A name has several addresses, and none answers; the message says what each of them does."""
+
+
+async def connect_first(address: str, seconds: float) -> socket.socket:
+    """A TCP connection, not blocking, to the first of the host's IP addresses that answers, within ``seconds``. Raises
+    OSError; NoAddressAnswers where there are several."""
+    host, port = split_address(address)
+    numbers = [host] if is_number(host) else _by_turns(await asyncio.to_thread(resolve_name, host, port))
+    fates = dict.fromkeys(numbers, "no answer")
+    errors: list[OSError] = []
+
+    async def one(number: str, wait: float) -> socket.socket | None:
+        await asyncio.sleep(wait)
+        made = socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET)
+        made.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(made, (number, port))
+            return made
+        except OSError as error:
+            errors.append(error)
+            fates[number] = (error.strerror or str(error)).lower()
+        except asyncio.CancelledError:
+            made.close()
+            raise
+        made.close()
+        return None
+
+    tasks = [asyncio.ensure_future(one(number, RACE_SECONDS * n)) for n, number in enumerate(numbers)]
+    found: list[socket.socket] = []
+    try:
+        for first in asyncio.as_completed(tasks, timeout=seconds):
+            if (made := await first) is not None:
+                found.append(made)
+                return made
+    except TimeoutError:
+        errors.append(TimeoutError())
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, socket.socket) and ended not in found:
+                ended.close()
+    if len(numbers) > 1:
+        raise NoAddressAnswers(", ".join(f"{number}: {fate}" for number, fate in fates.items()))
+    raise errors[0] if errors else OSError("the name has no IP address")
+
+
+async def first_answering(address: str, seconds: float) -> str:
+    """``address``; of a name with several IP addresses, the first that answers, with the port. Where none does, or the
+    name does not resolve, it is ``address`` too: who connects to it says why it fails."""
+    host, port = split_address(address)
+    if is_number(host):
+        return address
+    try:
+        if len(await asyncio.to_thread(resolve_name, host, port)) < 2:
+            return address
+        with await connect_first(address, seconds) as made:
+            number = str(made.getpeername()[0])
+    except OSError:
+        return address
+    return f"[{number}]:{port}" if ":" in number else f"{number}:{port}"
+
+
+def _by_turns(numbers: list[str]) -> list[str]:
+    """IPv6 and IPv4 in turns, beginning with the kind of the first: mostly it is a whole kind that leads nowhere."""
+    kinds = [[n for n in numbers if (":" in n) is (":" in numbers[0])], []]
+    kinds[1] = [n for n in numbers if n not in kinds[0]]
+    return [n for pair in itertools.zip_longest(*kinds) for n in pair if n is not None]
+
+
 def unreachable_text(address: str, error: OSError) -> str:
     """Why no connection to ``address`` (``host:port``) came about, with what to check."""
     host = split_address(address)[0]
+    if isinstance(error, NoAddressAnswers):
+        return f"no address of {host} answers ({error}); is that the right host, and is the way to it open?"
     if isinstance(error, ConnectionRefusedError):
         programs = "`diloco run`, `diloco syncer serve`"
         return f"nothing listens on {address}; is the syncer up ({programs}), and is that its port?"

@@ -6,6 +6,7 @@ One description serves the error messages and the field reference, so that they 
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 import typing
 from collections.abc import Sequence
@@ -281,6 +282,7 @@ def explain(model: type[Spec], error: Any) -> str:
     if kind == "value_error":
         return str(error["ctx"]["error"])
     said = f"must be {words(annotation, metadata)}{_sample(model, path, annotation, error['input'])}"
+    said += _scalar_cure(unwrap(annotation)[0], error["input"])
     split = _split(error["input"]) if typing.get_origin(unwrap(annotation)[0]) is list else None
     if split is not None and _takes(annotation, metadata, split):
         said += f". Such as {path[-1]}: {_flow(split)}"
@@ -293,6 +295,17 @@ def explain(model: type[Spec], error: Any) -> str:
         if near and len(choices) > 1:
             said += f" (did you mean {near[0]}?)"
     return said
+
+
+def _scalar_cure(kind: Any, written: Any) -> str:
+    """How to write a number with a unit behind it, and a text that YAML reads as something else; empty: it is none."""
+    if kind is str and isinstance(written, bool | int | float):
+        return ": put it into quotes"
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt])", written.strip().lower()) if isinstance(written, str) else None
+    if kind not in (int, float) or found is None:
+        return ""
+    number = float(found[1]) * {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[found[2]]
+    return f": write {number:.15g}" if number < 1e15 else ""
 
 
 def _split(written: Any) -> list[str] | None:

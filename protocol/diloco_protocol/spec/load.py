@@ -234,7 +234,7 @@ def _read(path: FilePath) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise refuse(f"it is not UTF-8 text (byte {error.start})") from None
+        raise refuse(f"it is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
 
 
 # ------------------------------------------------------------------ overrides

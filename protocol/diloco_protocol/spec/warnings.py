@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.rules import Violation, broken, with_values
 
+LARGE_RATE = 0.1
+"""Of AdamW, which moves each parameter by about so much in a step: models diverge at less."""
 FEW_MERGES = 5
 """Of a fragment, in a run: with fewer the outer optimizer has next to no effect (docs/choosing.md)."""
 _IDLE = 4  # so many times the bandwidth that the same bytes need, spread out
@@ -98,6 +100,11 @@ def _unlikely(spec: JobSpec) -> Iterator[Violation]:
             "training.optimizer.warmupSteps",
             f"the warm-up is not over when the job stops (training.stop.steps is {steps}{default}): "
             f"set training.optimizer.warmupSteps to {steps // 10}, a tenth of the steps",
+        )
+    if training.optimizer.lr > LARGE_RATE and spec.learners.command is None:
+        yield broken(
+            "training.optimizer.lr",
+            "AdamW moves every parameter by about lr at each step, and a model diverges at so much: try 0.001",
         )
     yield from _few_merges(spec)
     if outer.optimizer in ("adamw", "cosine-gated") and (outer.lr or 0) > 0.1:

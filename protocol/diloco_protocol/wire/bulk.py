@@ -131,7 +131,7 @@ async def receive_into(
         target[position : position + len(chunk)] = chunk
         digest.update(chunk)
         position += len(chunk)
-        progress.note(len(chunk), loop.time())
+        progress.record_bytes(len(chunk), loop.time())
     if position != target.nbytes:
         raise WireError(f"{position} bytes came, {target.nbytes} were announced")
     return digest.intdigest()
@@ -152,7 +152,7 @@ class Lanes:
         return len(self._channels)
 
     @contextlib.asynccontextmanager
-    async def take(self) -> AsyncIterator[aio.Channel]:
+    async def borrow_channel(self) -> AsyncIterator[aio.Channel]:
         """Wait for a channel, and have it to oneself."""
         index = await self._free.get()
         rest = 0.0
@@ -257,7 +257,7 @@ async def _run_parts(lanes: Lanes, parts: list[Part], one: Callable[[aio.Channel
 
     async def work() -> None:
         while waiting:
-            async with lanes.take() as channel:
+            async with lanes.borrow_channel() as channel:
                 if waiting:
                     await one(channel, waiting.pop())
 
@@ -362,7 +362,7 @@ async def _upload_part(
                 if reading.done():
                     break
                 await await_progress(call.write(chunk), progress)
-                progress.note(len(chunk), loop.time())
+                progress.record_bytes(len(chunk), loop.time())
                 note_chunk()
             else:
                 await call.done_writing()
@@ -479,14 +479,14 @@ async def _receive_part(
     """Receive what is left of a part."""
     start, rest = part.offset + part.received, part.size - part.received
 
-    def note(count: int) -> None:
+    def count_received(count: int) -> None:
         part.received += count
 
     taken: int | None = None
     meter.begin(time.monotonic())
     try:
         target = flat(kept.data)[start : start + rest]
-        await receive_into(stream, target, note, progress=progress, digest=part.digest)
+        await receive_into(stream, target, count_received, progress=progress, digest=part.digest)
         taken = rest
     finally:
         meter.end(time.monotonic(), taken)

@@ -21,26 +21,13 @@ def channel_options(bulk: bool = False) -> list[Option]:
     Each channel has a connection of its own (no shared subchannels).
     """
     largest = limits.MAX_CHUNK_BYTES if bulk else limits.MAX_CONTROL_BYTES
-    return [
-        *_common(largest),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),  # how long one try may take
-        ("grpc.max_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),
-    ]
+    return [*_common(largest), *_connecting()]
 
 
 def control_options(reply_bytes: int = limits.MAX_REPLY_BYTES) -> list[Option]:
     """Options of a control client's channel: replies may be large (``reply_bytes``), and a connection that is not
     used is given up, for an operator talks to many syncers."""
-    return [
-        *_common(reply_bytes),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),
-        ("grpc.max_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),
-        ("grpc.client_idle_timeout_ms", 15_000),
-    ]
+    return [*_common(reply_bytes), *_connecting(), ("grpc.client_idle_timeout_ms", 15_000)]
 
 
 def server_options(reply_bytes: int = limits.MAX_CHUNK_BYTES, connections: int | None = None) -> list[Option]:
@@ -70,6 +57,16 @@ def control_server_options(connections: int) -> list[Option]:
     changed = {name for name, _ in small}
     usual = server_options(limits.MAX_REPLY_BYTES, connections)
     return [*(option for option in usual if option[0] not in changed), *small]
+
+
+def _connecting() -> list[Option]:
+    """Of a client: how long one try to connect may take (gRPC calls it the least backoff), and the pauses between."""
+    return [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", limits.FIRST_PAUSE_SECONDS * 1000),
+        ("grpc.min_reconnect_backoff_ms", limits.CONNECT_SECONDS * 1000),
+        ("grpc.max_reconnect_backoff_ms", limits.LONGEST_PAUSE_SECONDS * 1000),
+    ]
 
 
 def _common(largest: int, sent: int = limits.MAX_CHUNK_BYTES) -> list[Option]:

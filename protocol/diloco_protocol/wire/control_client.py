@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
+from diloco_protocol.common.reach import first_answering
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import convert, limits
 from diloco_protocol.wire.control_auth import CallRefused, sign_call, verify_reply
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = 10.0
 
 Failure = Literal["unreachable", "refused", "failed"]
 
@@ -66,7 +67,9 @@ class ControlClient:
         from diloco_protocol.wire import channels
 
         if self._link is None:
-            self._link = _Link(Credentials().aio_channel(self.address, channels.control_options(self._largest)))
+            address = await first_answering(self.address, timeout)
+        if self._link is None:  # not made by a call beside this one
+            self._link = _Link(Credentials().aio_channel(address, channels.control_options(self._largest)))
         link = self._link
         link.calls += 1
         try:

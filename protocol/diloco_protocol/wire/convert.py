@@ -34,6 +34,7 @@ MESSAGES: dict[type, type[Message]] = {
     records.PushHeader: sync_pb2.Push,
     records.Pull: sync_pb2.Pull,
     records.Held: sync_pb2.Held,
+    records.DataSample: sync_pb2.DataSample,
     records.Join: sync_pb2.Join,
     records.Lease: sync_pb2.Lease,
     records.Seat: sync_pb2.Seat,

@@ -35,13 +35,16 @@ MAX_FRAGMENT_BYTES = 1 << 36  # 64 GiB: a fragment's size as anybody may state i
 
 KEEPALIVE_SECONDS = 30
 KEEPALIVE_ANSWER_SECONDS = 20
-CONNECT_SECONDS = 2  # one try to connect, TCP and TLS; after it the name is resolved anew
-JOIN_SECONDS = 10.0  # a session's first message, both ways
+CONNECT_SECONDS = 10  # one try to connect, TCP and TLS: four round trips of up to 2 s; then the name is resolved anew
+FIRST_PAUSE_SECONDS = 2  # after a try of gRPC's that failed; it grows with each further one
+LONGEST_PAUSE_SECONDS = 15
+JOIN_SECONDS = 10.0  # a session's first message, both ways, once there is a connection
 STALL_SECONDS = 30.0  # without a chunk of its session in or out, a transfer is given up
 REJOIN_SECONDS = 90.0  # whose process ended is waited for so long, where only it may have an optimizer's state
 SLOWEST_BYTES_PER_SECOND = 256 << 10  # at which what was sent last may still be under way
 
 MAX_SEQUENCES = 1 << 40  # of a data set
+MAX_DATA_SAMPLES = 8  # that a Join may hold
 MAX_COUNT = 1 << 62  # counters above are nonsense
 MAX_SLOT_TOKENS = 1 << 53  # that a slot can have trained, ever (stop.tokens has the same bound)
 MAX_STEP_TOKENS = 1 << 32  # that one step can have trained

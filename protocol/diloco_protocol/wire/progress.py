@@ -38,7 +38,7 @@ class Progress:
         if self._begun is None:
             self._begun = now
 
-    def note(self, count: int, now: float) -> None:
+    def record_bytes(self, count: int, now: float) -> None:
         """So many bytes have moved."""
         self.moved += count
         self._last = now
@@ -71,4 +71,4 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
     finally:
         if not task.done():
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
-            task.cancel()
+        task.cancel()  # also if it is done: this tells asyncio that nobody waits for its error

@@ -165,6 +165,14 @@ class Held(NamedTuple):
     settled: Count = 0
 
 
+class DataSample(NamedTuple):
+    """The digest of so many ``items`` of a data set, from ``first`` on."""
+
+    first: Count
+    items: Count
+    digest: Hex
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """A process opens a session. ``connection`` and ``evaluator`` are what the syncer calls it.
@@ -172,6 +180,7 @@ class Join:
     ``held``: per fragment; empty: nothing. ``tenure``: the incarnation under which its newest tenure began, in the slot
     ``slot``; 0: it had none. ``previous_incarnation`` 0: this program holds no slot's work, whatever its process id.
     ``idle``: a learner that is done; it takes no slot and only hears the phase. ``pod``: UID of its pod; empty: none.
+    ``data_samples``: of its data set's content; empty: the content is not compared.
     """
 
     connection: int
@@ -188,6 +197,7 @@ class Join:
     pod: Hex = ""
     tenure: Count = 0
     slot: int = -1
+    data_samples: Annotated[tuple[DataSample, ...], limits.check_length(limits.MAX_DATA_SAMPLES)] = ()
 
 
 @dataclass(frozen=True, slots=True)

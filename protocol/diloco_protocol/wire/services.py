@@ -74,7 +74,7 @@ async def write_download(
                 raise
             except Stalled:
                 break
-            progress.note(len(message), asyncio.get_running_loop().time())
+            progress.record_bytes(len(message), asyncio.get_running_loop().time())
         else:
             return
     await write

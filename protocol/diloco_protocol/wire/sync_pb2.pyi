@@ -64,7 +64,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., lease_request: _Optional[_Union[LeaseRequest, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., peer_state_wanted: _Optional[_Union[PeerStateWanted, _Mapping]] = ..., peer_state_unavailable: _Optional[_Union[PeerStateUnavailable, _Mapping]] = ..., drain_request: _Optional[_Union[DrainRequest, _Mapping]] = ..., base_unavailable: _Optional[_Union[BaseUnavailable, _Mapping]] = ..., evaluation_progress: _Optional[_Union[EvaluationProgress, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "slot", "idle", "tenure", "pod", "attempt")
+    __slots__ = ("format", "job", "process", "role", "region", "ordinal", "layout_digest", "digests", "sequences", "held", "previous_incarnation", "slot", "idle", "tenure", "pod", "attempt", "data_samples")
     class DigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class Join(_message.Message):
     TENURE_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DATA_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     format: int
     job: str
     process: str
@@ -104,7 +105,18 @@ class Join(_message.Message):
     tenure: int
     pod: str
     attempt: int
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., slot: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    data_samples: _containers.RepeatedCompositeFieldContainer[DataSample]
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., region: _Optional[str] = ..., ordinal: _Optional[int] = ..., layout_digest: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., sequences: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., previous_incarnation: _Optional[int] = ..., slot: _Optional[int] = ..., idle: _Optional[bool] = ..., tenure: _Optional[int] = ..., pod: _Optional[str] = ..., attempt: _Optional[int] = ..., data_samples: _Optional[_Iterable[_Union[DataSample, _Mapping]]] = ...) -> None: ...
+
+class DataSample(_message.Message):
+    __slots__ = ("first", "items", "digest")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    items: int
+    digest: str
+    def __init__(self, first: _Optional[int] = ..., items: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("epoch", "version", "settled")

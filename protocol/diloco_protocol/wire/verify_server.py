@@ -18,13 +18,11 @@ import asyncio
 import contextlib
 import ssl
 
-from diloco_protocol.common.reach import unreachable_text
+from diloco_protocol.common.reach import connect_first, unreachable_text
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.security.identity import IdentityError, Names, check_syncer, names_in
 from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire.limits import CONNECT_SECONDS
-
-_SECONDS = 2.0 * CONNECT_SECONDS  # for the handshake, and again for the first bytes
 
 
 class ServerNotTrusted(Exception):
@@ -47,15 +45,17 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
     """
     if not credentials.secure or not mine or credentials.directory is None:
         return credentials
-    host, _, port = address.rpartition(":")
     context = _context(credentials)
+    made = None
     try:
-        async with asyncio.timeout(_SECONDS):
+        made = await connect_first(address, CONNECT_SECONDS)
+        async with asyncio.timeout(CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(
-                host.strip("[]"), int(port), ssl=context, server_hostname=credentials.server_name
+                sock=made, ssl=context, server_hostname=credentials.server_name
             )
     except TimeoutError as error:
-        raise ServerNotTrusted(f"no TLS handshake with {address} within {_SECONDS:.0f} s") from error
+        words = f"no TLS handshake with {address} within {CONNECT_SECONDS} s"
+        raise ServerNotTrusted(words if made else unreachable_text(address, error)) from error
     except ssl.SSLCertVerificationError as error:
         raise ServerNotTrusted(
             f"the certificate that {address} shows is not trusted: {error.verify_message.rstrip('.')}",
@@ -70,7 +70,7 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
     try:
         server = _judged(writer, mine)
         try:
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(CONNECT_SECONDS):
                 first = await reader.read(1)
         except TimeoutError as error:
             raise ServerNotTrusted(f"{address} accepted the handshake, but sends nothing") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
+from diloco_protocol import resources
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.wire import limits
 from diloco_syncer.core.books.deterministic import Mode, StopKind, make_mode
@@ -44,6 +46,8 @@ class CoreConfig:
     checkpoint_seconds: float = 20.0  # and of the one that goes into the checkpoint
     rejoin_seconds: float = limits.REJOIN_SECONDS  # the longest wait for a learner that may bring such a state
     rebuild_seconds: float = 30.0  # an empty store's wait for learners beyond the quorum
+    # Of fragments with so many elements, the most rounds that the syncer has the memory for.
+    most_rounds: Callable[[Sequence[int]], int] = len
 
     @classmethod
     def from_job(cls, job: DiLoCoJob) -> CoreConfig:
@@ -76,6 +80,7 @@ class CoreConfig:
             evaluated=spec.evaluated,
             seed=spec.seed,
             digests=immutable_digests(job),
+            most_rounds=partial(resources.most_rounds, spec),
         )
 
 

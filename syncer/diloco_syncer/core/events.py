@@ -280,12 +280,13 @@ class Pull:
 @dataclass(frozen=True, slots=True)
 class AnswerPush:
     """The answer to PushReceived; reason None: accepted. An accepted offer is
-    spooled durably by the shell before it answers."""
+    spooled durably by the shell before it answers. ``waits``: for a round that is not open yet."""
 
     handle: int
     reason: PushRefusal | None
     message: str
     offer: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +309,8 @@ class Responder:
 @dataclass(frozen=True, slots=True)
 class Merge:
     """Merge these into ``version`` = v_p + 1, make it durable, then say ``MergeDurable``. Responders are in slot order.
-    ``waited_seconds``: from opening to now; ``quorum_seconds``: from opening to the quorum."""
+    ``waited_seconds``: from opening to now; ``quorum_seconds``: from opening to the quorum. ``last``: all learners have
+    left, and no step follows that could repair what this merge does."""
 
     fragment: int
     version: int
@@ -317,6 +319,7 @@ class Merge:
     quorum_seconds: float
     waited_seconds: float
     job_tokens: int
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

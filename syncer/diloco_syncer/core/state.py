@@ -71,7 +71,9 @@ class JobState:
         fragments = len(fragment_elements)
         self.layout_digest = layout_digest
         self.fragment_elements = fragment_elements
-        self.rounds = RoundBook(fragments, self.config.rules, self.config.mode)
+        self.rounds = RoundBook(
+            fragments, self.config.rules, self.config.mode, self.config.most_rounds(fragment_elements)
+        )
         self.ledger = Ledger(fragments, len(self.members.slots))
         self.epochs = [(self.epoch, [0] * fragments)]
 

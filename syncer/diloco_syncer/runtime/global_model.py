@@ -10,6 +10,10 @@ dropped. The *dequantised* update is applied here too, so whoever holds the vers
 same bits as the syncer afterwards; r becomes what was dropped, and is part of the record. A learner
 that lacks the version before downloads Θ_p whole, in float32. All arithmetic is float32.
 
+The last merges, after which nobody trains (``ev.Merge.last``). Work that is ``OLD_VERSIONS`` old was made on
+parameters that others have moved since, and no step follows that would repair an outer step too far along it. So such
+a merge is the weighted mean, at rate 1 and without momentum: Θ ← Θ − Σ w·Δ, whatever the job's method and outer step.
+
 Of each fragment the newest two broadcasts can be downloaded (where updates are broadcast, the newest whole and
 two updates), and older ones whose download has begun and is not finished (active_downloads.py): at most
 ``MAX_SUPERSEDED`` of a fragment, and half a model in all (but ``MAX_SUPERSEDED`` where it has few fragments).
@@ -17,6 +21,8 @@ two updates), and older ones whose download has begun and is not finished (activ
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +41,7 @@ from diloco_syncer.numerics import isotropic, merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, responders_of, theta_digest
 
+OLD_VERSIONS = 2  # the mean age from which on a last merge is the mean alone
 MAX_SUPERSEDED = 4  # versions of one fragment kept for slow readers, beside the newest two
 
 
@@ -150,15 +157,18 @@ class GlobalModel:
             raise ValueError(f"fragment {action.fragment}: {action.version} does not follow {old.version}")
         assert self.layout is not None
         pieces = self.layout.fragments[action.fragment]
-        weights = [r.weight for r in action.responders]
-        merged = merge.merge(pieces, deltas, weights, self._method, squares=squares, threads=self._threads)
-        if self._method == "isotropic":
+        weights, ages = [r.weight for r in action.responders], [r.age for r in action.responders]
+        plain = action.last and math.fsum(map(operator.mul, weights, ages)) >= OLD_VERSIONS
+        method = "mean" if plain else self._method
+        merged = merge.merge(pieces, deltas, weights, method, squares=squares, threads=self._threads)
+        if method == "isotropic":
             spans = isotropic.find_matrices(self.layout, pieces)
             isotropic.equalize_singular_values(merged.delta, spans, self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
-        state = self._outer.step(
-            theta, merged.delta, state, ages=[r.age for r in action.responders], weights=weights, threads=self._threads
-        )
+        if plain:
+            theta -= merged.delta
+        else:
+            state = self._outer.step(theta, merged.delta, state, ages=ages, weights=weights, threads=self._threads)
         # Where whole values are broadcast nothing is dropped, and what was dropped once is out of date.
         feedback: Floats | None = None
         delta: Array | None = None

@@ -116,7 +116,7 @@ class MultipartUploads:
             raise WireError("an empty part")
         upload = self._open.get(key)
         if upload is not None and upload.array.nbytes != size:
-            self._drop(upload)
+            del self._open[key]
             raise WireError(f"total_bytes is {size}; this payload has {upload.array.nbytes}")
         claim = None if upload is None else upload.claim_range(header.offset, header.bytes)
         if upload is None or claim is None:
@@ -164,13 +164,9 @@ class MultipartUploads:
         upload.touched = time.monotonic()
         self._note_chunk(upload.key)
 
-    def _drop(self, upload: PartialUpload) -> None:
-        if self._open.get(upload.key) is upload:
-            del self._open[upload.key]
-
     def sweep(self, now: float) -> int:
         """Drop uploads in which nothing happened for long; returns how many. ``now``: time.monotonic()."""
         idle = [a for a in self._open.values() if now - a.touched > IDLE_SECONDS]
         for upload in idle:
-            self._drop(upload)
+            del self._open[upload.key]
         return len(idle)

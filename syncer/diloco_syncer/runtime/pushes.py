@@ -7,7 +7,8 @@ An accepted offer is spooled: its encoded bytes are made durable before it is ac
 removed when the merge that took the offer is durable, or when a newer offer that contains its steps is.
 An offer may wait for a merge for long, and at the job's end those of all learners wait. So its decoded
 values are dropped once their norms are known, and its bytes once they are durable: a merge maps the
-spooled file, and decodes of it what it is adding.
+spooled file, and decodes of it what it is adding. Of a push that came too late for its round the bytes
+stay, and a merge decodes them too.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ PUSH = "push"  # in an upload's key
 
 @dataclass(slots=True)
 class Payload:
-    """One push's values. ``squares``: of each piece (merge.piece_squares). ``delta`` is None where it is an offer;
-    ``encoded`` is an offer's, until it is durable.
+    """One push's values. ``squares``: of each piece (merge.piece_squares). ``delta`` is None where it waits for a round
+    that is not open yet; ``encoded`` is there then, but that of an offer only until it is durable.
 
     ``verdict``: the reply to the sender. ``spooled``: of an offer, done when it is refused or durable.
     """
@@ -112,11 +113,11 @@ class ReceivedPushes:
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()
-        payload = self._held[handle] = Payload(header, delta, squares, norm, encoded=None, verdict=verdict)
+        payload = self._held[handle] = Payload(header, delta, squares, norm, encoded=encoded, verdict=verdict)
         if not header.round:
             # Before the core accepts it: from then on a retry is "repeated", and may be told so only
             # when the bytes are durable, however long the verdict waits behind other actions.
-            payload.delta, payload.encoded, payload.spooled = None, encoded, loop.create_future()
+            payload.delta, payload.spooled = None, loop.create_future()
             self._unspooled[handle] = payload
         del delta, encoded
         self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle))
@@ -180,6 +181,10 @@ class ReceivedPushes:
         elif verdict.offer and payload.encoded is not None:
             self.run_task(self._spool(verdict.handle, payload, payload.encoded))
         else:
+            if verdict.waits:
+                payload.delta = None  # it takes less memory as it came
+            else:
+                payload.encoded = None
             self._mark_spooled(verdict.handle)
             self._send_reply(payload, upload_reply(True))
 

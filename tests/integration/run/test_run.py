@@ -173,6 +173,11 @@ def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
     out = tmp_path / "model"
     exported = CliRunner().invoke(app, ["export", str(run.workdir), str(out)])
     assert exported.exit_code == 0, exported.output
+    said = re.search(
+        r"with the cache, end token 0; loss ([\d.]+) nats .*; the job's last score: ([\d.]+)", exported.output
+    )
+    assert said is not None and float(said[1]) == pytest.approx(float(said[2]), rel=0.01), exported.output
+    assert float(said[2]) == pytest.approx(run.report()["final_loss"], abs=1e-4)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(out)

@@ -1,4 +1,5 @@
-"""A learner with another model is told by the first tensor that differs, before anything is announced to it."""
+"""A learner with another model is told by the first tensor that differs, before anything is announced to it; one with
+other data by the first item."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ import torch
 from syncer_client import LAYOUT, Client, SyncerProcess, raw_job
 
 from diloco_protocol.vocabulary import WorkerExit
+from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.records import DataSample
 from diloco_worker import Learner
+from diloco_worker.data.map_style import sample_items
+from diloco_worker.net.client import SyncerClient
 from diloco_worker.settings import RefusedError
 from patience import until
 
@@ -35,7 +40,8 @@ class Wider(torch.nn.Module):
         self.w = torch.nn.Parameter(torch.zeros(64, 9))
 
 
-def train(syncer: SyncerProcess) -> None:
+def train(syncer: SyncerProcess, data: list[int] | None = None, compare: bool = True) -> None:
+    """Train as a user's loop would: on ``data``, or on what the loop brings."""
     model = Wider()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     environ = {
@@ -45,7 +51,7 @@ def train(syncer: SyncerProcess) -> None:
         "DILOCO_WORKDIR": str(syncer.folder),
     }
     with Learner.from_environment(model, optimizer, environ=environ) as learner:
-        for _ in learner.steps():
+        for _ in learner.steps() if data is None else learner.batches(data, 1, compare=compare):
             learner.after_step(tokens=1)
 
 
@@ -85,3 +91,23 @@ async def test_another_model_that_comes_later_is_named_too(syncer: SyncerProcess
         assert syncer.status()["refusals"][0]["reason"] == "other-layout"
     finally:
         await first.close()
+
+
+@pytest.mark.promise("A learner whose data have another content than the job's is refused, with the first place of it")
+async def test_other_data_of_the_same_size(syncer: SyncerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Client(syncer)
+    samples = [DataSample(*sample) for sample in sample_items([7, 8, 9])]
+    try:
+        told = [sync_pb2.DataSample(first=one.first, items=one.items, digest=one.digest) for one in samples]
+        assert (await first.join(sequences=3, data_samples=told)).welcome.initialise
+        with pytest.raises(RefusedError, match=r"other content \(item 2 is the first that differ") as refused:
+            await asyncio.to_thread(train, syncer, [7, 8, 10])
+        assert refused.value.reason == syncer.status()["refusals"][0]["reason"] == "other-data"
+    finally:
+        await first.close()
+    started: list[object] = []
+    monkeypatch.setattr(SyncerClient, "start", lambda self, *data: started.append(data))
+    monkeypatch.setattr(Learner, "_next_batch", lambda self, prefetcher: None)
+    for compare in (True, False):
+        train(syncer, [7, 8, 9], compare)
+    assert started == [(3, tuple(samples)), (3, ())]

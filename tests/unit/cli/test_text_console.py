@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import logging
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.text import Text
 import diloco
 from diloco.cluster.fetch import show_report
 from diloco.console import CommandError, command
-from diloco.local.screen import Lines, RunView
+from diloco.local.screen import Lines, Live, RunView
 from diloco.local.status import show
 from diloco.text_console import TextConsole
 from diloco_protocol.common import logs
@@ -111,3 +112,31 @@ def test_nothing_is_printed_but_by_what_replaces_control_characters() -> None:
                     found.append((path.name, named(node), node.lineno))
     assert {each[:2] for each in found} <= allowed, found
     assert ("console.py", "print") in {each[:2] for each in found}  # the search finds what there is
+
+
+def test_a_pipe_gets_no_blanks_at_the_ends_of_lines() -> None:
+    console = TextConsole(file=io.StringIO(), soft_wrap=True)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_row("outcome", "complete")
+    table.add_row("traffic", "3 MB up, 18.2 MB down")
+    console.print(table)
+    assert console.file.getvalue() == "outcome  complete\ntraffic  3 MB up, 18.2 MB down\n"  # type: ignore[attr-defined]
+
+
+def test_a_terminal_that_was_closed_ends_no_run() -> None:
+    class Terminal(io.StringIO):
+        gone = False
+
+        def write(self, text: str) -> int:
+            if self.gone:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    for make in (Lines, lambda file: Live(TextConsole(file=file, force_terminal=True))):
+        terminal = Terminal()
+        screen = make(terminal)
+        terminal.gone = True
+        screen.event("one")
+        screen.show_text("two")
+        screen.update(RunView("tiny"))
+        screen.close()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.fsdp
+from safetensors.torch import _SIZE
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from diloco_protocol.arrays.layout import Layout
@@ -17,8 +18,9 @@ from diloco_worker.core.adoption import Kind
 from diloco_worker.fragments import ModelFragments, Vector, build_layout, frozen_bytes, model_tensors
 from diloco_worker.learner import Learner
 from diloco_worker.named_parameters import named_parameters
+from diloco_worker.net.tensor_file import read_tensors, write_tensors
 from diloco_worker.settings import ConfigurationError
-from diloco_worker.sync.frozen_parameters import load_frozen
+from diloco_worker.sync.frozen_parameters import frozen_digest, load_frozen
 
 
 class Group:
@@ -357,6 +359,26 @@ def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     assert frozen_bytes(torch.nn.Linear(2, 2)) == b""
 
 
+@pytest.mark.promise("Frozen parameters of every dtype that safetensors knows are exchanged")
+@pytest.mark.parametrize("dtype", _SIZE, ids=str)
+def test_frozen_parameters_of_every_dtype_travel(dtype: torch.dtype) -> None:
+    """As those of quantised bases, which are float8 or packed."""
+
+    def model(first: int) -> torch.nn.Module:
+        held = torch.nn.Module()
+        values = torch.arange(first, first + 32, dtype=torch.uint8) % 2
+        values = values.bool() if dtype is torch.bool else values.view(dtype)
+        held.base = torch.nn.Parameter(values.view(2, -1), requires_grad=False)
+        return held
+
+    source, target = model(0), model(1)
+    sent = bytearray(frozen_bytes(source))
+    load_frozen(target, sent)
+    assert frozen_digest(target) == frozen_digest(source) != frozen_digest(model(1))
+    (tensor,) = read_tensors(sent).values()
+    assert read_tensors(write_tensors({"base": tensor}, {}))["base"].shape == source.base.shape
+
+
 @pytest.mark.promise("A model with running statistics (BatchNorm), which cannot be merged, is refused by name")
 def test_a_model_whose_training_updates_running_statistics_is_refused(tmp_path: Path) -> None:
     spec = {"learners": {"command": ["python", "loop.py"]}, "regions": [{"learners": 1}]}
@@ -375,4 +397,5 @@ def test_a_model_whose_training_updates_running_statistics_is_refused(tmp_path: 
     with pytest.raises(ConfigurationError, match="running statistics in 1"):
         learner.after_step(tokens=1)
     model[1] = torch.nn.BatchNorm2d(8, track_running_stats=False)
+    optimizer = torch.optim.AdamW(model.parameters())
     Learner.from_environment(model, optimizer, environ=environ)

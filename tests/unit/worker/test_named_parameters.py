@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diloco_worker.named_parameters import ModelWatch
+from diloco_worker.fragments import build_layout
+from diloco_worker.named_parameters import ModelWatch, refuse_shared_memory
 from diloco_worker.settings import ConfigurationError
 
 
@@ -112,3 +113,49 @@ def test_frozen_parameters_and_buffers_that_are_written_to_are_named_once() -> N
     with torch.inference_mode():
         model.mean = torch.zeros(4)
     assert watch.changed_state() == [], "what has no count of writes is left alone"
+
+
+@pytest.mark.promise(
+    "Two parameters in one memory, which an exchange would move twice, are refused by name, with the fix"
+)
+def test_two_parameters_in_one_memory_are_refused() -> None:
+    """Tied by ``.data``, as older code does, or views of one buffer; one parameter under two names is fine."""
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False))
+    build_layout(model, 1)
+    model[1].weight.data = model[0].weight.data
+    words = r"parameters 0\.weight and 1\.weight lie in the same memory .* b\.weight = a\.weight"
+    with pytest.raises(ConfigurationError, match=words):
+        build_layout(model, 1)
+    model[1].weight = model[0].weight
+    build_layout(model, 1)
+    flat = torch.zeros(40)
+    parts = (flat[:40], flat[4:8].requires_grad_(False), flat[30:])
+    views = torch.nn.ParameterList(torch.nn.Parameter(part, requires_grad=False) for part in parts)
+    refuse_shared_memory(views)  # none is trained
+    views[2].requires_grad_(True)
+    with pytest.raises(ConfigurationError, match="parameters 0 and 2 lie in the same memory"):
+        refuse_shared_memory(views)
+    apart = torch.nn.ParameterList(torch.nn.Parameter(part) for part in (flat[:20], flat[20:], flat[:0]))
+    refuse_shared_memory(apart)
+    with torch.device("meta"):
+        refuse_shared_memory(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+
+
+def test_a_lazy_module_is_asked_to_run_once() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    with pytest.raises(
+        ConfigurationError, match=r"parameter 0\.weight has no shape before the first forward pass .* run on"
+    ):
+        build_layout(model, 1)
+    model(torch.ones(1, 2))
+    build_layout(model, 1)
+
+
+def test_a_process_of_a_group_is_told_that_it_is_a_learner_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    size = [2]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size[0])
+    with pytest.raises(ConfigurationError, match=r"in a group of 2 \(init_process_group\): each process"):
+        build_layout(torch.nn.Linear(2, 2), 1)
+    size[0] = 1
+    build_layout(torch.nn.Linear(2, 2), 1)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from diloco_protocol.spec.load import job_to_json, parse_job
+from diloco_worker import Learner
 from diloco_worker import __main__ as program
+from diloco_worker.settings import ConfigurationError
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
@@ -62,8 +67,30 @@ def test_cuda_where_there_is_none(run, monkeypatch: pytest.MonkeyPatch) -> None:
         ("DILOCO_ROLE", "king"),
         ("DILOCO_THREADS", "many"),
         ("DILOCO_JOB_FILE", "/no/such/job.json"),
+        ("WORLD_SIZE", "8"),
     ],
 )
 def test_wrong_environment_names_the_variable(run, name: str, value: str) -> None:
     code, said = run(**{name: value})
     assert code == 2 and name in said and value in said and "Traceback" not in said
+
+
+@pytest.mark.promise("Under torchrun every rank ends with a sentence that says how a machine with several GPUs trains")
+@pytest.mark.parametrize("job", [{}, {"DILOCO_JOB_FILE": "job.json", "DILOCO_SYNCER": "127.0.0.1:1"}])
+def test_one_of_several_ranks_is_no_learner(job: dict[str, str]) -> None:
+    """In a job and alone."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigurationError, match=r"WORLD_SIZE is 8: .* runs 8 learners, without torchrun: docs/gpu-mac"
+    ):
+        Learner.from_environment(model, optimizer, environ={"RANK": "0", "WORLD_SIZE": "8", **job})
+    Learner.from_environment(model, optimizer, environ={"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_grpc_has_no_part_in_a_fork_unless_the_user_wants_it() -> None:
+    """Its handlers crash the workers of a DataLoader."""
+    said = "import os, diloco_worker; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'])"
+    for given, expected in (({}, "0"), ({"GRPC_ENABLE_FORK_SUPPORT": "1"}, "1")):
+        env = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+        assert subprocess.check_output([sys.executable, "-c", said], env=env | given, text=True).strip() == expected

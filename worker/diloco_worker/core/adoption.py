@@ -161,7 +161,6 @@ class Decision:
 class _Snapshot:
     plan: PushPlan
     point: Point
-    decided_at: int | None  # from this version on its fate is known; None: an offer, open until merged
     values: bool = True  # whether θ at ``point`` is still kept
 
 
@@ -279,17 +278,16 @@ class Adoption:
 
     # -------------------------------------------------------------- pushes
 
-    def snapshot(self, fragment: int, round: int, version: int) -> tuple[PushPlan, tuple[int, ...]] | None:
-        """Plan a push of everything above the base, now; ``round`` 0: an offer. ``version`` is v_p as the pull names it
-        (for an offer: the base's).
+    def snapshot(self, fragment: int, round: int) -> tuple[PushPlan, tuple[int, ...]] | None:
+        """Plan a push of everything above the base, now; ``round`` 0: an offer.
 
         Returns the plan, and the sequences of snapshots whose values are given up to keep their number bounded. None:
-        there is no step above the base (zero steps are never pushed).
+        there is no token above the base (zero steps are never pushed, nor are steps that count no token).
         """
         state = self.fragments[fragment]
         steps = self.pending_steps(fragment)
         oldest = state.oldest_version(self.now)
-        if state.base is None or oldest is None:
+        if state.base is None or oldest is None or not self.pending_tokens(fragment):
             return None
         start = state.marks[0].point
         state.sequence += 1
@@ -306,14 +304,13 @@ class Adoption:
             tokens=self.now.tokens - start.tokens,
             compute_seconds=self.now.seconds - start.seconds,
         )
-        decided_at = max(version, state.base.version) + 1 if round else None
         kept = sorted(s for s, old in state.snapshots.items() if old.values)
         given_up = kept[: max(0, len(kept) - _MOST_SNAPSHOTS + 1)]
         for sequence in given_up:
             state.snapshots[sequence] = replace(state.snapshots[sequence], values=False)
         for sequence in sorted(state.snapshots)[: max(0, len(state.snapshots) - _MOST_OPEN + 1)]:
             del state.snapshots[sequence]
-        state.snapshots[plan.sequence] = _Snapshot(plan, self.now, decided_at)
+        state.snapshots[plan.sequence] = _Snapshot(plan, self.now)
         return plan, tuple(given_up)
 
     def on_push_answer(self, fragment: int, sequence: int, refused: bool) -> tuple[int, ...]:
@@ -329,7 +326,7 @@ class Adoption:
 
     def drain_order(self) -> list[int]:
         """Fragments with work above their base, longest unmerged first, ties by index."""
-        waiting = [p for p in range(len(self.fragments)) if self.pending_steps(p) > 0]
+        waiting = [p for p in range(len(self.fragments)) if self.pending_tokens(p) > 0]
         return sorted(waiting, key=lambda p: (-self.pending_steps(p), p))
 
     # -------------------------------------------------------------- broadcasts
@@ -427,9 +424,8 @@ def _open_after(snapshot: _Snapshot, merged: _Snapshot | None, broadcast: Announ
     """Whether the snapshot's push can still be merged after this broadcast."""
     if snapshot.plan.base_version > broadcast.version:
         return False  # its base is not in this history
-    if merged is not None and snapshot.plan.first_step <= merged.plan.last_step:
-        return False  # the syncer refuses it as already-merged
-    return snapshot.decided_at is None or snapshot.decided_at > broadcast.version
+    # A push may wait for a later merge than it was made for; one that has steps of the merged one is refused.
+    return merged is None or snapshot.plan.first_step > merged.plan.last_step
 
 
 def _marks_from(marks: Sequence[Mark], point: Point) -> list[Mark]:

@@ -72,6 +72,11 @@ class Shuffled:
     inner: Dataset
     order: Permutation
 
+    @property
+    def compared_items(self) -> int:
+        """As ``sample_items`` asks for it: the inner data set's."""
+        return getattr(self.inner, "compared_items", 1)
+
     def __len__(self) -> int:
         return len(self.inner)
 

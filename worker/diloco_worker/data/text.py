@@ -136,6 +136,8 @@ class TokenSequences:
     part: Part
     found: Found = field(default_factory=Found)
 
+    compared_items = 256  # each is some hundred bytes of a mapped file
+
     def __len__(self) -> int:
         return len(self.part)
 

@@ -30,7 +30,7 @@ from typing import Any
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.wire import sync_pb2
-from diloco_protocol.wire.records import StepReport
+from diloco_protocol.wire.records import DataSample, StepReport
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.connection import SyncerConnection
@@ -80,6 +80,7 @@ class SyncerClient:
         self._loop = asyncio.new_event_loop()
         self._serving: asyncio.Task[None] | None = None
         self._sequences = 0
+        self._samples: Sequence[DataSample] = ()
         self._thread = threading.Thread(target=self._run, name="diloco-client", daemon=True)
         # Bounded by what a step boundary may leave: a push per fragment, a report, some requests.
         self._calls: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
@@ -112,9 +113,10 @@ class SyncerClient:
         thread."""
         self._connection.count_batches = count
 
-    def start(self, sequences: int = 0) -> None:
-        """Start connecting. ``sequences``: how many the data set has; 0: nothing is leased."""
-        self._sequences = sequences
+    def start(self, sequences: int = 0, samples: Sequence[DataSample] = ()) -> None:
+        """Start connecting. ``sequences``: how many the data set has; 0: nothing is leased. ``samples``: of its
+        content; empty: it is not compared with other learners'."""
+        self._sequences, self._samples = sequences, samples
         self._thread.start()
         self._waker.start()
 
@@ -243,7 +245,7 @@ class SyncerClient:
         asyncio.set_event_loop(self._loop)
         try:
             self._begin_thread()
-            self._serving = self._loop.create_task(self._connection.serve(self._sequences))
+            self._serving = self._loop.create_task(self._connection.serve(self._sequences, self._samples))
             self._loop.run_until_complete(self._serving)
         except asyncio.CancelledError:
             pass  # closed

@@ -24,10 +24,11 @@ from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
+from diloco_protocol.common.reach import first_answering
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
-from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
+from diloco_protocol.wire.records import Announcement, DataSample, Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
 from diloco_worker.core.syncer_settings import read_settings
@@ -91,6 +92,7 @@ class SyncerConnection:
         self._syncer_settings = SyncerSettings.of(self.settings.job.spec)  # in use
         self._heartbeat = sync.heartbeat.interval_seconds
         self._sequences = 0
+        self._samples: list[sync_pb2.DataSample] = []
         self._digests = immutable_digests(self.settings.job)
         self._cache = FragmentCache(len(self.layout))
         self._kept = KeptDownloads()
@@ -125,11 +127,12 @@ class SyncerConnection:
             self._spawn(self._session.half_close)
             asyncio.get_running_loop().call_later(_CLOSE_SECONDS, serving.cancel)
 
-    async def serve(self, sequences: int) -> None:
+    async def serve(self, sequences: int, samples: Sequence[DataSample] = ()) -> None:
         """Connect, again and again, until ``close`` or until the drain is confirmed. Raises RefusedError.
 
-        ``sequences``: how many the data set has; 0: nothing is leased."""
+        ``sequences``: how many the data set has; 0: nothing is leased. ``samples``: of its content."""
         self._sequences = sequences
+        self._samples = [convert.to_wire(sample) for sample in samples]
         attempt = 0
         logged = ""
         lost = time.monotonic()  # since when there is no session
@@ -163,6 +166,7 @@ class SyncerConnection:
                 self.status = replace(self.status, refused=(error.reason, str(error)))
             return str(error)
         metadata = credentials.metadata()
+        address = await first_answering(address, limits.CONNECT_SECONDS)
         control = credentials.aio_channel(address, channels.channel_options())
         bulk: list[Any] = []
         session = Session(control, metadata)
@@ -248,6 +252,7 @@ class SyncerConnection:
             layout_digest=self.layout.digest,
             digests=self._digests,
             sequences=self._sequences,
+            data_samples=self._samples,
             held=self._cache.held_versions(),
             previous_incarnation=self._incarnation,
             tenure=self._tenure,

@@ -124,12 +124,13 @@ class Session:
 
     async def open(self, join: sync_pb2.Join) -> sync_pb2.SyncerMessage:
         """Send Join, and return the first message back, a Welcome or a Refusal. Raises SessionEnded."""
+        seconds = limits.CONNECT_SECONDS + limits.JOIN_SECONDS
         try:
-            async with asyncio.timeout(limits.JOIN_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._send(sync_pb2.LearnerMessage(join=join))
                 return await self._receive()
         except TimeoutError as error:
-            raise SessionEnded(f"no answer to Join within {limits.JOIN_SECONDS:.0f} s") from error
+            raise SessionEnded(f"no answer to Join within {seconds:.0f} s") from error
 
     async def run(
         self,

@@ -26,6 +26,11 @@ _NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
 }
+_NAMES |= {torch.complex64: "C64", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"}
+_NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"}
+_NAMES |= {torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"}
+_PAIRS = torch.float4_e2m1fn_x2  # an element of it is two of the format's "F4", along the last dimension
+_NAMES[_PAIRS] = "F4"
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -52,7 +57,8 @@ def write_tensors(
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.dtype is _PAIRS else list(tensor.shape)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     data = map_new_file(8 + len(text) + end, folder)
@@ -91,6 +97,8 @@ def read_tensors(data: Any) -> dict[str, torch.Tensor]:
     try:
         for name, row in sorted(rows.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape, (begin, end) = _DTYPES[row["dtype"]], [int(n) for n in row["shape"]], row["data_offsets"]
+            if dtype is _PAIRS:
+                shape = [*shape[:-1], shape[-1] // 2]
             size = math.prod(shape) * dtype.itemsize
             if begin not in ends or end - begin != size or min(shape, default=0) < 0:
                 raise ValueError(f"{name} lies at {begin}:{end}")
@@ -100,6 +108,6 @@ def read_tensors(data: Any) -> dict[str, torch.Tensor]:
             found[name] = (empty if view is None else view).view(dtype).reshape(shape)
         if ends != {len(data) - start}:
             raise ValueError(f"{len(data)} bytes")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise NotTensors(repr(error)) from error
     return found

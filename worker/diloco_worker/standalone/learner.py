@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +99,10 @@ class StandaloneLearner:
         self._compute_seconds = 0.0
         self._compute_from: float | None = None
         self._previous_handler: Any = None
-        stop = job.spec.training.stop
+        self._announce(warning)
+
+    def _announce(self, warning: str) -> None:
+        stop = self.job.spec.training.stop
         log.warning(
             "training alone: %s. Nothing is merged or saved; it stops after %s %s",
             warning or "there is no syncer",
@@ -178,9 +182,14 @@ class StandaloneLearner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
+        self,
+        dataset: Any,
+        sequences: int | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        compare: bool = True,
     ) -> Iterator[Any]:
-        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass."""
+        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass, and
+        compared with nothing."""
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
         check_map_style(dataset)
@@ -226,7 +235,7 @@ class StandaloneLearner:
 
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step. ``lr`` is not written anywhere."""
-        tokens = self._checks.check_step(tokens)
+        tokens = self._check_step(tokens)
         if self._compute_from is None:
             raise WorkerError(
                 "after_step was called before the first batch: iterate over learner.batches(dataset), "
@@ -242,6 +251,9 @@ class StandaloneLearner:
         self._compute_seconds += seconds
         self._metrics.add_step(seconds)
         self._compute_from = self._metrics.end_wait()
+
+    def _check_step(self, tokens: int) -> int:
+        return self._checks.check_step(tokens)
 
     # ------------------------------------------------------------------ end
 
@@ -264,4 +276,8 @@ class StandaloneLearner:
     def leave(self) -> None:
         """Say what was trained: there is nobody to offer it to."""
         losses = f", training loss {self._losses[0]:.3f} to {self._losses[-1]:.3f}" if self._losses else ""
-        log.info("trained alone: %d steps, %d tokens%s", self.step, self.tokens, losses)
+        said = f"trained alone: {self.step} steps, {self.tokens} tokens{losses}"
+        if log.isEnabledFor(logging.INFO):
+            log.info(said)
+        else:  # Python prints warnings alone where the program has configured no logging
+            print(said, file=sys.stderr)

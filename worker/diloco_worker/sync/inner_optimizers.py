@@ -116,8 +116,9 @@ class InnerOptimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    name, parameter = named[id(parameter)]
-                    found[name] = (parameter, optimizer, group)
+                    if id(parameter) in named:
+                        name, parameter = named[id(parameter)]
+                        found[name] = (parameter, optimizer, group)
         return {name: found[name] for name, _ in named.values() if name in found}
 
     # ------------------------------------------------------- group entries

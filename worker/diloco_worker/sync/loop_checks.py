@@ -22,7 +22,7 @@ class LoopChecks:
     """The checks of one loop. ``every``: steps of a turn, sync.every."""
 
     def __init__(self, inner: InnerOptimizers, watch: ModelWatch, every: int) -> None:
-        self._inner = inner
+        self.inner = inner
         self._watch = watch
         self._every = every
         self._steps = 0
@@ -41,7 +41,7 @@ class LoopChecks:
     def find_errors(self, tokens: int) -> Iterator[WorkerError]:
         """What would have to end the loop, after a step of ``tokens``."""
         self._steps += 1
-        model = (self._check_modes, self._watch.check, self._inner.check_parameters)
+        model = (self._check_modes, self._watch.check, self.inner.check_parameters)
         for check in (self._check_thread, *model, lambda: self._check_tokens(tokens)):
             try:
                 check()
@@ -69,7 +69,7 @@ class LoopChecks:
 
     def _check_modes(self) -> None:
         if self._steps == 1:
-            refuse_running_statistics(self._inner.model)  # modules may be in another mode than at the start
+            refuse_running_statistics(self.inner.model)  # modules may be in another mode than at the start
 
     def _check_tokens(self, tokens: int) -> None:
         """The counts of a job only rise, and a push without tokens is not merged."""

@@ -263,7 +263,7 @@ class OptimizerHandover:
         if encode is None:
             self.checkpoint.skip()
             if self.inner.has_state and not self._told:
-                log.warning("the optimizer's state holds more than tensors and numbers: no newcomer takes it over")
+                log.warning("%s", optimizer_state.UNWRITABLE)
                 self._told = True
             return
         self.checkpoint.start_write(encode, time.monotonic() - started)

@@ -47,6 +47,8 @@ _GREATEST, _GREATEST_SQUARE = 1e15, 1e30  # of any value
 # Group entries that whoever wrote the loop chose, and no peer says.
 _CHOSEN = frozenset({"lr", "initial_lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay"})
 
+UNWRITABLE = "the optimizer's state holds more than tensors and numbers: no newcomer takes it over"
+
 
 class StateRefused(Exception):
     """An optimizer state that does not fit this model and optimizer; one line says why."""

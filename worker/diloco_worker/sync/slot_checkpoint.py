@@ -30,11 +30,12 @@ import numpy as np
 
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common import files
+from diloco_protocol.common.program_errors import normal_form
 from diloco_worker.sync.optimizer_state import Origin, StateRefused, origin_of
 
 log = logging.getLogger(__name__)
 
-LOG_AGAIN_SECONDS = 60.0
+LOG_AGAIN_SECONDS = 3600.0  # between two lines about the same failure, while it lasts
 _SHARE = 100  # one part in so many of a learner's time, at most
 
 
@@ -52,7 +53,8 @@ class SlotCheckpoint:
         self._every = every_seconds
         self._next = time.monotonic() + every_seconds
         self._writer: threading.Thread | None = None
-        self._logged = -LOG_AGAIN_SECONDS
+        self._failure = ""  # the last one, in its normal form; empty: the last write was none
+        self._logged = 0.0
 
     def origin(self, step: int, versions: Sequence[tuple[int, int]], trained: int) -> Origin:
         """The origin of a state made at this slot step, on these (epoch, version) per fragment, ``trained`` steps after
@@ -87,9 +89,10 @@ class SlotCheckpoint:
         self._next = time.monotonic() + self._every
 
     def report_failure(self, why: object) -> None:
-        """Log that a checkpoint was not made, at most once a minute."""
+        """Log that a checkpoint was not made: each failure once, and again each hour while it lasts."""
         self.skip()
-        if time.monotonic() - self._logged >= LOG_AGAIN_SECONDS:
+        before, self._failure = self._failure, normal_form(str(why)) or "?"
+        if self._failure != before or time.monotonic() - self._logged >= LOG_AGAIN_SECONDS:
             self._logged = time.monotonic()
             log.warning("the slot's own checkpoint was not written, training continues: %s", why)
 
@@ -132,4 +135,5 @@ class SlotCheckpoint:
         except Exception as error:  # of whatever kind: training is worth more
             self.report_failure(error)
             return
+        self._failure = ""
         self._next = max(self._next, time.monotonic() + _SHARE * busy)

@@ -271,8 +271,10 @@ class Synchronizer:
             case Welcomed():
                 self._on_welcome(message)
             case InitialRequested():
-                # Bases where there are some: an emptied store is rebuilt without this learner's own work.
-                vectors = [base or self.fragments.snapshot(p) for p, base in enumerate(self._bases)]
+                # What it holds where it holds something, as its Join says: an emptied store is rebuilt without this
+                # learner's own work. A tenure that has just begun has no bases yet.
+                held = self._newest
+                vectors = [held[p].vector if p in held else self.fragments.snapshot(p) for p in range(len(self.layout))]
                 self.client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
             case FrozenDownloaded():
                 self._frozen.load(message)
@@ -411,9 +413,9 @@ class Synchronizer:
 
     # ------------------------------------------------------------------ pushes
 
-    def push_fragment(self, fragment: int, round: int, version: int) -> Push | None:
+    def push_fragment(self, fragment: int, round: int) -> Push | None:
         """Take a snapshot and send it; ``round`` 0: as an offer. None: there is no step above the base."""
-        planned = self.adoption.snapshot(fragment, round, version)
+        planned = self.adoption.snapshot(fragment, round)
         if planned is None:
             return None
         plan, given_up = planned
@@ -437,7 +439,7 @@ class Synchronizer:
                 del self._pulls[fragment]  # that round is over
             elif announced is not None and announced.version > base.version and announced.merged_version > base.version:
                 continue  # our work is in a broadcast on its way: from the old base it would be refused
-            elif (push := self.push_fragment(fragment, pull.round, pull.version)) is not None:
+            elif (push := self.push_fragment(fragment, pull.round)) is not None:
                 self._pushed_rounds[fragment] = (pull.round, push.plan.sequence)
                 del self._pulls[fragment]  # else: at the first boundary with a step
 
@@ -450,7 +452,7 @@ class Synchronizer:
         for fragment, state in enumerate(self.adoption.fragments):
             if schedule.due(fragment):
                 assert state.base is not None
-                self.push_fragment(fragment, state.base.version + 1, state.base.version)
+                self.push_fragment(fragment, state.base.version + 1)
 
     # ------------------------------------------------------------------ leaving
 
@@ -487,7 +489,7 @@ class Synchronizer:
             self.client.push(push)
         else:
             with self.guard:
-                push = self.push_fragment(fragment, round=0, version=0)
+                push = self.push_fragment(fragment, round=0)
                 if push is None:
                     return None
                 self._offered[fragment] = push

@@ -4,6 +4,9 @@
 who reads them from the syncer's store is the caller. transformers itself writes the files, so that names in them are
 those of its published checkpoints (a mixture's experts one by one, tied tensors once).
 
+The model is ready to generate: with the cache, with the generation settings of the weights that it started from, and
+with the end token that stood behind each document in training.
+
 A directory is whole under its name or not there: it is filled under another name, synced and renamed.
 """
 
@@ -21,9 +24,12 @@ from torch import nn
 
 from diloco_protocol.common import files
 from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.training import ModelSpec
+from diloco_worker.data.text import HubTokenizer, tokenizer
 from diloco_worker.errors import job_error, one_line
 from diloco_worker.training import lora, models
 from diloco_worker.training.checkpoint import shorten
+from diloco_worker.training.pretrained import local_directory
 
 
 class ExportError(Exception):
@@ -46,7 +52,10 @@ def export(
         with files.create_directory(out) as temporary:
             transformers_logging.disable_progress_bar()
             save: Any = model
+            settings = _prepare_use(job, save, directory)
             save.save_pretrained(temporary, max_shard_size="1000GB")
+            if settings:
+                (temporary / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
             save_tokenizer(job, temporary)
     except FileExistsError as e:
         raise ExportError(f"{e.filename} {e.strerror}") from e
@@ -78,6 +87,54 @@ def check_parameters(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, 
     for names, what in ((missing, "missing"), (unknown, "not the model's"), (wrong, "of another shape")):
         if names:
             raise ExportError(f"the weights do not fit the job's model; {what}: {shorten(names)}")
+
+
+def _prepare_use(job: DiLoCoJob, model: Any, directory: Path | None) -> dict[str, Any]:
+    """Prepare the configuration for use after training; returns the generation settings (empty: it generates
+    nothing). A job that starts from random weights has the special tokens of its tokenizer, and those that the
+    defaults of a configuration name are of another one."""
+    model.config.use_cache = True
+    if not model.can_generate():
+        return {}
+    spec, tokens = job.spec.training.model, _special_tokens(job)
+    settings: dict[str, Any] = model.generation_config.to_diff_dict()
+    if spec is not None and spec.from_ is not None:
+        settings = _generation_settings(spec, directory) or settings
+        there, end = settings.get("eos_token_id"), tokens.get("eos_token_id")
+        ends = [there] if isinstance(there, int) else [*(there or [])]
+        if end is not None and end not in ends:
+            settings["eos_token_id"] = [*ends, end] if ends else end
+    else:
+        settings |= tokens
+        for name, token in tokens.items():
+            setattr(model.config, name, token)
+            setattr(model.generation_config, name, token)
+    return {name: value for name, value in {**settings, "use_cache": True}.items() if value is not None}
+
+
+def _special_tokens(job: DiLoCoJob) -> dict[str, int | None]:
+    """By the names of a configuration, those of the tokenizer; empty: the data have none."""
+    data = job.spec.training.data
+    if data is None or data.source == "python":
+        return {}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    words = tokenizer(data.tokenizer)
+    if isinstance(words, HubTokenizer):
+        return {name: getattr(words.inner, name) for name in names}
+    return {**dict.fromkeys(names), "eos_token_id": 0}
+
+
+def _generation_settings(model: ModelSpec, directory: Path | None) -> dict[str, Any]:
+    """Those of the weights to start from; empty: there are none."""
+    from transformers import GenerationConfig
+
+    source = local_directory(model.from_ or "", directory)
+    try:
+        found = GenerationConfig.from_pretrained(source, revision=model.revision or "main")
+    except (OSError, ValueError):
+        return {}
+    settings: dict[str, Any] = found.to_diff_dict()
+    return settings
 
 
 def save_tokenizer(job: DiLoCoJob, out: Path) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from diloco_protocol.spec.job_spec import JobSpec
@@ -55,9 +56,11 @@ def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Modu
     """
     model = _construct(spec, seed, directory, pretrained=True)
     _choose_trained(model, _required(spec))
-    if hasattr(model.config, "output_router_logits"):
+    config: Any = model.config
+    config.use_cache = False  # of the attention, which training has no use for
+    if hasattr(config, "output_router_logits"):
         # A mixture of experts: the router's load-balancing loss is part of the training loss.
-        model.config.output_router_logits = True
+        config.output_router_logits = True
     return model
 
 
@@ -84,7 +87,7 @@ def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
     if model_spec.from_ is None:
         kind = _known_type(given)
         defaults = AutoConfig.for_model(kind)
-        _auto_class(defaults)
+        auto_class(defaults)
         _check_names(given, defaults)
         own = {k: v for k, v in given.items() if k != "model_type"}
         if "vocab_size" not in own and (vocabulary := _vocabulary(spec)) is not None:
@@ -108,7 +111,6 @@ def configuration(spec: JobSpec, *, directory: Path | None = None) -> Any:
         for name in ("model_type", "transformers_version", "dtype"):
             kept.pop(name, None)
         config = _checked(given, lambda: type(config)(**kept))
-    config.use_cache = False
     _check_fit(spec, config)
     return config
 
@@ -177,7 +179,7 @@ def _required(spec: JobSpec) -> ModelSpec:
     return spec.training.model
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """The transformers class for this configuration: a causal language model, else image classification."""
     import transformers
 
@@ -213,7 +215,7 @@ def _construct(spec: JobSpec, seed: int, directory: Path | None, pretrained: boo
 
 
 def _from_weights(model_spec: ModelSpec, source: str, config: Any, directory: Path | None) -> nn.Module:
-    auto = _auto_class(config)
+    auto = auto_class(config)
     try:
         with quiet_loading():
             model, info = auto.from_pretrained(
@@ -226,7 +228,7 @@ def _from_weights(model_spec: ModelSpec, source: str, config: Any, directory: Pa
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # check_loaded names them
             )
-    except (OSError, ValueError, RuntimeError) as e:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise _bad_from(model_spec, e) from e
     _refuse_unmatched("initialise", model_spec.initialise, list(model.state_dict()))
     warning = check_loaded(model_spec, info)
@@ -262,7 +264,7 @@ def _revision(model_spec: ModelSpec) -> str:
 
 
 def _from_config(model_spec: ModelSpec, config: Any) -> nn.Module:
-    auto = _auto_class(config)
+    auto = auto_class(config)
     try:
         model: nn.Module = auto.from_config(config, dtype=torch.float32)
     except Exception as e:  # a configuration that only the construction finds impossible

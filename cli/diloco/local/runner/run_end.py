@@ -113,8 +113,9 @@ class RunEnd(RunPart):
             self._kill_all()
             self.decide(RunOutcome(REFUSED, 130, f"{stop_reason(number)}, before the job began: nothing is kept"))
         elif self._interrupts == 1:
+            closed = ", the terminal was closed" if number == signal.SIGHUP else ""
             self.screen.event(
-                f"{stop_reason(number)}: learners offer their work, then a checkpoint"
+                f"interrupted{closed}: learners offer their work, then a checkpoint"
                 " (again after a second or more: stop at once)",
                 "bold",
             )

@@ -1,6 +1,8 @@
 """The job's clock: elapsed and up time, holds, tokens per second.
 
-Elapsed time runs from the job's first step to its end. Time while the job was suspended does not count; a crashed
+Elapsed time runs from the report of the job's first step to its end. What computing goes on is known by reports alone,
+so the time of slots, with which compute time is compared, begins earlier: when the first of the steps began that the
+job's first reports tell of. Time while the job was suspended does not count; a crashed
 syncer's downtime does, for learners go on without it. Up time is the part in which at least one learner advanced: the
 gap between two advances counts up to a limit of a few step times, or as far as a learner says that it computed
 meanwhile (unheard, or while the syncer was down). Seconds.
@@ -29,6 +31,7 @@ class JobClock:
         self.before = 0.0  # elapsed in earlier lives
         self.slot_seconds_before = 0.0
         self.started_at: float | None = None  # in this life
+        self._lead: float | None = None  # of this life's first steps, before their report; None: it continued running
         self.ended_at: float | None = None
         self.up = 0.0
         self.advanced_at: float | None = None
@@ -45,7 +48,8 @@ class JobClock:
         return self.before + max(0.0, (now if self.ended_at is None else self.ended_at) - self.started_at)
 
     def slot_seconds(self, now: float) -> float:
-        """Elapsed time of all slots together, at each moment of those that the job had then."""
+        """Time of all slots together, at each moment of those that the job had then, from the beginning of the first
+        step on."""
         return self.slot_seconds_before + self.slots * (self.elapsed(now) - self._slots_since)
 
     def set_slots(self, slots: int, now: float) -> None:
@@ -59,10 +63,16 @@ class JobClock:
         """The first step of this life was made."""
         if self.started_at is None:
             self.started_at = self.advanced_at = now
+            self._lead = 0.0
 
     def advance(self, now: float, step_seconds: float, computed: float, trained: int) -> None:
         """A learner made steps. ``computed``: its compute seconds since its last report; ``trained``: tokens of all
         learners."""
+        if self.started_at is not None and self._lead is not None:
+            longer = self.started_at - (now - computed) - self._lead
+            if longer > 0:
+                self._lead += longer
+                self.slot_seconds_before += self.slots * longer
         if self.advanced_at is not None and self.running:
             self.up += min(now - self.advanced_at, max(MIN_GAP, 3 * step_seconds, computed))
         self.advanced_at = now

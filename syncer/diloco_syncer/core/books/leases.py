@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_protocol.wire.records import Lease
+from diloco_protocol.wire.records import DataSample, Lease
 
 BLOCKS_PER_SLOT = 64
 MAX_BLOCK = 4096  # sequences
@@ -93,6 +93,7 @@ class LeaseBook:
             raise ValueError("a data set has at least one sequence")
         self.seed = seed
         self.sequences = sequences
+        self.samples: tuple[DataSample, ...] = ()  # of their content; empty: nobody has said
         self.slots = slots
         self.block_size = min(MAX_BLOCK, max(1, sequences // (BLOCKS_PER_SLOT * max(1, slots))))
         self.blocks = -(-sequences // self.block_size)
@@ -102,6 +103,11 @@ class LeaseBook:
         self.open: dict[int, OpenLease] = {}
         self.returned: deque[OpenLease] = deque()
         self._order: tuple[int, Sequence[int]] | None = None
+
+    def find_other(self, samples: Collection[DataSample]) -> DataSample | None:
+        """The first of a learner's samples of its data that differs from those of the job's data; None: none does."""
+        known = {(one.first, one.items): one.digest for one in self.samples}
+        return next((one for one in samples if known.get((one.first, one.items), one.digest) != one.digest), None)
 
     def grant_block(self, slot: int, index: int) -> Lease:
         """Lease the block of this index in the endless order to the slot."""
@@ -174,6 +180,7 @@ class LeaseBook:
             "next_lease": self.next_lease,
             "held": {str(lease): row(held) for lease, held in self.open.items()},
             "returned": [row(held) for held in self.returned],
+            "samples": [list(sample) for sample in self.samples],
         }
 
     @classmethod
@@ -184,4 +191,5 @@ class LeaseBook:
         book.next_lease = row["next_lease"]
         book.open = {int(lease): OpenLease(*values) for lease, values in row["held"].items()}
         book.returned = deque(OpenLease(*values) for values in row["returned"])
+        book.samples = tuple(DataSample(*values) for values in row.get("samples", ()))
         return book

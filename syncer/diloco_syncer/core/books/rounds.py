@@ -35,12 +35,13 @@ What deterministic mode has in place of the opening rule and the grace window: c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.books.deterministic import Mode
+from diloco_syncer.core.books.exchanges import ExchangeLimit
 
 MOST_PULL_WAIT = 6.0  # between two pulls of one push, in ``pull_seconds``
 OVERDUE_SECONDS = 120.0
@@ -61,10 +62,12 @@ class MovingAverage:
 def grace_seconds(
     factor: float, cap: float, overlap: int, step: float | None, quorum: float | None, sync: float | None
 ) -> float:
-    """clamp(γ·(τ·ξ_step − ξ_quorum − ξ_sync), 0, cap); with an estimate missing: the cap (seconds)."""
+    """clamp(γ·(τ·ξ_step − ξ_quorum − ξ_sync), ξ_step, cap); with an estimate missing: the cap (seconds). A factor of 0
+    is no window at all."""
     if step is None or quorum is None or sync is None:
         return cap
-    return min(cap, max(0.0, factor * (overlap * step - quorum - sync)))
+    least = step if factor > 0 else 0.0
+    return min(cap, max(least, factor * (overlap * step - quorum - sync)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class Delivery:
     """A new version on its way to the learners."""
 
     version: int
+    opened: Round
     announced_at: float
     slots: set[int] = field(default_factory=set)  # that have it
 
@@ -132,9 +136,14 @@ class Round:
     quorum_at: float | None = None
     deadline: float | None = None
     merging: bool = False
+    in_time: set[int] = field(default_factory=set)  # slots whose push came within the window, after the merge had begun
 
     def slots(self) -> set[int]:
         return {push.header.slot for push in self.pushes}
+
+    def answered(self) -> set[int]:
+        """Slots from which nothing more is to come: their push was made for this round, or is an offer."""
+        return {push.header.slot for push in self.pushes if push.header.round in (self.id, 0)}
 
 
 def superseded(waiting: Iterable[Accepted], header: PushHeader) -> list[Accepted]:
@@ -147,8 +156,10 @@ def superseded(waiting: Iterable[Accepted], header: PushHeader) -> list[Accepted
 class RoundBook:
     """All rounds of a job's P fragments."""
 
-    def __init__(self, fragments: int, rules: RoundRules, mode: Mode) -> None:
+    def __init__(self, fragments: int, rules: RoundRules, mode: Mode, most_rounds: int = 0) -> None:
         self.rules = rules
+        least = max(1, math.ceil(rules.overlap * fragments / rules.every))
+        self.exchanges = ExchangeLimit(least, most_rounds)
         self._mode = mode
         self.versions = [0] * fragments
         self.open: dict[int, Round] = {}  # by fragment
@@ -156,6 +167,7 @@ class RoundBook:
         self.first_marks: dict[int, int] = {}  # slot -> step at which it began
         self.steps_at_last_opening: dict[int, int] = {}
         self.next_round = 1
+        self._merged: dict[int, Round] = {}  # by fragment: the last round that was merged
         self.step_seconds = MovingAverage()
         self.quorum_seconds = MovingAverage()
         self.merge_seconds = MovingAverage()
@@ -165,10 +177,6 @@ class RoundBook:
     @property
     def fragments(self) -> int:
         return len(self.versions)
-
-    @property
-    def open_limit(self) -> int:
-        return max(1, math.ceil(self.rules.overlap * self.fragments / self.rules.every))
 
     def begin_progress(self, slot: int, step: int) -> None:
         """A process begins a tenure in the slot at this step: its progress counts from here."""
@@ -194,7 +202,8 @@ class RoundBook:
     def next_due(self, active: Iterable[Progress]) -> int | None:
         """The fragment whose round should open now, or None."""
         rules, learners = self.rules, list(active)
-        if self._mode.is_scheduled or len(learners) < rules.quorum or len(self.open) >= self.open_limit:
+        has_room = len(self.open) < self.exchanges.value
+        if self._mode.is_scheduled or len(learners) < rules.quorum or (self.exchanges.hindered and not has_room):
             return None
         since = sorted(
             (learner.step - self.steps_at_last_opening.get(learner.slot, 0) for learner in learners), reverse=True
@@ -214,7 +223,10 @@ class RoundBook:
             overdue = done[rules.quorum - 1] - self.steps_needed(fragment)
             if overdue >= 0 and (best is None or overdue > best[0]):
                 best = (overdue, fragment)
-        return None if best is None else best[1]
+        if best is None:
+            return None
+        self.exchanges.hindered |= not has_room
+        return best[1] if has_room else None
 
     def open_round(self, fragment: int, now: float, active: Iterable[Progress]) -> Round:
         """Open the fragment's round; the caller pulls ``pulled`` and adds waiting offers."""
@@ -236,7 +248,9 @@ class RoundBook:
         """Put a push into the round; returns what it replaces."""
         replaced = superseded(opened.pushes, push.header)
         opened.pushes = [p for p in opened.pushes if p not in replaced] + [push]
-        if opened.quorum_at is None and len(opened.slots()) >= self.rules.quorum:
+        # What came before the round opened does not begin the window: those who were asked need time to answer.
+        has_quorum = len(opened.slots()) >= self.rules.quorum and bool(opened.answered() & opened.pulled)
+        if opened.quorum_at is None and has_quorum:
             opened.quorum_at = now
             if self._mode.has_grace:
                 opened.deadline = now + grace_seconds(
@@ -248,6 +262,14 @@ class RoundBook:
                     sync=self.sync_seconds,
                 )
         return replaced
+
+    def came_in_time(self, header: PushHeader, now: float) -> bool:
+        """Whether a push that came after its round's merge had begun still came within the round's window."""
+        for opened in (self.open.get(header.fragment), self._merged.get(header.fragment)):
+            if opened is not None and opened.id == header.round and now <= (opened.deadline or 0.0):
+                opened.in_time.add(header.slot)
+                return True
+        return False
 
     def is_pull_due(self, opened: Round, slot: int, connection: int, now: float) -> bool:
         """Whether the slot, whose push is not in the round, is to be asked for it now, over this connection."""
@@ -268,17 +290,21 @@ class RoundBook:
         patience = max(OVERDUE_SECONDS, OVERDUE_TURNS * turn)
         return not opened.merging and opened.quorum_at is None and now - opened.opened_at >= patience
 
-    def is_ready(self, opened: Round, now: float, reachable: set[int]) -> bool:
-        """May the round be merged now? ``reachable``: slots that can still push."""
-        if opened.merging or opened.quorum_at is None:
+    def is_ready(self, opened: Round, now: float, reachable: set[int], late: Set[int] = frozenset()) -> bool:
+        """May the round be merged now? ``reachable``: slots that can still push; ``late``: those that are late round
+        after round, and that nobody waits for once another has answered."""
+        if opened.merging or len(opened.slots()) < self.rules.quorum:
             return False
-        waiting = self._mode.awaited_slots(opened.pulled, reachable) - opened.slots()
+        waiting = self._mode.awaited_slots(opened.pulled, reachable) - opened.answered()
+        if opened.quorum_at is not None:
+            waiting -= late
         return not waiting or (opened.deadline is not None and now >= opened.deadline)
 
     def wake_at(self) -> float | None:
         """When a grace window ends next (seconds), or None."""
-        ends = [r.deadline for r in self.open.values() if r.deadline is not None and not r.merging]
-        return min(ends, default=None)
+        if any(opened.merging for opened in self.open.values()):
+            return None  # the next merge begins when that one is made
+        return min((r.deadline for r in self.open.values() if r.deadline is not None), default=None)
 
     # ------------------------------------------------------------- merging
 
@@ -295,8 +321,9 @@ class RoundBook:
     def complete_merge(self, fragment: int, version: int, merge_seconds: float, now: float) -> Round:
         """The record is durable and its version announced: the round is closed and the marks move."""
         closed = self.open.pop(fragment)
+        self._merged[fragment] = closed
         self.merge_seconds.add(merge_seconds)
-        self._deliveries[fragment] = Delivery(version, now)
+        self._deliveries[fragment] = Delivery(version, closed, now)
         for slot, step in closed.steps_at_opening.items():
             self._mark(fragment, slot, step)
         self.apply_record(fragment, version, (push.header for push in closed.pushes))
@@ -310,6 +337,8 @@ class RoundBook:
         delivery.slots.add(slot)
         if len(delivery.slots) >= self.rules.quorum:
             self.broadcast_seconds.add(now - delivery.announced_at)
+            opened, under_way = delivery.opened, len(self.open) + len(self._deliveries)
+            self.exchanges.record(opened.id, under_way, now - opened.opened_at, self.next_round)
             del self._deliveries[fragment]
 
     @property

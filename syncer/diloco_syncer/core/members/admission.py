@@ -86,6 +86,8 @@ class Admission:
             return
         if join.sequences and state.leases is None:
             state.leases = LeaseBook(state.config.seed, join.sequences, len(state.config.places))
+        if state.leases is not None and not state.leases.samples:
+            state.leases.samples = join.data_samples
         slot = state.members.slot_of_process(join)
         if state.phase not in ENDED_PHASES and slot is not None:
             self._seat(slot, join, now, continuing=slot is continuing, withheld=withheld)
@@ -156,6 +158,14 @@ class Admission:
             words = (
                 f"its data set has {join.sequences} sequences, the job's has {state.leases.sequences}: "
                 "give every learner the same data"
+            )
+            return JoinRefusal.OTHER_DATA, words, ()
+        if join.sequences and state.leases and (sample := state.leases.find_other(join.data_samples)) is not None:
+            last = sample.first + sample.items - 1
+            which = f"items {sample.first} to {last} are" if sample.items > 1 else f"item {sample.first} is"
+            words = (
+                f"its data set has as many sequences as the job's, and other content ({which} the first that "
+                "differ): give every learner the same data"
             )
             return JoinRefusal.OTHER_DATA, words, ()
         if not state.members.register_pod(join):

@@ -65,10 +65,13 @@ class Aggregator:
         slot.pushes.mark_accepted(header.fragment, header.sequence)
         push = Accepted(header, event.handle, event.norm)
         opened = state.rounds.open.get(header.fragment)
-        if opened is None and header.round:
+        if opened is None and header.round and state.config.mode.opens_round(header, state.versions[header.fragment]):
             opened = state.rounds.open_round(header.fragment, now, state.progress())
-        self._actions.add(ev.AnswerPush(event.handle, None, "", offer=not header.round))
-        if opened is not None and not opened.merging:
+        waits = opened is None or opened.merging
+        self._actions.add(ev.AnswerPush(event.handle, None, "", offer=not header.round, waits=waits))
+        if state.rounds.came_in_time(header, now):
+            slot.pushes.late_rounds, slot.pushes.starved = 0, False  # it is worth waiting for again
+        if opened is not None and not waits:
             replaced = state.rounds.accept(opened, push, now)
             self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
         else:
@@ -109,7 +112,9 @@ class Aggregator:
         rounds, slots = self._state.rounds, self._state.members.slots
         assert rounds
         for opened in rounds.open.values():
-            responded = opened.slots()
+            # Who is late round after round is not asked for more while its last push waits in this round.
+            late = {slot for slot in opened.slots() if slots[slot].pushes.starved}
+            responded = opened.answered() | late
             for learner in active if not opened.merging else ():
                 connection = slots[learner.slot].holder.connection
                 if learner.slot in responded or connection is None:
@@ -145,10 +150,14 @@ class Aggregator:
         missed = state.members.lost_regions and state.config.on_region_lost != "Continue"
         if state.phase is JobPhase.HOLDING and missed:
             return  # K slots may have pushed, but the lost region is waited for
+        if any(opened.merging for opened in state.rounds.open.values()):
+            return  # they are made one at a time, and until a merge begins, its round takes what comes
         reachable = state.members.reachable()
-        for opened in list(state.rounds.open.values()):
-            if state.rounds.is_ready(opened, now, reachable):
+        late = {slot.index for slot in state.members.slots if slot.pushes.starved}
+        for opened in sorted(state.rounds.open.values(), key=lambda opened: opened.id):
+            if state.rounds.is_ready(opened, now, reachable, late):
                 self._start_merge(opened, now)
+                return
 
     def finish_rounds(self, now: float) -> tuple[bool, bool]:
         """Start the last merges, when all have left. Returns whether one was started, and whether one is under way."""
@@ -168,12 +177,12 @@ class Aggregator:
                 continue
             self._add_offers(opened, now)
             if len(opened.slots()) >= self._quorum:
-                self._start_merge(opened, now)
+                self._start_merge(opened, now, last=True)
                 started = True
         return started, any(opened.merging for opened in rounds.open.values())
 
-    def _start_merge(self, opened: Round, now: float) -> None:
-        """Close the round to further pushes, and have it merged."""
+    def _start_merge(self, opened: Round, now: float, last: bool = False) -> None:
+        """Close the round to further pushes, and have it merged. ``last``: see ``ev.Merge``."""
         state = self._state
         assert state.rounds and state.ledger
         times = [s.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE and s.step_seconds > 0]
@@ -196,6 +205,7 @@ class Aggregator:
                 quorum_seconds=quorum_at - opened.opened_at,
                 waited_seconds=now - opened.opened_at,
                 job_tokens=state.ledger.total_trained(),
+                last=last,
             )
         )
 
@@ -237,7 +247,7 @@ class Aggregator:
 
     def _update_lateness(self, closed: Round, now: float) -> None:
         """A slot that was late in three rounds running is starved, until it is in time again."""
-        responded = closed.slots()
+        responded = closed.answered() | closed.in_time
         for index in closed.pulled:
             slot = self._state.members.slots[index]
             pushes, told = slot.pushes, slot.told

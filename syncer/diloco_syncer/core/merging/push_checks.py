@@ -170,11 +170,14 @@ class PushChecks:
         return None
 
     def _check_round(self, header: PushHeader, version: int, opened: Round | None) -> Refusal | None:
-        if header.round:
+        assert self._state.rounds
+        if header.round and self._config.mode.is_scheduled:
             if opened is None and self._config.mode.opens_round(header, version):
                 return None
             if opened is None or opened.merging or opened.id != header.round:
                 return PushRefusal.OTHER_ROUND, f"round {header.round} of fragment {header.fragment} is not open"
+        elif header.round >= self._state.rounds.next_round:
+            return PushRefusal.OTHER_ROUND, f"there was no round {header.round} yet"
         elif opened is not None and opened.merging and header.slot in opened.slots():
             words = "an earlier push of these steps is being merged; adopt it, then offer the rest"
             return PushRefusal.ALREADY_MERGED, words
@@ -191,8 +194,10 @@ def _check_counts(header: PushHeader) -> Refusal | None:
     contradiction = _contradiction(header)
     if contradiction:
         return PushRefusal.INCONSISTENT, contradiction
-    if header.steps == 0 or header.tokens == 0:
+    if header.steps == 0:
         return PushRefusal.NO_STEPS, "the push carries no step"
+    if header.tokens == 0:
+        return PushRefusal.NO_TOKENS, f"the push carries {header.steps} steps and no token"
     return None
 
 

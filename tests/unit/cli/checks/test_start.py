@@ -154,6 +154,24 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
         assert code == 2 and words in said and "spec.learners.command" in said
 
 
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["train.py", "random.py"], "random.py in"),
+        (["train.py", "torch/__init__.py", "types.py"], "torch/, types.py in"),
+        (["train.py", "yaml.py"], "yaml.py in"),  # which the program imports
+        (["train.py", "typer.py", "helpers.py", "test.py", "notes/__init__.py"], ""),
+    ],
+)
+def test_a_file_that_hides_an_installed_module_is_named(tmp_path: Path, files: list[str], named: str) -> None:
+    job = write_job(tmp_path)
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import yaml.nodes\nfrom helpers import x\nfrom . import typer\n")
+    said, _ = judged(job, ["learners.command=[python, train.py]"])
+    assert ("would be imported instead" in said) is bool(named) and named in said
+
+
 def test_sizes_and_what_is_to_come(tmp_path: Path) -> None:
     said, code = judged(write_job(tmp_path))
     assert code == 0

@@ -215,7 +215,10 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     console.print(summary(job_report()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "5.500 at the start, 2.000 at the end" in text and "10 trained, 9 merged" in text
-    assert "not merged again before the end" in " ".join(text.split())
+    assert "not merged again before the end" in " ".join(text.split()) and "in this run" not in text
+    continued = job_report(wall_seconds=5.0, syncer={"epoch": 3, "restarts": 0, "peak_rss_bytes": 0})
+    console.print(summary(continued))
+    assert "5.0 s in this run" in console.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"  eu +7 B up, 8 B down; with all beside it and TLS 9 B up, 11 B down +\n", text)
     assert re.search(r"  others +0 B up, 5 B down +\n", text)
 

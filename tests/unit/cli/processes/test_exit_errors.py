@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,12 @@ def text_of(how: Exit, log: list[str], killed: bool | None = False, joined: bool
     [
         (Exit(code=1), TRACE, "NameError: name 'lss'"),
         (Exit(code=7), ["broken on purpose"], "broken on purpose"),
+        (
+            Exit(code=1),
+            [*TRACE[:2], "ModuleNotFoundError: No module named 'x'"],
+            f"ModuleNotFoundError: No module named 'x' "
+            f"(imported by {sys.executable}; a command's python is diloco's own)",
+        ),
         (Exit(code=7), [], "exit code 7, and nothing in its log"),
         (Exit(code=5), [], "exit code 5: training diverged, and nothing in its log"),
         (Exit(signal=SIGSEGV), ["step 3, loss 2.1"], "SIGSEGV"),

@@ -270,13 +270,15 @@ def test_derived_values() -> None:
             "training.optimizer.warmupSteps",
         ),
         ({"sync.outer.optimizer": "adamw", "sync.outer.lr": 0.7}, "sync.outer.lr"),
+        ({"training.optimizer.lr": 3}, "training.optimizer.lr"),
+        ({"training.optimizer.lr": 0.11}, "training.optimizer.lr"),
         ({"sync.deterministic": True, "sync.quorum": 2}, "sync.quorum"),
     ],
 )
 def test_warnings(fields: dict[str, Any], path: str) -> None:
     (warning,) = job_warnings(parse_job(json.dumps(local_job(fields))))
     assert warning.path == f"spec.{path}"
-    assert job_warnings(parse_job(json.dumps(local_job({})))) == []
+    assert job_warnings(parse_job(json.dumps(local_job({"training.optimizer.lr": 0.1})))) == []
 
 
 @pytest.mark.parametrize(

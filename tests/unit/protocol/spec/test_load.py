@@ -320,7 +320,7 @@ def refusal(path: Path, *overrides: str) -> str:
         (b"- a\n- b\n", "a list"),
         (b"just words\n", "a single value"),
         (b"3", "a single value"),
-        (b"\xff\xfe\x00", "UTF-8"),
+        (b"\xff\xfe\x00", "(byte 0): save it as UTF-8"),
         (b"\x7fELF\x02\x01\x01\x00", "not YAML"),
         (b"a: [", "not YAML"),
         (b"<html><body>404</body></html>", "a single value"),
@@ -452,6 +452,29 @@ def test_the_record_of_an_api_server_is_named_and_not_used(tmp_path: Path) -> No
     assert load_manifest(path)[1] == parse(MINIMAL).value
     said, code = validated(path)
     assert code == 0 and "metadata.managedFields" in said and "not used" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MINIMAL.replace("name: tiny", "name: yes"), "at most 30 characters: put it into quotes"),
+        (MINIMAL.replace("name: tiny", "name: 123"), ": put it into quotes"),
+        *(
+            (MINIMAL.replace("    data:", f"    stop: {{tokens: {written}}}\n    data:"), said)
+            for written, said in (
+                ("200k", "or null: write 200000"),
+                ("'1.5 M'", "or null: write 1500000"),
+                ("2B", "or null: write 2000000000"),
+                ("many", "or null"),
+            )
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_told_how_to_write_it(text: str, said: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse_job(text)
+    assert said in caught.value.problems[0].message
+    assert ("write" in caught.value.problems[0].message) is ("write" in said)
 
 
 @pytest.mark.parametrize("name", ["uuid", "label", "clusterName"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from diloco_protocol.wire.progress import Progress
 from example_counts import share_of
+from operator_simulation import virtual_time
 from patience import until
 
 
@@ -31,6 +33,9 @@ class Receiver:
         self.got = 0
         self.parts = 0
         self.refuse = ""
+        self.replies: list[str] = []  # the reasons of the next replies to uploads, instead of the true ones
+        self.break_part = -1  # the number of the part of an upload that breaks, once
+        self.break_at = 0  # after so many bytes the next download breaks
         self.stored: Any = b""
         self.lie = 0
         self.change = ""
@@ -41,6 +46,9 @@ class Receiver:
 
     async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
         header = convert.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
+        if self.parts == self.break_part:
+            self.break_part = -1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
         if self.refuse:
             return sync_pb2.UploadReply(accepted=False, reason=self.refuse).SerializeToString()
         if self.buffer is None:
@@ -53,6 +61,9 @@ class Receiver:
         assert digest == header.checksum
         self.got += header.bytes
         self.parts += 1
+        if self.replies:
+            reason = self.replies.pop(0)
+            return sync_pb2.UploadReply(accepted=True, reason=reason).SerializeToString()
         done = self.got == header.total_bytes
         return sync_pb2.UploadReply(accepted=True, reason="" if done else TransferRefusal.PARTIAL).SerializeToString()
 
@@ -71,7 +82,7 @@ class Receiver:
         if self.change == "total" and request.offset:
             self.stored = random_bytes(1501)
         count = request.bytes - 1 if self.change == "part" and request.offset else request.bytes
-        first = True
+        first, sent = True, 0
         self.downloads += 1
         try:
             async for message in bulk.send_part(self.stored, request.offset, count):
@@ -79,8 +90,12 @@ class Receiver:
                     header = sync_pb2.DownloadHeader.FromString(message)
                     header.checksum ^= self.lie
                     message = header.SerializeToString()
+                sent += 0 if first else len(message)
                 first = False
                 yield message
+                if 0 < self.break_at <= sent:
+                    self.break_at = 0
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
         finally:
             self.downloads -= 1
 
@@ -173,6 +188,77 @@ def test_download_that_is_not_there_or_not_right() -> None:
     served(test)
 
 
+@pytest.mark.promise("What has come of a download is kept: it goes on where it broke, in the next session too")
+@pytest.mark.parametrize("known", [True, False])
+def test_a_download_that_breaks_goes_on_at_the_byte_where_it_broke(known: bool) -> None:
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.stored, receiver.break_at = random_bytes(3 << 20), 1 << 20
+        kept, size = bulk.PartialDownload(), receiver.stored.nbytes if known else None
+        request = sync_pb2.DownloadRequest(job="j")
+        with pytest.raises(bulk.TransferError, match="unavailable: reset"):
+            await bulk.download(channels, request, size=size, kept=kept)
+        here = kept.received
+        assert 0 < here < receiver.stored.nbytes
+        receiver.asked.clear()
+        header, data = await bulk.download(channels, request, size=size, kept=kept)
+        assert header.found and np.array_equal(data, receiver.stored)
+        assert receiver.asked == [(here, receiver.stored.nbytes - here)]
+
+    served(test)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_download_that_goes_on_with_other_bytes_is_noticed_and_begins_anew(others: bool) -> None:
+    """The checksum of the first header is that of the whole part."""
+
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.stored, receiver.break_at = random_bytes(3 << 20), 1 << 20
+        kept, request = bulk.PartialDownload(), sync_pb2.DownloadRequest(job="j")
+        with pytest.raises(bulk.TransferError):
+            await bulk.download(channels, request, kept=kept)
+        receiver.stored = random_bytes(3 << 20) + 1 if others else random_bytes((3 << 20) + 1)
+        with pytest.raises(limits.WireError, match="checksum" if others else "changed under way"):
+            await bulk.download(channels, request, kept=kept)
+        if others:
+            _, data = await bulk.download(channels, request, kept=kept)
+            assert np.array_equal(data, receiver.stored)
+
+    served(test)
+
+
+def test_an_upload_that_breaks_sends_only_the_parts_that_had_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_UPLOAD_PART_BYTES", 1000)
+
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        payload, sent = random_bytes(3500), bulk.SentParts()
+        receiver.break_part = 2
+        with pytest.raises(bulk.TransferError, match="reset"):
+            await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), payload, sent=sent)
+        assert sent.done == 2
+        reply = await bulk.upload(channels[1:], sync_pb2.UploadHeader(job="j"), payload, sent=sent)
+        assert reply.accepted and receiver.parts == 4
+        assert receiver.buffer is not None and np.array_equal(receiver.buffer, payload)
+
+    served(test)
+
+
+def test_the_verdict_of_an_upload_is_not_the_answer_that_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that completes a payload may be answered first; without any verdict all of it is sent again."""
+    monkeypatch.setattr(limits, "MAX_UPLOAD_PART_BYTES", 1000)
+
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.replies = ["done", TransferRefusal.PARTIAL]
+        reply = await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), random_bytes(2000))
+        assert reply.reason == "done"
+        receiver.replies = [TransferRefusal.PARTIAL] * 2
+        sent = bulk.SentParts()
+        with pytest.raises(bulk.TransferError, match="no verdict came") as caught:
+            await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), random_bytes(2000), sent=sent)
+        assert caught.value.retry and sent.done == 0 and not sent.parts
+
+    served(test)
+
+
 @pytest.mark.parametrize(("sent", "message"), [(9, "9 bytes came, 10"), (11, "more than the 10 bytes")])
 def test_an_upload_of_another_length_than_announced_is_refused(sent: int, message: str) -> None:
     async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
@@ -248,6 +334,60 @@ def test_what_will_fail_again_is_not_tried_again(code: grpc.StatusCode, retry: b
         assert caught.value.retry == retry
 
     served(test)
+
+
+def test_a_certificate_that_never_passes_is_not_tried_again() -> None:
+    metadata = aio.Metadata()
+    for details, retry in (("handshake failed: CERTIFICATE_VERIFY_FAILED", False), ("connection refused", True)):
+        error = aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, details=details)
+        assert bulk._failed(error, "upload").retry is retry
+
+
+def test_an_answer_is_waited_for_by_the_size_of_its_part() -> None:
+    """Its last bytes may still be under way, in the buffers of both sides and of all between."""
+    assert limits.transfer_seconds(0) == limits.STALL_SECONDS
+    assert limits.transfer_seconds(64 << 20) == limits.STALL_SECONDS + 256
+
+
+def test_chunks_take_half_a_second_of_their_link() -> None:
+    size = limits.FIRST_CHUNK_BYTES
+    assert bulk.next_chunk(size, 0.0) == 2 * size and bulk.next_chunk(size, 0.5) == size
+    assert bulk.next_chunk(limits.CHUNK_BYTES, 0.001) == limits.CHUNK_BYTES
+    assert bulk.next_chunk(limits.CHUNK_BYTES, 2.0) == limits.CHUNK_BYTES // 4
+    assert bulk.next_chunk(size, 60.0) == limits.LEAST_CHUNK_BYTES
+
+
+def test_a_channel_carries_one_part_at_a_time_and_rests_after_a_break() -> None:
+    async def test() -> None:
+        lanes: Any = bulk.Lanes(["a", "b"])  # type: ignore[list-item]
+        loop = asyncio.get_running_loop()
+
+        async def use(seconds: float, breaks: bool = False) -> str:
+            async with lanes.borrow_channel() as channel:
+                await asyncio.sleep(seconds)
+                if breaks:
+                    raise bulk.TransferError("it broke", retry=True)
+                return str(channel)
+
+        assert await asyncio.gather(use(1.0), use(3.0), use(1.0), use(1.0)) == ["a", "b", "a", "a"]
+        holding = asyncio.ensure_future(use(1e6))  # so that there is one channel
+        await asyncio.sleep(0)
+        broken_at = []
+        for _ in range(6):
+            with pytest.raises(bulk.TransferError):
+                await use(0.0, breaks=True)
+            broken_at.append(loop.time())
+        rests = [after - before for before, after in itertools.pairwise(broken_at)]
+        assert rests == [2.0, 4.0, 8.0, 15.0, 15.0]
+        await use(0.0)
+        with pytest.raises(bulk.TransferError):
+            await use(0.0, breaks=True)
+        begun = loop.time()
+        await use(0.0)
+        assert loop.time() - begun == 2.0, "one that went well ends it"
+        holding.cancel()
+
+    virtual_time.run(test())
 
 
 def test_nobody_there_is_an_error_that_may_be_retried() -> None:

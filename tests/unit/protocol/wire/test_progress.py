@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -32,7 +33,7 @@ def waited(move: Callable[[Progress], Awaitable[None]], patience: float | None =
 async def moves(progress: Progress, size: int, every: float, times: int) -> None:
     for _ in range(times):
         await asyncio.sleep(every)
-        progress.note(size, asyncio.get_running_loop().time())
+        progress.record_bytes(size, asyncio.get_running_loop().time())
 
 
 def test_a_session_in_which_nothing_moves_is_given_up_after_half_a_minute() -> None:
@@ -70,12 +71,30 @@ def test_what_comes_is_returned_and_a_cancelled_wait_cancels() -> None:
     virtual_time.run(test())
 
 
+def test_a_stream_that_breaks_as_its_session_ends_is_not_logged_as_an_error_of_this_program() -> None:
+    async def test() -> None:
+        logged: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+        broken = asyncio.get_running_loop().create_future()
+        wait = asyncio.ensure_future(await_progress(broken, Progress()))
+        await asyncio.sleep(1.0)
+        broken.set_exception(OSError("the connection broke"))
+        wait.cancel()
+        await asyncio.gather(wait, return_exceptions=True)
+        await asyncio.sleep(0)
+        del broken, wait
+        gc.collect()
+        assert logged == []
+
+    virtual_time.run(test())
+
+
 def test_the_rate_counts_from_the_first_stream() -> None:
     progress = Progress()
     assert progress.rate(5.0) is None
     progress.begin(10.0)
     progress.begin(11.0)
     assert progress.rate(12.0) is None
-    progress.note(300, 13.0)
-    progress.note(300, 14.0)
+    progress.record_bytes(300, 13.0)
+    progress.record_bytes(300, 14.0)
     assert progress.rate(16.0) == 100.0

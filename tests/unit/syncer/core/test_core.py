@@ -11,7 +11,7 @@ import pytest
 from core_desk import Desk, config, of, reason, report
 from diloco_protocol.documents import Tokens
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
-from diloco_protocol.wire.records import Evaluation
+from diloco_protocol.wire.records import DataSample, Evaluation
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books import recent_refusals
 from diloco_syncer.core.books.deterministic import DeterministicMode
@@ -65,7 +65,8 @@ def test_one_round_from_pull_to_announcement() -> None:
     assert desk.core.versions == [1]
 
 
-def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
+@pytest.mark.promise("What a learner brings too late for a merge is in the next merge of its fragment")
+def test_grace_ends_and_the_late_push_is_merged_in_the_next_round() -> None:
     desk = Desk(config())
     desk.begin(2)
     desk.report(1, 4)
@@ -73,10 +74,16 @@ def test_grace_ends_and_the_late_push_is_refused_but_stays_pending() -> None:
     assert not of(desk.push(0, 4), ev.Merge)
     assert desk.core.wake_at <= 5.0
     assert of(desk.later(5.0), ev.Merge)
-    assert desk.core.check_push(late) is not None
-    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is PushRefusal.OTHER_ROUND
+    assert reason(desk.do(ev.PushReceived(late, 1.0, True, 7))) is None
     desk.report(2, 3)
     assert desk.core.ledger and desk.core.ledger.pending(1, 0) == 30
+    desk.do(ev.MergeDurable(0, 1, 0.0, (1.0,)))
+    opened = desk.report(1, 8, base=1, confirmed=40)
+    assert not of(opened, ev.Merge), "who was asked has time to answer, though K slots have work in the round"
+    told = report(8, 1, 40)
+    again = dict(base_version=1, oldest_version=1, first_step=5, steps=4, tokens=40, sequence=2, report=told)
+    (merge,) = of([*desk.push(0, 8, **again), *desk.later(5.0)], ev.Merge)
+    assert [(r.header.slot, r.header.last_step) for r in merge.responders] == [(0, 8), (1, 3)]
 
 
 @pytest.mark.promise(
@@ -223,6 +230,7 @@ def test_a_region_that_was_never_there_is_not_lost() -> None:
         ({"tokens": 10**9}, PushRefusal.INCONSISTENT),
         ({"oldest_version": 3}, PushRefusal.INCONSISTENT),
         ({"steps": 0, "first_step": 5, "last_step": 4, "tokens": 0}, PushRefusal.NO_STEPS),
+        ({"tokens": 0}, PushRefusal.NO_TOKENS),
         ({"fragment": 3}, PushRefusal.INCONSISTENT),
         ({"compute_seconds": float("nan")}, PushRefusal.INCONSISTENT),
     ],
@@ -447,14 +455,36 @@ def test_a_slot_first_taken_later_starts_at_the_greatest_step() -> None:
         ({"digests": {"seed": "x"}}, "spec-drift"),
         ({"digests": {"seed": "x"}, "layout_digest": "M"}, "spec-drift"),  # whose fields say more
         ({"sequences": 11}, "other-data"),
+        ({"data_samples": (DataSample(0, 1, "aa"), DataSample(9, 1, "cc"))}, "other-data"),
     ],
 )
 def test_a_learner_of_another_job_is_refused_and_told_why(changes: dict[str, object], expected: str) -> None:
     desk = Desk(config(digests={"seed": "y"}))
-    desk.join(1, 0, sequences=10)
+    samples = (DataSample(0, 1, "aa"), DataSample(9, 1, "bb"))
+    desk.join(1, 0, sequences=10, data_samples=samples)
     desk.do(ev.InitialModelStored("L", (8,)))
-    (refused,) = of(desk.join(2, 1, **changes), ev.Refuse)
+    (refused,) = of(desk.join(2, 1, **{"sequences": 10, "data_samples": samples, **changes}), ev.Refuse)
     assert (refused.reason, refused.fatal) == (expected, True)
+
+
+@pytest.mark.promise("A learner whose data have another content than the job's is refused, with the first place of it")
+def test_learners_with_other_data_of_the_same_size_are_refused() -> None:
+    desk = Desk(config(3))
+    desk.join(1, 0, sequences=10)  # its data are not compared
+    assert of(desk.join(2, 1, sequences=10, data_samples=(DataSample(0, 4, "aa"), DataSample(6, 4, "bb"))), ev.Admit)
+    for samples, admitted in (
+        ((DataSample(0, 4, "aa"), DataSample(6, 4, "cc")), False),
+        ((DataSample(0, 4, "aa"), DataSample(6, 4, "bb")), True),
+        ((DataSample(0, 1, "zz"),), True),  # of a place that nobody else has told
+        ((), True),
+    ):
+        again = Desk(config(3), json.loads(json.dumps(desk.core.state(0.0))), epoch=2)
+        for world in (desk, again):
+            found = world.join(3, 2, sequences=10, data_samples=samples)
+            assert bool(of(found, ev.Refuse)) is not admitted
+            if not admitted:
+                (refused,) = of(found, ev.Refuse)
+                assert "items 6 to 9 are the first that differ" in refused.message
 
 
 def test_the_status_names_whom_it_refused_until_somebody_of_that_place_is_let_in() -> None:

@@ -145,7 +145,7 @@ class World(RuleBasedStateMachine):
         self.theta = plus(self.theta, {step: Fraction(1)})
 
     def snapshot(self, round_id: int, version: int) -> None:
-        planned = self.adoption.snapshot(0, round_id, version)
+        planned = self.adoption.snapshot(0, round_id)
         content = minus(self.theta, self.base)
         if planned is None:
             assert self.mode is Rule.MIX or not content
@@ -380,7 +380,7 @@ def test_overlapped_steps_are_kept_or_dropped_by_rule() -> None:
     ):
         adoption = learner(rule_)
         adoption.on_step(10, 1.0)
-        planned = adoption.snapshot(0, 5, 0)
+        planned = adoption.snapshot(0, 5)
         assert planned is not None
         assert (planned[0].sequence, planned[0].tokens, planned[0].compute_seconds) == (1, 10, 1.0)
         adoption.on_step(30, 1.0)
@@ -393,11 +393,11 @@ def test_overlapped_steps_are_kept_or_dropped_by_rule() -> None:
 def test_a_broadcast_without_the_own_push_rebases_and_drops_nothing() -> None:
     adoption = learner()
     adoption.on_step(10, 1.0)
-    assert adoption.snapshot(0, 5, 0)
+    assert adoption.snapshot(0, 5)
     adoption.on_step(10, 1.0)
     decision = adoption.on_broadcast(news(1))
-    assert (decision.kind, decision.forget, decision.move) == (Kind.REBASE, (1,), ())
-    planned = adoption.snapshot(0, 6, 1)
+    assert (decision.kind, decision.forget, decision.move) == (Kind.REBASE, (), (1,))
+    planned = adoption.snapshot(0, 6)
     assert planned is not None
     assert (planned[0].tokens, planned[0].base_version, planned[0].oldest_version) == (20, 1, 0)
 
@@ -405,7 +405,7 @@ def test_a_broadcast_without_the_own_push_rebases_and_drops_nothing() -> None:
 def test_an_offer_survives_a_merge_that_left_it_out() -> None:
     adoption = learner()
     adoption.on_step(10, 1.0)
-    assert adoption.snapshot(0, 0, 0)
+    assert adoption.snapshot(0, 0)
     decision = adoption.on_broadcast(news(1))
     assert (decision.kind, decision.forget, decision.move) == (Kind.REBASE, (), (1,))
     adoption.on_step(5, 1.0)
@@ -417,7 +417,7 @@ def test_an_offer_survives_a_merge_that_left_it_out() -> None:
 def test_the_own_push_may_be_merged_in_a_version_that_was_missed() -> None:
     adoption = learner()
     adoption.on_step(10, 1.0)
-    assert adoption.snapshot(0, 5, 0)
+    assert adoption.snapshot(0, 5)
     adoption.on_step(7, 1.0)
     decision = adoption.on_broadcast(news(3, merged=(1, 1)))
     assert (decision.kind, decision.reference) == (Kind.KEEP, 1)
@@ -435,12 +435,12 @@ def test_an_offer_is_confirmed_also_in_a_version_that_is_not_above_its_base() ->
     would count twice."""
     adoption = learner()
     adoption.on_step(10, 1.0)
-    assert adoption.snapshot(0, 5, 0)
+    assert adoption.snapshot(0, 5)
     assert adoption.on_broadcast(news(4, merged=(1, 4))).kind is Kind.KEEP
     adoption.on_step(20, 1.0)
-    assert adoption.snapshot(0, 0, 4), "the offer"
+    assert adoption.snapshot(0, 0), "the offer"
     adoption.on_step(30, 1.0)
-    assert adoption.snapshot(0, 0, 4), "and another, of the same steps and one more"
+    assert adoption.snapshot(0, 0), "and another, of the same steps and one more"
     decision = adoption.on_broadcast(news(2, epoch=2, merged=(2, 2)))
     assert (decision.kind, decision.reference, decision.merged) == (Kind.KEEP, 2, 2)
     assert (decision.forget, decision.move) == ((2, 3), ())
@@ -471,7 +471,7 @@ def test_epochs() -> None:
     assert adoption.on_broadcast(Announcement(0, 2, 2, Payload("float32", 4, 7))).kind is Kind.STOP
     lost_history = adoption.on_broadcast(news(1, epoch=3))
     assert lost_history.kind is Kind.REBASE
-    planned = adoption.snapshot(0, 1, 1)
+    planned = adoption.snapshot(0, 1)
     assert planned is not None
     assert (planned[0].base_version, planned[0].oldest_version, planned[0].epoch) == (1, 0, 3)
 
@@ -527,12 +527,12 @@ def test_it_is_not_alone_while_any_fragment_is_merged() -> None:
 def test_a_new_tenure_counts_anew_and_sequences_go_on() -> None:
     adoption = learner()
     adoption.on_step(10, 1.0)
-    assert adoption.snapshot(0, 1, 0)
+    assert adoption.snapshot(0, 1)
     adoption.begin_tenure(50)
     assert not adoption.complete
     adoption.on_broadcast(news(4))
     adoption.on_step(3, 1.0)
-    planned = adoption.snapshot(0, 2, 4)
+    planned = adoption.snapshot(0, 2)
     assert planned is not None
     assert (planned[0].sequence, planned[0].first_step, planned[0].tokens) == (2, 51, 3)
     assert (adoption.trained_steps, adoption.now.tokens) == (1, 3)
@@ -542,7 +542,19 @@ def test_steps_need_bases_and_pushes_need_steps() -> None:
     adoption = Adoption(AdoptionConfig(2, 4, 1))
     with pytest.raises(ValueError, match="base"):
         adoption.on_step(1, 0.0)
-    assert learner().snapshot(0, 1, 0) is None
+    assert learner().snapshot(0, 1) is None
+
+
+def test_steps_without_tokens_wait_for_one_that_has_some() -> None:
+    """The syncer would refuse a push without tokens."""
+    adoption = learner()
+    adoption.on_step(0, 1.0)
+    assert adoption.pending_steps(0) == 1 and adoption.snapshot(0, 1) is None
+    assert adoption.drain_order() == []
+    adoption.on_step(3, 1.0)
+    planned = adoption.snapshot(0, 1)
+    assert planned is not None and (planned[0].steps, planned[0].tokens) == (2, 3)
+    assert adoption.drain_order() == [0]
 
 
 def test_drain_offers_the_longest_unmerged_first() -> None:
@@ -550,7 +562,7 @@ def test_drain_offers_the_longest_unmerged_first() -> None:
     for step in range(6):
         adoption.on_step(1, 0.0)
         if step in (1, 3):
-            planned = adoption.snapshot(step // 2, 9, 0)
+            planned = adoption.snapshot(step // 2, 9)
             assert planned is not None
             adoption.on_broadcast(news(1, step // 2, merged=(1, 1)))
     assert [adoption.pending_steps(p) for p in range(3)] == [4, 2, 6]

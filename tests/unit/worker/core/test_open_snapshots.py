@@ -21,7 +21,7 @@ def learner(offers: int = 0) -> tuple[Adoption, list[tuple[int, ...]]]:
     given_up = []
     for _ in range(offers):
         adoption.on_step(10, 1.0)
-        planned = adoption.snapshot(0, 0, 0)
+        planned = adoption.snapshot(0, 0)
         assert planned is not None
         given_up.append(planned[1])
     return adoption, given_up
@@ -52,17 +52,18 @@ def test_no_step_is_said_to_be_of_a_version_that_was_lost() -> None:
     adoption.on_step(10, 1.0)
     assert adoption.on_broadcast(news(1, epoch=2)).kind is Kind.REBASE
     assert adoption.on_broadcast(news(2, epoch=2, merged=(1, 2))).kind is Kind.KEEP
-    planned = adoption.snapshot(0, 0, 2)
+    planned = adoption.snapshot(0, 0)
     assert planned is not None
     assert (planned[0].tokens, planned[0].base_version, planned[0].oldest_version) == (10, 2, 1)
 
 
-def test_the_fate_of_a_push_is_open_until_a_version_above_its_base() -> None:
-    """The pull named version 1, and version 3 was adopted meanwhile; a syncer goes on from there in another epoch."""
+def test_the_fate_of_a_push_is_open_until_it_is_merged() -> None:
+    """It came too late for version 4, and waits for version 5; a syncer goes on in another epoch meanwhile."""
     adoption, _ = learner()
     adoption.on_broadcast(news(3))
     adoption.on_step(10, 1.0)
-    planned = adoption.snapshot(0, 7, 1)
+    planned = adoption.snapshot(0, 7)
     assert planned is not None and planned[0].base_version == 3
     assert adoption.on_broadcast(news(3, epoch=2)).move == (1,)
-    assert adoption.on_broadcast(news(4, epoch=2)).forget == (1,)
+    assert adoption.on_broadcast(news(4, epoch=2)).move == (1,)
+    assert adoption.on_broadcast(news(5, epoch=2, merged=(1, 5))).forget == (1,)

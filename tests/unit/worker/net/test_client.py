@@ -450,3 +450,35 @@ def test_each_thread_that_handles_vectors_begins_as_it_is_told(tmp_path: Path) -
     client._executor.submit(lambda: None).result(10)
     client.stop()
     assert sorted(name.rstrip("_0") for name in begun) == ["diloco-client", "diloco-codec"]
+
+
+# ------------------------------------------------------------------ settings, and the end of a session
+
+
+def test_pushes_of_a_session_that_has_begun_have_the_encoding_that_its_welcome_names(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
+    """The job file may name another one: it is older."""
+    one, _ = made
+    begin_session(one)
+    said = one._syncer_settings.model_dump(mode="json")
+    up = said["sync"]["compression"]["up"] = "float32" if said["sync"]["compression"]["up"] != "float32" else "int8"
+    one._transfers.encoding = "int4"  # type: ignore[union-attr]
+    one._apply_settings(json.dumps(said))
+    assert one._transfers is not None and one._transfers.encoding == up
+
+
+def test_a_session_is_half_closed_only_when_everything_was_handed_over(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
+    """Else the goodbye itself would be cut off."""
+    one, _ = made
+    closed: list[object] = []
+    one._session = SimpleNamespace(half_closed=False, half_close="half close")  # type: ignore[assignment]
+    one._spawn = lambda work, *arguments: closed.append(work)  # type: ignore[method-assign,assignment]
+    one.outbox.put("drained", drained(), lasting=True)
+    one.half_close()
+    assert closed == []
+    all_sent(one.outbox)
+    one.half_close()
+    assert closed == ["half close"]

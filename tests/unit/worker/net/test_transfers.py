@@ -190,6 +190,26 @@ def test_a_push_without_an_answer_ends_the_session(pinned: bool) -> None:
     assert session.reason == "pushes do not come through: the stream broke"
 
 
+def test_a_push_whose_first_answer_was_lost_counts_as_accepted() -> None:
+    """The syncer says ``repeated``, and the merge that names this push must find it."""
+    session = Session()
+    session.one.channels = Answering(sync_pb2.UploadReply(accepted=False, reason=PushRefusal.REPEATED))
+    asyncio.run(session.one._send_push(a_push(3)))
+    (answered,) = session.box.take_all()
+    assert isinstance(answered, inbox.PushAnswered) and answered.accepted is True and answered.sequence == 3
+
+
+class Answering(Broken):
+    """Connections on which each upload is answered so."""
+
+    def __init__(self, reply: sync_pb2.UploadReply) -> None:
+        super().__init__()
+        self.reply = reply
+
+    async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
+        return self.reply
+
+
 def test_a_version_that_does_not_arrive_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "pause", lambda attempt: 0.0)
     session = Session()

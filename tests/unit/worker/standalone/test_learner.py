@@ -82,6 +82,14 @@ def test_the_batch_and_the_stop_are_the_jobs(alone: Any, caplog: pytest.LogCaptu
     assert "trained alone: 5 steps, 150 tokens, training loss 1.000 to 0.200" in caplog.text
 
 
+def test_a_program_that_configures_no_logging_does_not_end_in_silence(
+    alone: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level("WARNING"):
+        train(alone, 100)
+    assert capsys.readouterr().err == "trained alone: 5 steps, 150 tokens, training loss 1.000 to 0.200\n"
+
+
 def test_every_item_is_trained_once_in_a_pass_and_each_pass_has_another_order(alone: Any) -> None:
     numbers = torch.cat(train(alone, 5)).tolist()
     assert sorted(numbers[:5]) == sorted(numbers[5:10]) == sorted(numbers[10:15]) == list(range(5))

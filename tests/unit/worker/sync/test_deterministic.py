@@ -40,7 +40,7 @@ def test_the_deterministic_schedule(fragments: int, every: int, overlap: int) ->
             if mode.due(p):
                 base = adoption.fragments[p].base
                 assert base is not None
-                planned = adoption.snapshot(p, base.version + 1, base.version)
+                planned = adoption.snapshot(p, base.version + 1)
                 assert planned is not None
                 mode.on_push(pushed(planned[0]))
                 taken[p].append(step)
@@ -82,7 +82,7 @@ def test_a_push_without_an_answer_is_sent_again_until_its_fate_is_known() -> Non
     for step in (1, 2):
         adoption.on_step(1, 0.0)
         assert mode.due(0) == (step == 2) and not mode.must_wait
-    planned = adoption.snapshot(0, 1, 0)
+    planned = adoption.snapshot(0, 1)
     assert planned is not None
     push = pushed(planned[0])
     mode.on_push(push)

@@ -69,7 +69,7 @@ class Scripted:
         assert self.seconds < 2 * LONGEST_SECONDS, "it does not end"
 
     def offer_fragment(self, fragment: int) -> int | None:
-        planned = self.adoption.snapshot(fragment, 0, 0)
+        planned = self.adoption.snapshot(fragment, 0)
         assert planned is not None, "offered although there is nothing above the base"
         self.offers.append((self.now - 1000, fragment))
         answer = self._answers(fragment, sum(p == fragment for _, p in self.offers))

@@ -108,7 +108,7 @@ def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: p
     for _ in range(5):
         written(checkpoint)
     keep(checkpoint, lambda: np.zeros(1 << 22, np.uint8))  # more than would be read back
-    assert len(caplog.records) == 1, "said once a minute"
+    assert len(caplog.records) == 2, "each reason once"
     assert "training continues" in caplog.text
     (tmp_path / "state").unlink()
     written(checkpoint)
@@ -155,3 +155,22 @@ def test_the_newer_of_two_states() -> None:
     model, optimizer = trained()
     encode = snapshot(InnerOptimizers(model, optimizer))
     assert encode is not None and origin_of(encode()) is None
+
+
+def test_a_failure_that_lasts_is_told_once_and_another_one_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = SlotCheckpoint(tmp_path / "state", "j", "L", every_seconds=60.0, limit=1 << 20)
+    for free in range(50):  # once a minute
+        checkpoint.report_failure(f"disk full: {free} bytes are free")
+        CLOCK[0] += 60.0
+    assert len(caplog.records) == 1
+    checkpoint.report_failure("permission denied")
+    assert len(caplog.records) == 2
+    CLOCK[0] += slot_checkpoint.LOG_AGAIN_SECONDS
+    checkpoint.report_failure("permission denied")
+    assert len(caplog.records) == 3
+    checkpoint.start_write(lambda: np.zeros(8, np.uint8), 0.0)
+    checkpoint.close()
+    checkpoint.report_failure("permission denied")
+    assert len(caplog.records) == 4, "it had been written in between"

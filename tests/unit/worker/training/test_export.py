@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job import DiLoCoJob, MetadataSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.training import DataSpec, EvaluationSpec, ModelSpec, TrainingSpec
-from diloco_worker.training import evaluator, models
+from diloco_worker import data
+from diloco_worker.training import evaluator, export_check, models
 from diloco_worker.training.export import ExportError, assemble, export
+from diloco_worker.training.export_check import check_export
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -161,3 +164,98 @@ def test_by_default_fifty_evaluations_fall_due_on_the_way_to_the_stop() -> None:
     due = evaluator.EvaluationSchedule(EvaluationSpec().every_tokens)
     scored = [i for i in range(10_001) if due.claim(10**9 * i, i / 10_000)]
     assert len(scored) == 51 and scored[:3] == [0, 200, 400] and scored[-1] == 10_000
+
+
+@pytest.mark.promise("An exported model generates with the cache, and stops where the model learnt that documents end")
+class TestUse:
+    """What was written, used as others use it."""
+
+    @staticmethod
+    def settings(out: Path, file: str = "generation_config.json") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((out / file).read_text())
+        return found
+
+    def test_each_token_goes_through_the_model_once(self, tmp_path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        of = job({**LLAMA, "max_position_embeddings": 128})
+        model, tensors = trained(of)
+        config: Any = model.config
+        assert config.use_cache is False
+        export(of, tensors, tmp_path / "out")
+        assert self.settings(tmp_path / "out", "config.json")["use_cache"] is True
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        widths: list[int] = []
+        loaded.model.embed_tokens.register_forward_hook(lambda m, given, o: widths.append(given[0].shape[-1]))
+        prompt = torch.arange(1, 65).unsqueeze(0)
+        made = loaded.generate(prompt, max_new_tokens=40, do_sample=False)
+        assert sum(widths) == 64 + made.shape[-1] - 64 - 1
+
+    def test_documents_of_bytes_end_with_0(self, tmp_path: Path) -> None:
+        of = job(LLAMA)
+        export(of, trained(of)[1], tmp_path / "out")
+        for file in ("generation_config.json", "config.json"):
+            found = self.settings(tmp_path / "out", file)
+            assert found["eos_token_id"] == 0 and found.get("bos_token_id") is None
+
+    def test_special_tokens_are_the_tokenizers(self, tmp_path: Path) -> None:
+        folder = tokenizer_of(
+            tmp_path / "words", {"a": 0, "<end>": 5, "<pad>": 7}, eos_token="<end>", pad_token="<pad>"
+        )
+        of = job(LLAMA, DataSpec(paths=["x"], sequence_length=16, tokenizer=str(folder)))
+        export(of, trained(of)[1], tmp_path / "out")
+        for file in ("generation_config.json", "config.json"):
+            found = self.settings(tmp_path / "out", file)
+            assert (found["eos_token_id"], found["pad_token_id"], found.get("bos_token_id")) == (5, 7, None)
+
+    @pytest.mark.parametrize(("ends", "told"), [([17, 18], [17, 18, 0]), (17, [17, 0]), ([0, 18], [0, 18]), (0, 0)])
+    def test_settings_of_the_start_stay(self, ends: Any, told: Any, tmp_path: Path) -> None:
+        start: Any = models.build(job(LLAMA).spec, 5)
+        start.save_pretrained(tmp_path / "start")
+        given = {"eos_token_id": ends, "temperature": 0.5, "do_sample": True, "repetition_penalty": 1.25}
+        (tmp_path / "start" / "generation_config.json").write_text(json.dumps(given))
+        of = job({}, from_=str(tmp_path / "start"))
+        export(of, trained(of)[1], tmp_path / "out")
+        found = self.settings(tmp_path / "out")
+        assert {name: found[name] for name in given} == {**given, "eos_token_id": told}
+        assert found["use_cache"] is True
+
+    def test_a_check_scores_what_the_evaluator_scores(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "corpus.txt").write_text("words and words " * 1000)
+        of = job(LLAMA, DataSpec(paths=["corpus.txt"], sequence_length=16))
+        model, tensors = trained(of)
+        export(of, tensors, tmp_path / "out")
+        found = check_export(of, tmp_path / "out", directory=tmp_path, cache_directory=tmp_path / "cache")
+        held_out = data.load(of.spec, held_out=True, directory=tmp_path)
+        batches = evaluator.chosen(held_out, of.spec)
+        assert found.loss == pytest.approx(evaluator.mean_loss(model, batches, torch.float32), abs=1e-5)
+        assert found.batches == found.of == len(batches) > 1
+        assert found.cached and found.generated and found.end == (0,)
+        monkeypatch.setattr(export_check, "SECONDS", 0.0)
+        some = check_export(of, tmp_path / "out", directory=tmp_path, cache_directory=tmp_path / "cache")
+        assert (some.batches, some.of) == (1, len(batches)) and some.loss is not None
+        assert check_export(of, tmp_path / "out", directory=tmp_path).why == "the run's data are not here"
+        (tmp_path / "corpus.txt").unlink()
+        gone = check_export(of, tmp_path / "out", directory=tmp_path, cache_directory=tmp_path / "cache")
+        assert gone.loss is None and "no such file" in gone.why
+
+    def test_a_check_tells_of_a_model_without_a_cache_and_of_one_that_cannot_be_loaded(self, tmp_path: Path) -> None:
+        of = job(LLAMA)
+        export(of, trained(of)[1], tmp_path / "out")
+        for file in ("generation_config.json", "config.json"):
+            changed = {**self.settings(tmp_path / "out", file), "use_cache": False}
+            (tmp_path / "out" / file).write_text(json.dumps(changed))
+        assert not check_export(of, tmp_path / "out").cached
+        (tmp_path / "out" / "model.safetensors").write_bytes(b"")
+        with pytest.raises(ExportError, match="was written, and it cannot be used"):
+            check_export(of, tmp_path / "out")
+
+
+def tokenizer_of(folder: Path, ids: dict[str, int], **special: str) -> Path:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(WordLevel(ids, unk_token=next(iter(ids))))
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+    return folder

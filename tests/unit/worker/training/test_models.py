@@ -240,6 +240,10 @@ class TestFrom:
         torch.save(models.build(spec(LLAMA), 11).state_dict(), saved / "pytorch_model.bin")
         assert "safetensors" in problem(from_=str(saved))
 
+    def test_a_damaged_file(self, saved: Path) -> None:
+        (saved / "model.safetensors").write_bytes(b"")
+        assert "training.model.from" in problem(from_=str(saved))
+
     def test_weights_that_do_not_fit(self, saved: Path) -> None:
         assert "training.model.from" in problem({"hidden_size": 64}, from_=str(saved))
 

@@ -89,7 +89,7 @@ def test_the_reason_of_an_interrupt_is_told_to_people_and_to_the_syncer(
         await asyncio.sleep(0.1)
 
     run.run(interrupt())
-    assert run.screen.said[0].startswith(f"{reason}: learners offer their work")
+    assert run.screen.said[0].startswith("interrupted") and (number == signal.SIGHUP) == (reason in run.screen.said[0])
     assert run.syncer.calls == [("announce", {"phase": "interrupted", "message": reason})]
 
 

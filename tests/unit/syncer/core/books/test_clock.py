@@ -70,3 +70,31 @@ def test_the_rate_falls_when_nobody_advances() -> None:
     assert clock.rate(2.0) == 50.0
     assert clock.rate(6.0) == 25.0
     assert clock.rate(2.0 + RATE_WINDOW + 1.0) == 0.0
+
+
+def test_the_time_of_slots_begins_with_the_first_steps_of_a_life_and_not_with_their_reports() -> None:
+    clock = JobClock(2)
+    clock.start(100.0)
+    clock.advance(100.0, 6.0, 6.0, 0)  # the step that the first report tells of
+    assert clock.elapsed(106.0) == 6.0 and clock.slot_seconds(106.0) == 2 * 12.0
+    clock.advance(104.0, 9.0, 9.0, 0)  # another learner's, which began a second later
+    clock.advance(106.0, 6.0, 6.0, 0)
+    assert clock.slot_seconds(106.0) == 2 * 12.0
+    clock.advance(106.0, 20.0, 20.0, 0)  # a third one's began before all of them
+    assert clock.slot_seconds(106.0) == 2 * 20.0
+    again = after_a_crash(clock, 106.0, 5.0, 2)
+    again.advance(0.0, 6.0, 11.0, 0)  # of a time that is counted as the syncer's absence
+    assert again.slot_seconds(0.0) == 2 * 25.0
+
+
+@pytest.mark.promise("Goodput is at most 1, also of a job of a single long step", section="Syncer")
+@pytest.mark.parametrize("steps", [1, 2, 13])
+def test_goodput_is_at_most_1_however_long_the_first_step_is(steps: int) -> None:
+    """A learner that always computes, and whose work is all merged: compiling makes its first step the longest."""
+    clock, now, merged = JobClock(1), 0.0, 0.0
+    for seconds in [300.0, *[6.0] * (steps - 1)]:
+        now += seconds
+        merged += seconds
+        clock.start(now)
+        clock.advance(now, 6.0, seconds, 0)
+    assert merged / clock.slot_seconds(now) == pytest.approx(1.0)

@@ -118,7 +118,7 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
 def test_open_rounds_are_bounded(overlap: int, fragments: int, every: int, limit: int) -> None:
     """The limit is τ·P/H, rounded up and at least 1, and no more are opened whatever is due."""
     book = RoundBook(fragments, rules(overlap=overlap, every=every), Mode())
-    assert book.open_limit == limit
+    assert book.exchanges.value == limit
     for step in range(every, 5 * every):
         if (due := book.next_due([at(0, step, book.versions)])) is not None:
             book.open_round(due, 0.0, [at(0, step, book.versions)])
@@ -278,7 +278,8 @@ def test_grace_waits_for_the_rest_but_not_for_ever() -> None:
 )
 def test_the_broadcast_to_a_quorum_of_learners_shortens_the_next_grace_window() -> None:
     book = RoundBook(1, rules(quorum=2, overlap=10, grace_factor=1.0, grace_cap=100.0), Mode())
-    opened = book.open_round(0, 0.0, [])
+    learners = [at(0, 30, [0]), at(1, 30, [0])]
+    opened = book.open_round(0, 0.0, learners)
     for slot in (0, 1):
         book.accept(opened, push(slot), 0.0)
     book.begin_merge(opened, 1.0)
@@ -291,7 +292,7 @@ def test_the_broadcast_to_a_quorum_of_learners_shortens_the_next_grace_window() 
     book.record_arrival(0, 1, 1, 13.0)
     book.record_arrival(0, 1, 2, 99.0)
     assert book.sync_seconds == 3.5
-    opened = book.open_round(0, 20.0, [])
+    opened = book.open_round(0, 20.0, learners)
     for slot in (0, 1):
         book.accept(opened, push(slot, round=opened.id, first=5, last=8, sequence=2), 21.0)
     assert opened.deadline == 21.0 + 10 * 1.0 - 3.5
@@ -300,6 +301,40 @@ def test_the_broadcast_to_a_quorum_of_learners_shortens_the_next_grace_window() 
     book.record_arrival(0, 1, 0, 31.0)
     book.record_arrival(0, 1, 1, 31.0)
     assert book.sync_seconds == 3.5, "of a version that was overtaken on its way nothing is known"
+
+
+@pytest.mark.promise(
+    "An exchange that takes longer than τ steps leaves a window of one step, so that learners of about one pace are "
+    "merged together"
+)
+def test_the_window_is_a_step_where_the_exchange_takes_longer_than_its_overlap() -> None:
+    book = RoundBook(1, rules(), Mode())
+    for average, seconds in ((book.step_seconds, 1.0), (book.quorum_seconds, 5.0), (book.merge_seconds, 0.5)):
+        average.add(seconds)
+    opened = book.open_round(0, 0.0, [at(0, 30, [0]), at(1, 30, [0])])
+    book.accept(opened, push(0), 5.0)
+    assert opened.deadline == 6.0
+
+
+@pytest.mark.promise("Nobody waits for a learner that is late round after round, and it is waited for when it is not")
+def test_nobody_waits_for_who_is_late_once_another_has_answered() -> None:
+    book = RoundBook(1, rules(grace_cap=3.0), Mode())
+    opened = book.open_round(0, 0.0, [at(0, 30, [0]), at(1, 30, [0])])
+    book.accept(opened, push(1, round=0), 0.0)
+    assert opened.deadline == 3.0, "an offer of who was asked answers"
+    book = RoundBook(1, rules(grace_cap=3.0), Mode())
+    opened = book.open_round(0, 0.0, [at(0, 30, [0]), at(1, 30, [0])])
+    book.accept(opened, push(1, round=77), 0.0)  # it came too late for an earlier round
+    assert opened.deadline is None
+    assert not book.is_ready(opened, 100.0, {0, 1}, late={0, 1}), "somebody has yet to answer"
+    book.accept(opened, push(0), 1.0)
+    assert (opened.deadline, book.is_ready(opened, 1.0, {0, 1})) == (4.0, False)
+    assert book.is_ready(opened, 1.0, {0, 1}, late={1})
+    assert book.is_ready(opened, 4.0, {0, 1})
+    book.begin_merge(opened, None)
+    assert book.came_in_time(push(1).header, 4.0) and not book.came_in_time(push(1).header, 4.1)
+    book.complete_merge(0, 1, 0.1, 3.0)
+    assert book.came_in_time(push(1).header, 4.0) and not book.came_in_time(push(1).header, 4.1)
 
 
 def test_deterministic_waits_for_all_and_ignores_grace() -> None:
@@ -322,9 +357,12 @@ def test_deterministic_waits_for_all_and_ignores_grace() -> None:
     quorum=st.floats(0, 10),
     sync=st.floats(0, 10),
 )
-def test_grace_is_equation_3(factor: float, cap: float, overlap: int, step: float, quorum: float, sync: float) -> None:
+def test_grace_is_equation_3_and_a_step_at_the_least(
+    factor: float, cap: float, overlap: int, step: float, quorum: float, sync: float
+) -> None:
     got = grace_seconds(factor, cap, overlap, step, quorum=quorum, sync=sync)
-    assert got == max(0.0, min(cap, factor * (overlap * step - quorum - sync)))
+    least = step if factor else 0.0  # who was asked answers at the end of its step
+    assert got == min(cap, max(least, factor * (overlap * step - quorum - sync)))
     assert grace_seconds(factor, cap, overlap, None, quorum=quorum, sync=sync) == cap
 
 

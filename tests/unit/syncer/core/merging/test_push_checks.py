@@ -151,7 +151,8 @@ def merge_alone(desk: Desk, number: int, late_one_too: bool = False) -> list[ev.
     else:
         desk.later(5.0)
         desk.report(2, 1)  # it is there
-    return desk.do(ev.MergeDurable(0, number, 0.0, (1.0, 1.0) if late_one_too else (1.0,)))
+    norms = (1.0,) * len(of(desk.log, ev.Merge)[-1].responders)
+    return desk.do(ev.MergeDurable(0, number, 0.0, norms))
 
 
 def test_who_is_late_three_times_running_is_starved_until_it_is_in_time() -> None:

@@ -1,0 +1,207 @@
+"""A newcomer on a slow link, in virtual time: the worker's transfers against the syncer's side of downloads."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.bandwidth_plan import Conditions, document
+from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.bandwidth import links
+from diloco_protocol.spec.load import load_job
+from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
+from diloco_protocol.wire.progress import Progress
+from diloco_protocol.wire.records import Announcement, Payload
+from diloco_syncer.server.download_queue import DownloadQueue
+from diloco_worker.net import bulk_channels, transfers
+from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, KeptDownloads
+from diloco_worker.net.error_feedback import ErrorFeedback
+from diloco_worker.net.fragment_cache import FragmentCache
+from diloco_worker.net.inbox import Inbox
+from diloco_worker.net.session import Outbox
+from diloco_worker.net.transfers import TransferContext, Transfers
+from operator_simulation import virtual_time
+from repository import ROOT
+from virtual_link import Channel, Link
+
+P = 24
+SECONDS = 10.0  # of a step
+
+
+@pytest.fixture(autouse=True)
+def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bulk, transfers):
+        monkeypatch.setattr(module, "time", virtual_time.Clock())
+    monkeypatch.setattr(bulk_channels.random, "uniform", lambda low, high: high)
+
+
+class World:
+    """A model of ``P`` fragments of ``elements`` each, in bfloat16, and a newcomer behind a link of ``rate`` bytes a
+    second. The syncer's side is that of the product, but for where its bytes come from."""
+
+    def __init__(self, elements: int, rate: float, latency: float = 0.05) -> None:
+        self.link = Link(rate, latency)
+        self.data = np.zeros(2 * elements, np.uint8)
+        self.payload = Payload("bfloat16", 2 * elements, bulk.checksum(self.data))
+        self.cache, self.kept = FragmentCache(P), KeptDownloads()
+        tensors = [Tensor(f"t{p:02}", (elements // 1000, 1000), "float32", False) for p in range(P)]
+        layout = Layout.build(tensors, fragments=P)
+        assert len(layout) == P
+        feedback = ErrorFeedback(P, False)
+        self.context = TransferContext(layout, Inbox(), Outbox(), self.cache, feedback=feedback)
+        self.queue, self.asked, self.reason = DownloadQueue(), [], ""
+        self.versions = [0] * P
+        self.begin_session()
+
+    @property
+    def bytes_needed(self) -> int:
+        return P * self.data.nbytes
+
+    def begin_session(self) -> None:
+        self.tasks: list[asyncio.Task[None]] = []
+        self.sent = Progress()
+        self.channels = [Channel(self.link, self.serve) for _ in range(4)]
+        made = BulkChannels(
+            self.channels, (), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts(), kept=self.kept
+        )
+        self.transfers = Transfers(self.context, made, "int4", self.spawn, end_session=self.end)
+
+    async def end_session(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def spawn(self, work: Any, *arguments: Any) -> None:
+        self.tasks.append(asyncio.ensure_future(work(*arguments)))
+
+    def end(self, reason: str) -> None:
+        self.reason = reason
+
+    async def serve(self, raw: bytes, stream: Any) -> None:
+        request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
+        self.asked.append((request.fragment, request.version, request.offset))
+        async with self.queue.await_turn(request.process):
+            parts = bulk.send_part(self.data, request.offset, request.bytes)
+            await services.write_download(parts, stream, self.sent)
+
+    def announce(self, fragment: int, version: int = 0) -> None:
+        self.versions[fragment] = version
+        self.transfers.on_announcement(Announcement(fragment, 1, version, self.payload))
+
+    def announce_all(self) -> None:
+        for fragment in range(P):
+            self.announce(fragment, self.versions[fragment])
+
+    async def arrive(self, seconds: float) -> float:
+        """Wait until all fragments are here, at most so long; after how many seconds they were."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while self.transfers.missing_fragments and not self.reason and loop.time() < begun + seconds:
+            await asyncio.sleep(0.25)
+        assert not self.reason, self.reason
+        assert not self.transfers.missing_fragments, f"{P - self.transfers.missing_fragments} of {P} fragments"
+        return loop.time() - begun
+
+
+@pytest.mark.promise(
+    "A newcomer's model arrives in the time that its bytes need on its link, a few fragments at a time, none twice"
+)
+@pytest.mark.parametrize(("rate", "latency"), [(250e3, 0.05), (30e3, 0.05), (250e3, 1.0), (8e6, 0.05)])
+def test_a_newcomer_needs_what_its_bytes_need(rate: float, latency: float) -> None:
+    """At 250 kB/s sixteen fragments of 1 MB at once would each have 64 s without a whole chunk."""
+
+    async def test() -> None:
+        world = World(500_000, rate, latency)
+        world.announce_all()
+        seconds = await world.arrive(1e5)
+        assert seconds < 1.1 * world.bytes_needed / rate + 2 * P * latency
+        assert world.link.carried < 1.01 * world.bytes_needed
+        assert len(world.asked) == P and world.link.most_streams <= 3
+        places = enumerate(fragment for fragment, _, _ in world.asked)
+        assert all(abs(place - fragment) < 3 for place, fragment in places), "the oldest announcement first"
+
+    virtual_time.run(test())
+
+
+@pytest.mark.promise("A link that `diloco plan` calls enough is enough for a newcomer too, while the others merge on")
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_the_link_of_the_plan_lets_a_newcomer_in(share: float) -> None:
+    """While it downloads, the others merge a fragment every H/P steps, and each merge is announced to it too."""
+    job = load_job(ROOT / "examples" / "minimal.yaml", [f"sync.fragments={P}"])
+    elements = 500_000
+    found = document(job, [elements] * P, "", Conditions(SECONDS))
+    rate = share * found["queued"]["link"]["down"] / 8 / links.FRAMING
+
+    async def test() -> None:
+        world = World(elements, rate)
+        world.announce_all()
+
+        async def merge() -> None:
+            for number in itertools.count():
+                await asyncio.sleep(SECONDS * job.spec.sync.every / P)
+                world.announce(number % P, number // P + 1)
+
+        merging = asyncio.ensure_future(merge())
+        seconds = await world.arrive(1e5)
+        merging.cancel()
+        assert seconds < 1.25 * world.bytes_needed / rate, "the newest of each is downloaded, and nothing twice"
+
+    virtual_time.run(test())
+
+
+@pytest.mark.promise("What has come of a download is kept: it goes on where it broke, in the next session too")
+def test_resets_cost_what_was_under_way_and_no_more() -> None:
+    """All connections are reset every 7 s, and the session's own with them every 21 s."""
+
+    async def test() -> None:
+        world = World(500_000, 250e3)
+        world.announce_all()
+        arriving = asyncio.ensure_future(world.arrive(1e5))
+        for number in itertools.count():
+            await asyncio.sleep(7.0)
+            if arriving.done():
+                break
+            if number % 3 == 2:
+                await world.end_session()
+                world.begin_session()
+                world.announce_all()
+            else:
+                for channel in world.channels:
+                    channel.break_streams()
+        # A chunk of each of three streams is lost with each reset, and two seconds of rest.
+        assert await arriving < 1.7 * world.bytes_needed / 250e3
+        assert world.link.carried < 1.35 * world.bytes_needed
+        assert any(offset for _, _, offset in world.asked)
+
+    virtual_time.run(test())
+
+
+@pytest.mark.promise("A bulk connection that stops beside others that go on costs the delay of what was on it")
+def test_a_connection_that_stops_holds_up_its_own_part_only() -> None:
+    async def test() -> None:
+        world = World(500_000, 250e3)
+        world.announce_all()
+        await asyncio.sleep(6.0)
+        world.channels[1].stop()
+        assert await world.arrive(1e5) < 1.1 * world.bytes_needed / 250e3 + 2 * limits.STALL_SECONDS
+        assert world.link.carried < 1.1 * world.bytes_needed
+
+    virtual_time.run(test())
+
+
+def test_a_version_that_was_overtaken_while_it_waited_is_never_asked_for() -> None:
+    async def test() -> None:
+        world = World(500_000, 250e3)
+        world.announce_all()
+        for version in (1, 2, 3):
+            await asyncio.sleep(0.5)
+            world.announce(P - 1, version)
+        await world.arrive(1e5)
+        assert [asked for asked in world.asked if asked[0] == P - 1] == [(P - 1, 3, 0)]
+
+    virtual_time.run(test())

@@ -1,0 +1,131 @@
+"""Which pushes a learner makes: one for each pull, none of work that it knows to be merged. And what version 0 is."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.vocabulary import JobPhase, PushRefusal
+from diloco_protocol.wire.records import Announcement, Payload, Pull, Seat
+from diloco_worker.fragments import ModelFragments, Vector, build_layout
+from diloco_worker.net.inbox import Downloaded, Inbox, InitialRequested, PhaseChanged, PushAnswered
+from diloco_worker.net.transfers import Push
+from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
+from diloco_worker.sync.step_metrics import StepMetrics
+from diloco_worker.sync.synchronizer import Synchronizer
+
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: one}
+spec:
+  training: {model: null, data: null, stop: {steps: 100}, evaluation: null}
+  sync: {fragments: 1, every: 4}
+  learners: {command: [python, x.py]}
+  regions: [{name: r, learners: 1}]
+"""
+
+
+class Scripted:
+    """A learner of one fragment that has made a step on version 0; its syncer says what the test says."""
+
+    def __init__(self) -> None:
+        model = torch.nn.Linear(4, 2)
+        layout = build_layout(model, 1)
+        self.inbox, self.pushes = Inbox(), list[Push]()
+        self.client: Any = Mock(report_wanted=False, push=self.pushes.append)
+        inner = InnerOptimizers(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.fragments = ModelFragments(model, layout)
+        self.synchronizer = Synchronizer(
+            parse_job(JOB).spec,
+            model,
+            inner,
+            layout,
+            client=self.client,
+            inbox=self.inbox,
+            fragments=self.fragments,
+            checkpoint=SlotCheckpoint(None, "one", layout.digest, 60, limit=1),
+            metrics=StepMetrics(),
+            stopping=lambda: False,
+        )
+        self.hear(PhaseChanged(JobPhase.TRAINING, ""), self.seat(1), self.download(0))
+        with torch.no_grad():
+            model.bias.add_(1.0)
+        self.step()
+
+    def seat(self, incarnation: int) -> Seat:
+        return Seat(0, incarnation, False, 0, 0, (), incarnation)
+
+    def announcement(self, version: int, merged: int = 0) -> Announcement:
+        return Announcement(
+            0,
+            1,
+            version,
+            Payload("float32", 40, version),
+            merged_sequence=merged,
+            merged_version=version * bool(merged),
+        )
+
+    def download(self, version: int, merged: int = 0) -> Downloaded:
+        theta = Vector.from_array(np.full(10, version, np.float32))
+        return Downloaded(self.announcement(version, merged), theta)
+
+    def hear(self, *messages: Any) -> None:
+        for message in messages:
+            self.inbox.put(message)
+        self.synchronizer.run_boundary()
+
+    def step(self) -> None:
+        self.synchronizer.complete_step(8, 0.1)
+
+    def base(self) -> int:
+        state = self.synchronizer.adoption.fragments[0]
+        assert state.base is not None
+        return state.base.version
+
+
+@pytest.mark.promise("A pull is answered once, however slow the link is; only an answer that did not come is repeated")
+def test_a_pull_that_is_repeated_while_its_answer_is_on_its_way_makes_no_second_push() -> None:
+    one, pull = Scripted(), Pull(1, 0, 1, 0)
+    one.hear(pull)
+    one.step()
+    one.hear(pull)
+    one.step()
+    assert [push.plan.sequence for push in one.pushes] == [1]
+    one.hear(PushAnswered(0, 1, None, "", "no answer came"), pull)
+    assert [push.plan.sequence for push in one.pushes] == [1, 2]
+
+
+def test_what_is_announced_as_merged_is_not_pushed_again_from_the_old_base() -> None:
+    one = Scripted()
+    one.hear(Pull(1, 0, 1, 0))
+    one.hear(one.announcement(1, merged=1), Pull(2, 0, 1, 1))
+    one.step()
+    assert len(one.pushes) == 1
+    one.hear(one.download(1, merged=1))
+    assert [(push.plan.base_version, push.plan.steps) for push in one.pushes] == [(0, 1), (1, 1)]
+
+
+def test_a_merged_offer_is_over_whatever_is_answered_later() -> None:
+    """Its first answer was lost. Held back until it has one, its merge would name a push that is forgotten by then."""
+    one = Scripted()
+    one.synchronizer.begin_drain()
+    assert one.synchronizer.offer_fragment(0) == 1
+    one.hear(one.download(1, merged=1))
+    assert (one.base(), one.synchronizer.adoption.pending_tokens(0)) == (1, 0)
+    one.hear(PushAnswered(0, 1, False, PushRefusal.ENDED, "the job has ended"), one.download(2, merged=0))
+    assert one.base() == 2
+
+
+def test_an_emptied_store_is_rebuilt_of_merged_versions_only() -> None:
+    """The syncer that asks has never heard of this learner's tenure, so a new one has just begun."""
+    one = Scripted()
+    one.hear(one.seat(2), InitialRequested())
+    ((vectors, *_), _) = one.client.upload_initial.call_args
+    assert [vector.array.tolist() for vector in vectors] == [[0.0] * 10]
