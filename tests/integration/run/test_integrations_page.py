@@ -36,9 +36,11 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_a_job_that_loses_a_learner(folder: Path, script: str) -> None:
-    words = ["-m", "diloco.main", "run", "job.yaml", "--set", f"learners.command=[python, {script}]"]
+    # A quorum of both: the job cannot end before the replacement is in merges.
+    values = (f"learners.command=[python, {script}]", "sync.quorum=2")
+    words = [word for value in values for word in ("--set", value)]
     done = subprocess.run(
-        [sys.executable, *words, "--chaos", "step=30:kill:local-1"],
+        [sys.executable, "-m", "diloco.main", "run", "job.yaml", *words, "--chaos", "step=30:kill:local-1"],
         env=environment(),
         cwd=folder,
         capture_output=True,
