@@ -36,7 +36,7 @@ from diloco_worker.settings import ConfigurationError
 log = logging.getLogger(__name__)
 
 
-class LearnerCallback(TrainerCallback):
+class BoundaryCallback(TrainerCallback):
     """Marks the step boundaries. ``as_learner`` adds it."""
 
     def __init__(self, loop: FrameworkLoop) -> None:
@@ -89,7 +89,7 @@ def as_learner(trainer: Trainer, *, own_data: bool = False, tokens: Count = coun
     else:
         size, collate = args.per_device_train_batch_size, loader.collate_fn
         batches = loop.batches(loader.dataset, size, accumulation=accumulation, collate=collate)
-    train_step, callback = trainer.training_step, LearnerCallback(loop)
+    train_step, callback = trainer.training_step, BoundaryCallback(loop)
 
     def training_step(*given: Any, **named: Any) -> torch.Tensor:
         loss = train_step(*given, **named)
