@@ -291,7 +291,7 @@ def text(found: dict[str, Any]) -> str:
     if exchange["least_seconds"] > exchange["overlap_seconds"]:
         overlap = math.ceil(exchange["least_seconds"] / found["step_seconds"])
         words = (
-            f"An exchange takes {seconds_text(exchange['least_seconds'])} at the least, {EXCHANGE_TRIPS:g} round trips. "
+            f"An exchange takes at least {seconds_text(exchange['least_seconds'])} ({EXCHANGE_TRIPS:g} round trips). "
             f"The {found['overlap']} steps that it may overlap take {seconds_text(exchange['overlap_seconds'])}. "
             "So a merge waits for other learners for one step, and the work of much slower ones is in the merge after. "
             f"With sync.overlap {overlap} or more it waits longer."

@@ -22,8 +22,8 @@ ISOTROPIC_BELOW = 10**8
 
 UNMEASURED = (
     "Nothing was measured from 10^8 trained parameters on. With some 10^5, four learners and the default there, rda "
-    "with nesterov at rate 0.7 and momentum 0.9, dense models and mixtures ended 11 to 28 % above data-parallel training's "
-    "loss, and with isotropic at 1.4 and 0.5 they ended 1 to 8 % below it."
+    "with nesterov at rate 0.7 and momentum 0.9, dense models and mixtures ended 11 to 28 % above data-parallel "
+    "training's loss, and with isotropic at 1.4 and 0.5 they ended 1 to 8 % below it."
 )
 """What is to be known of the default for large models (docs/results/quality.md)."""
 

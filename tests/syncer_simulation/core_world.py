@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
-from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat
+from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.ledger import header_from_json, header_to_json
 from diloco_syncer.core.books.rounds import RoundRules
@@ -575,6 +575,7 @@ class World:
             return
         learner.adopt()
         if not learner.adoption.complete:
+            self.beat(learner)
             return
         if learner.draining and learner.connection is not None:
             self.drain(learner)
@@ -604,6 +605,11 @@ class World:
         for _ in range(2 if self.chance(0.1) else 1):
             if not self.swallows("report") and not self.chance(0.1):
                 self.at(self.delay(0.2), lambda: connection in self.connections and self.handle(event))
+
+    def beat(self, learner: Learner) -> None:
+        """As in the worker: who has nothing to report sends an empty report, so that its slot is not lost meanwhile."""
+        if learner.connection in self.connections and not self.swallows("report"):
+            self.handle(ev.Reported(learner.connection, StepReport()))
 
     def push(self, learner: Learner, p: int, round: int) -> None:
         assert learner.seat is not None

@@ -51,7 +51,7 @@ def settle_rebuilt(world: World) -> None:
     """As ``settle``; or the only learner that held a fragment has died: the job says so, and does not go on without
     it."""
     if world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
-        assert "no learner here holds a merged version" in world.core.phase_message
+        assert "no learner here holds" in world.core.phase_message
         world.check()
     else:
         settle(world)

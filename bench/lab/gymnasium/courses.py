@@ -329,13 +329,13 @@ def stopped(seconds: float) -> Callable[[Ground], Any]:
                 await asyncio.sleep(seconds)
                 meanwhile, count = ground.merges - begun, len(lines)
                 process.send_signal(signal.SIGCONT)
-                back = await ground.wait(lambda: len(lines) > count, PATIENCE_SECONDS, "it is not merged again")
+                back = await ground.wait(lambda: len(lines) > count + 2, PATIENCE_SECONDS, "it is not merged again")
             finally:
                 process.kill()
                 await reading
-        own = 4 * course.pace
+        own = 6 * course.pace
         return (
-            Figure("until an update is merged again", back, "s", "a push and a merge", own),
+            Figure("until three updates are merged again", back, "s", "three pushes and merges", own),
             Figure(f"the other's merges in {seconds:.0f} s", float(meanwhile), ""),
         )
 

@@ -84,7 +84,7 @@ def next_chunk(size: int, seconds: float) -> int:
     """How large the next chunk is, of a sender whose last one had ``size`` bytes and took ``seconds``: about
     ``CHUNK_SECONDS`` of its link, for a receiver sees no byte of a chunk before all of it has come."""
     wanted = int(size * limits.CHUNK_SECONDS / max(seconds, 1e-6))
-    return min(max(wanted, limits.LEAST_CHUNK_BYTES), 2 * size, limits.CHUNK_BYTES)
+    return min(max(wanted, limits.LEAST_CHUNK_BYTES), 4 * size, limits.CHUNK_BYTES)
 
 
 def chunks(data: Any) -> Iterator[bytes]:

@@ -27,7 +27,6 @@ CHUNK_BYTES = 2 << 20  # measured on loopback: 1-2 MiB is the plateau, 4 MiB hal
 FIRST_CHUNK_BYTES = 128 << 10  # of each part; later ones take CHUNK_SECONDS
 LEAST_CHUNK_BYTES = 64 << 10
 CHUNK_SECONDS = 0.5  # of a slow link; on a fast one a chunk has CHUNK_BYTES
-LOOKAHEAD_BYTES = 1 << 20  # of a stream under way from its first byte: a round trip is long on some links
 MAX_CHUNK_BYTES = 4 << 20  # accepted
 MAX_PART_BYTES = 64 << 20
 MAX_UPLOAD_PART_BYTES = 8 << 20  # so much is sent again where an upload breaks; a download breaks at a byte

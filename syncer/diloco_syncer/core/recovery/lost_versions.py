@@ -362,7 +362,13 @@ class VersionRecovery:
         self._actions.add(ev.RequestVersion(connection, fragment, epoch, version))
 
     def _say_who_holds_the_model(self) -> None:
-        """An empty store is rebuilt from learners only, and here only an evaluator has told of merged versions."""
+        """An empty store is rebuilt from learners only. Here those that told of versions have gone, or only an evaluator
+        has told of merged ones."""
+        if not self._origins:
+            self._say_what_to_do(
+                "the store is empty, and no learner here holds the model any more. The syncer waits for one that does. "
+                "You can give it its store back (spec.syncer.storage), or restart it to start the job anew"
+            )
         holders = {connection for connection, origins in self._origins.items() if STAND_IN in origins}
         if holders and holders <= self._state.members.evaluators:
             self._say_what_to_do(

@@ -650,6 +650,20 @@ def test_an_empty_store_of_which_only_an_evaluator_holds_versions_says_what_to_d
     assert of(life.join(11, 0, previous_incarnation=0), ev.Admit)[0].initialise
 
 
+def test_an_empty_store_whose_holders_have_gone_says_what_to_do() -> None:
+    life = Life(None, 5)
+    rejoin(life, 12, 1)
+    life.join(11, 0)
+    life.do(ev.ConnectionLost(12))
+    for _ in range(int(CONFIG.rebuild_seconds / (CONFIG.heartbeat_timeout - 1)) + 2):
+        life.later(CONFIG.heartbeat_timeout - 1)
+        life.do(ev.Reported(11, StepReport()))
+    assert "no learner here holds the model any more" in life.core.phase_message
+    assert not of(life.log, ev.RequestInitialModel) and rejoin(life, 12, 1).initialise, "until it is back"
+    life = Life(life.core.state(life.now), 6)
+    assert of(life.join(11, 0, previous_incarnation=0), ev.Admit)[0].initialise, "the job starts anew"
+
+
 def test_an_empty_store_does_not_believe_every_epoch() -> None:
     life = Life(None, 1)
     (refused,) = of(life.join(11, 0, held=((5000, 1), (5000, 1))), ev.Refuse)
