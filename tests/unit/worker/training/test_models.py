@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -366,12 +367,16 @@ class TestCheckpoint:
         assert models.build(allowed, 0).config.vocab_size == 300
         assert "initialise.0" in problem({"vocab_size": 300}, from_=source, initialise=["nothing.*"])
 
-    def test_tensors_that_nothing_takes_are_one_line(self, save: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_tensors_that_nothing_takes_are_one_line(
+        self, save: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And transformers' own report is kept out of the log."""
         source = save(lambda whole: {**whole, "a.b": torch.zeros(2), "a.c": torch.zeros(2)})
         job = spec(None, from_=source)
         doubt = models.check_start(job, models.outline(job))
         assert doubt is not None and "2 tensors are not the model's and left out: a.b, a.c" in doubt.message
         caplog.clear()
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
         models.build(job, 0)
         assert [r.getMessage() for r in caplog.records] == [f"{doubt.path}: {doubt.message}"]
 
