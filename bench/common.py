@@ -19,15 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import numpy as np
 
 from diloco_protocol.arrays import kernels
 from diloco_protocol.arrays.kernels import RANGE, U32_IN, kernel
 from diloco_protocol.common.cpu_quota import usable_cores
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +85,6 @@ def number(*, above: float = -math.inf, least: float = -math.inf) -> Callable[[s
         return value
 
     return read
-
-
-def option_type(read: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser of the command line's own as the ``type`` of an option."""
-    import typer
-
-    def wrapped(text: str) -> T:
-        try:
-            return read(text)
-        except typer.BadParameter as error:
-            raise argparse.ArgumentTypeError(error.message) from None
-
-    return wrapped
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

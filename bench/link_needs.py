@@ -19,11 +19,11 @@ from functools import partial
 import common
 from diloco.console import print_text
 from diloco.reports.document import ResultDocument
-from diloco.simulate.commands import whole_number
 from diloco_protocol.bandwidth.links import ROUND_TRIPS
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from lab.bandwidth import RATES, Case, bandwidth_text, curve_rows, published_rows, star_rows, utilisation_plots
+from lab.fleet.arguments import whole_number
 from lab.goodput.tables import count_text
 from lab.progress import Progress
 from lab.report_files import write_report
@@ -48,9 +48,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Raises SystemExit."""
     parser = common.arguments(__doc__ or "")
     words = "trained parameters, such as 350M (default: 5e9)"
-    parser.add_argument(
-        "--params", type=common.option_type(whole_number), default=5_000_000_000, metavar="N", help=words
-    )
+    parser.add_argument("--params", type=whole_number, default=5_000_000_000, metavar="N", help=words)
     words = "number of learners (default: 8)"
     parser.add_argument("--learners", type=common.whole_number(2, 4096), default=8, metavar="M", help=words)
     words = "how long one inner step takes (default: 1)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -27,10 +28,13 @@ class ProgramFailed(Exception):
 
 
 class Syncer:
-    """``python -m diloco_syncer`` in ``folder``, on ``cores`` (None: wherever it likes)."""
+    """``python -m diloco_syncer`` in ``folder``, on ``cores`` (None: wherever it likes), with at most ``files`` open
+    files (None: as many as this process may have), as after ``ulimit -n``."""
 
-    def __init__(self, folder: Path, job: DiLoCoJob, cores: Collection[int] | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, job: DiLoCoJob, cores: Collection[int] | None = None, files: int | None = None
+    ) -> None:
+        self.folder, self._files = folder, files
         self.job_file, self.addresses_file = folder / "job.json", folder / "addresses.json"
         self._log, self._cores = folder / "syncer.log", cores
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,14 +56,19 @@ class Syncer:
             "--address-file",
             str(self.addresses_file),
         ]
-        cores = self._cores
+
+        def begin() -> None:  # before the interpreter starts, so that every thread of it inherits the cores
+            if self._cores is not None:
+                os.sched_setaffinity(0, self._cores)
+            if self._files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (self._files, self._files))
+
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=log,
-                # Before the interpreter starts, so that every thread of it inherits the cores.
-                preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
+                preexec_fn=None if self._cores is None and self._files is None else begin,
             )
         end = time.monotonic() + START_SECONDS
         while not self.addresses_file.exists():

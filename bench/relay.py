@@ -2,9 +2,11 @@
 
 TCP on this machine, in user space and without privileges, the same for whoever connects. Each party has a ``Link`` to
 everybody else, with a rate each way; a connection's bytes pass the sender's link up and the receiver's link down, and
-all connections of a party share its link. Bytes are those of the TCP streams, so all that both sides say, and no
-headers of TCP/IP. A rate is kept by a token bucket: over any time t no more than rate * t and a burst of
-``BURST_SECONDS`` pass. Latency is added to every chunk, one way; TCP's own slow start and losses are not there.
+all connections of a party share its link. A connection can be reset, and it can stop: then it swallows what comes and
+neither side hears of it, as a NAT does that has forgotten it (``idle_seconds``). Bytes are those of the TCP streams, so
+all that both sides say, and no headers of TCP/IP. A rate is kept by a token bucket: over any time t no more than rate *
+t and a burst of ``BURST_SECONDS`` pass. Latency is added to every chunk, one way; TCP's own slow start and losses are
+not there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -24,7 +27,7 @@ BURST_SECONDS = 0.02
 QUEUED_CHUNKS = 1024  # under way on a link with latency
 START_SECONDS = 10.0
 DIAL_SECONDS = 5.0
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 1024
 MAX_REQUEST_BYTES = 4096
 
 
@@ -59,12 +62,36 @@ class TokenBucket:
         return max(0.0, self._free_at - now)
 
 
+class Way:
+    """One connection through a relay. ``silent``: it carries nothing any more. ``carried``: bytes, both ways."""
+
+    def __init__(self, *writers: asyncio.StreamWriter) -> None:
+        self.silent = False
+        self.carried = 0
+        self._writers = writers
+        self._last = 0.0
+
+    def note(self, count: int, now: float, idle_seconds: float | None) -> None:
+        """Bytes have come, after a pause that may have been too long."""
+        if idle_seconds is not None and self._last and now - self._last > idle_seconds:
+            self.silent = True
+        self._last = now
+        self.carried += count
+
+    def reset(self) -> None:
+        """Break the connection, for both sides."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+
 class Link:
     """One party's way to everybody else, ``rate`` bytes a second in each direction (None: as fast as it goes), and
-    ``latency`` seconds one way."""
+    ``latency`` seconds one way. A connection that was idle for ``idle_seconds`` falls silent. ``ways``: its connections
+    through relays, in the order in which they were made."""
 
-    def __init__(self, rate: float | None = None, latency: float = 0.0) -> None:
-        self.latency = latency
+    def __init__(self, rate: float | None = None, latency: float = 0.0, idle_seconds: float | None = None) -> None:
+        self.latency, self.idle_seconds = latency, idle_seconds
+        self.ways: list[Way] = []
         self._bytes_up = self._bytes_down = 0
         self.shape(rate)
 
@@ -117,6 +144,10 @@ class Relays:
         ``far``: the target's."""
         opening = self._listen(target, near or Link(), far or Link())
         return asyncio.run_coroutine_threadsafe(opening, self._loop).result(START_SECONDS)
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Have the relays' thread do something to a ``Way``."""
+        self._loop.call_soon_threadsafe(work)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -178,7 +209,13 @@ class Relays:
                 dialling = asyncio.open_connection(host, int(port), limit=CHUNK_BYTES)
                 back, out = await asyncio.wait_for(dialling, DIAL_SECONDS)
                 ends.append(out)
-                await asyncio.gather(_pump(reader, out, near, far), _pump(back, writer, far, near))
+                near.ways.append(way := Way(writer, out))
+                try:
+                    await asyncio.gather(
+                        _pump(reader, out, near, far, way=way), _pump(back, writer, far, near, way=way)
+                    )
+                finally:
+                    near.ways.remove(way)
         for end in ends:
             end.close()
         self._tasks.discard(task)
@@ -188,7 +225,9 @@ def _address(server: asyncio.Server) -> str:
     return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, sender: Link, receiver: Link) -> None:
+async def _pump(
+    source: asyncio.StreamReader, sink: asyncio.StreamWriter, sender: Link, receiver: Link, *, way: Way
+) -> None:
     """Carry one direction of a connection until its end."""
     loop = asyncio.get_running_loop()
     latency = sender.latency + receiver.latency
@@ -197,6 +236,9 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, sender
     try:
         while data := await source.read(min(sender.chunk, receiver.chunk)):
             now = loop.time()
+            way.note(len(data), now, sender.idle_seconds or receiver.idle_seconds)
+            if way.silent:
+                continue
             wait = max(sender.send(len(data), now), receiver.receive(len(data), now))
             if wait:
                 await asyncio.sleep(wait)

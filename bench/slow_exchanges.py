@@ -106,7 +106,7 @@ def places(chosen: argparse.Namespace) -> Iterator[Place]:
                 for way in chosen.ways:
                     for exchange in chosen.exchanges:
                         for quorum in chosen.quorums:
-                            yield Place(kind, merges, way, exchange, paces, quorum)
+                            yield Place(kind, merges, way, exchange, paces=paces, quorum=quorum)
 
 
 def compared(place: Place) -> tuple[Place, Place, Place]:

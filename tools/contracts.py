@@ -44,7 +44,9 @@ _STATUS: dict[str, Any] = {
     "standby": 0, "standbys": [], "evaluators": 1, "versions": [3, 2, 2], "parameters": 869504, "rounds": [_ROUND],
     "slots": [_SLOT],
     "tokens": {"trained": 737280, "merged": 688128, "pending": 45056, "dropped": 4096}, "tokens_per_second": 58000.0,
-    "merges": 7, "goodput": 0.93, "uptime": 1.0, "eval_loss": [(0, 5.6), (410000, 2.4)], "hold_since_seconds": None,
+    "merges": 7,
+    "learners_in_merges": {"recent": 2.9, "overall": 2.8, "exchange_seconds": 0.4, "overlap_seconds": 0.3},
+    "goodput": 0.93, "uptime": 1.0, "eval_loss": [(0, 5.6), (410000, 2.4)], "hold_since_seconds": None,
     "bytes_up": 2436000, "bytes_down": 4950000, "refused": {"other-round": 1}, "regions_lost": [], "sessions": 4,
     "refusals": [_REFUSAL],
     "regions": [

@@ -68,6 +68,13 @@ MEMBERS = (
     ),
     Limit(
         "the syncer",
+        "merges with far fewer learners than there are",
+        ("syncer.core.merging.aggregation:FEW_MERGES", "syncer.core.merging.aggregation:FEW_QUIET_SECONDS"),
+        "the event `few-learners`, which names how long an exchange takes",
+        time="{0} merges; told again after {1}",
+    ),
+    Limit(
+        "the syncer",
         "the first step of a learner that holds a slot",
         ("syncer.core.members.first_steps:LONG_SECONDS",),
         "the slot's `problem` says so in the status",

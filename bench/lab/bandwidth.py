@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco.simulate.tables import format_table
 from diloco_protocol.bandwidth import links, model
 from diloco_protocol.bandwidth.links import Need
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.resources import even_sizes
+from lab.fleet.tables import format_table
 
 Row = dict[str, Any]
 

@@ -24,6 +24,7 @@ from diloco_protocol.bandwidth import model as bandwidth
 from diloco_protocol.bandwidth.links import Need, Traffic
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import bits_text, seconds_text, size_text
+from diloco_protocol.merging import UNMEASURED, is_unmeasured
 from diloco_protocol.resources import even_sizes, find_shortages, needs
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError
@@ -31,6 +32,7 @@ from diloco_protocol.spec.load import JobError
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?)\s*([kKmMbBgGtT]?)")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 MOST_PARAMETERS = 10**15
+EXCHANGE_TRIPS = 2.5  # round trips of an exchange: pull, push, announcement, and a version that is asked for and sent
 ROWS = (("up", links.UP), ("down", links.DOWN))
 
 
@@ -144,6 +146,11 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
         "overlap": sync.overlap,
         "step_seconds": conditions.step_seconds,
         "round_trip_seconds": conditions.round_trip_seconds,
+        "unmeasured": is_unmeasured(spec, sum(sizes)),
+        "exchange": {
+            "least_seconds": EXCHANGE_TRIPS * conditions.round_trip_seconds,
+            "overlap_seconds": sync.overlap * conditions.step_seconds,
+        },
         "utilisation": conditions.utilisation,
         "compression": {"up": chosen.up, "down": chosen.down},
         "merge": {"up_bytes": carried.up, "down_bytes": carried.down},
@@ -280,6 +287,18 @@ def text(found: dict[str, Any]) -> str:
         *(textwrap.fill(f"warning: {one['field']} {one['message']}", 100) for one in resources["too_small"]),
         "Size links by the queue; framing of TCP/IP and TLS is in. Below it nothing stops: merges become rarer.",
     ]
+    exchange = found["exchange"]
+    if exchange["least_seconds"] > exchange["overlap_seconds"]:
+        overlap = math.ceil(exchange["least_seconds"] / found["step_seconds"])
+        words = (
+            f"An exchange takes at least {seconds_text(exchange['least_seconds'])} ({EXCHANGE_TRIPS:g} round trips). "
+            f"The {found['overlap']} steps that it may overlap take {seconds_text(exchange['overlap_seconds'])}. "
+            "So a merge waits for other learners for one step, and the work of much slower ones is in the merge after. "
+            f"With sync.overlap {overlap} or more it waits longer."
+        )
+        lines.append(textwrap.fill(words, 100))
+    if found["unmeasured"]:
+        lines.append(textwrap.fill(UNMEASURED, 100))
     if queued["link"]["up"] is None:
         lines.append(
             "No bandwidth is enough here: the round trips take all the time that an exchange overlaps. "

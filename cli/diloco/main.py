@@ -20,7 +20,6 @@ from diloco.console import CommandError, command, job_file, means_job, named_job
 from diloco.doctor import commands as doctor_commands
 from diloco.local import background
 from diloco.machines import commands as machine_commands
-from diloco.simulate import commands as simulate_commands
 
 app = CommandLine(
     name="diloco",
@@ -550,7 +549,6 @@ authoring_commands.add_to(app)
 doctor_commands.add_to(app)
 cluster_commands.add_to(app)
 machine_commands.add_to(app)
-simulate_commands.add_to(app)
 app.add_typer(certs)
 
 

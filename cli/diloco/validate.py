@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from diloco.console import COMPLETE, WRONG, CommandError, wrapped
 from diloco.data_files import doubtful_data, refused_data
-from diloco_protocol.merging import ISOTROPIC_BELOW, choose_merge, merge_text
+from diloco_protocol.merging import ISOTROPIC_BELOW, UNMEASURED, choose_merge, is_unmeasured, merge_text
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, job_warnings, load_job, show
@@ -147,11 +148,17 @@ def _count(number: float) -> str:
 
 
 def _merges(spec: JobSpec, parameters: int | None) -> str:
-    """What the job's merges are. ``parameters`` None: the model's size, which may decide it, is not known."""
-    if parameters is not None:
-        return merge_text(*choose_merge(spec, parameters))
-    small, large = (merge_text(*choose_merge(spec, parameters)) for parameters in (0, ISOTROPIC_BELOW))
-    return small if small == large else f"{small}\n            with 10^8 parameters or more: {large}"
+    """What the job's merges are, and what is to be known of that. ``parameters`` None: the model's size, which may
+    decide it, is not known."""
+    sizes = (0, ISOTROPIC_BELOW) if parameters is None else (parameters,)
+    chosen = {merge_text(*choose_merge(spec, size)): size for size in reversed(sizes)}
+    first, *others = reversed(chosen)
+    lines = [first, *(f"with 10^8 parameters or more: {large}" for large in others)]
+    if first.startswith("isotropic"):
+        lines.append("isotropic takes of a matrix what lies in one fragment: most matrices are cut")
+    if is_unmeasured(spec, sizes[-1]):
+        lines += textwrap.wrap(UNMEASURED, 88)
+    return "\n            ".join(lines)
 
 
 def _trained(job: DiLoCoJob) -> str:

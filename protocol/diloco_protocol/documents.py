@@ -177,6 +177,15 @@ class MergeSeconds(Document):
     waited: float = Field(description="time from a round's opening until its pushes are merged, summed over all merges")
 
 
+class LearnersInMerges(Document):
+    recent: float = Field(description="learners in a merge: the mean of the last ones (half-life 8 merges)")
+    overall: float = Field(description="learners in a merge: the mean of all but the last ones of the job")
+    exchange_seconds: Number = Field(
+        description="from a round's opening until as many learners as a merge needs have its version; null: not known"
+    )
+    overlap_seconds: Number = Field(description="what the steps take that an exchange may overlap; null: not known")
+
+
 class EventRow(Document):
     n: Count = Field(description="number of the event, from 1")
     time: float = Field(description="Unix seconds")
@@ -234,6 +243,9 @@ class StatusDocument(Document):
     tokens: Tokens = Field(description="what became of the tokens")
     tokens_per_second: Number = Field(description="tokens trained per second, over the last ten seconds")
     merges: Count = Field(description="merges that were written to the store")
+    learners_in_merges: LearnersInMerges | None = Field(
+        None, description="how many learners merges have, and how long they take; null: no merge was made"
+    )
     goodput: Number = Field(description="compute time of merged steps divided by the wall time of all slots, 0 to 1")
     uptime: Number = Field(description="share of the job's time in which at least one learner advanced, 0 to 1")
     eval_loss: list[tuple[int, Number]] = Field(description="pairs of trained tokens and loss")
@@ -384,6 +396,7 @@ class Report(Document):
     wall_seconds: Number = Field(None, description="wall time of the job; with `diloco run`: of this run")
     steps: Count = Field(description="step of the slot that is furthest")
     merges: Count = Field(description="merges that were written to the store")
+    learners_in_merges: Number = Field(None, description="learners in a merge, the mean of all but the last ones")
     versions: VersionRange = Field(description="the fragments' versions")
     tokens: Tokens = Field(description="what became of the tokens")
     ledger: list[LedgerRow] | None = Field(None, description="tokens per fragment, and the reasons of the dropped ones")

@@ -61,7 +61,9 @@ class EventKind(StrEnum):
     FIRST_STEP = "first-step"
     FIRST_MERGE = "first-merge"
     NO_STEPS = "no-steps"  # a learner trains, and has not finished a step for long
+    OPTIMIZER_FRESH = "optimizer-fresh"  # a newcomer's inner optimizer begins without the state of a peer or a disk
     STARVED = "starved"
+    FEW_LEARNERS = "few-learners"  # merges have fewer learners than there are
     ROUND_OVERDUE = "round-overdue"  # it has waited for its pushes for long
     SUSPECT = "suspect"
     LOST = "lost"

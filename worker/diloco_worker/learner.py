@@ -252,18 +252,14 @@ class Learner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self,
-        dataset: Any,
-        sequences: int | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate,
-        compare: bool = True,
+        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
     ) -> Iterator[Any]:
         """Yield one batch per optimizer step, of the sequences that the syncer leases to this slot.
 
         ``dataset``: map-style (``__len__``, ``__getitem__``), the same in every learner. ``sequences`` of it make a
         batch (default: sequences x accumulation of the region's batch; a loop that accumulates splits the batch).
         Learners that read other items are refused: the first, the middle and the last are compared, unless they differ
-        from one reading to the next. ``compare=False``: they are not, where machines prepare the same data differently.
+        from one reading to the next, or the data set has an attribute ``compared_items`` of 0.
         ``collate`` gets the list of their items; the default, torch's, stacks tensors, or dicts of tensors, along a
         new first dimension. Batches are on the CPU.
 
@@ -289,7 +285,7 @@ class Learner:
         )
         self._prefetcher = prefetcher
         self._synchronizer.lease_for(prefetcher)
-        self._client.start(len(dataset), sample_items(dataset) if compare else ())
+        self._client.start(len(dataset), sample_items(dataset))
         try:
             while True:
                 self._metrics.begin_wait()

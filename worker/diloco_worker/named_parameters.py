@@ -49,7 +49,8 @@ def check_whole(model: torch.nn.Module) -> None:
                 f"the model is one of {group.size()} replicas of DistributedDataParallel: each process of a job is a "
                 "learner of its own, so leave DistributedDataParallel out"
             )
-    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    size = torch.distributed.get_world_size() if group else 1
     if size > 1:
         raise ConfigurationError(
             f"this process is in a group of {size} (init_process_group): each process of a job is a learner of its "

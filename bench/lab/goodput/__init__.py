@@ -8,5 +8,5 @@
 ``tables``     rows as text
 ``plots``      rows as plots
 
-The simulator without a core is the product's: ``diloco.simulate``.
+The simulator without a core is ``lab.fleet``.
 """

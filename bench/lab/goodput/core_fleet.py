@@ -6,7 +6,7 @@ The world is ``lab.world``'s, with learners that have no parameters: core, ledge
 the learners' own code. Messages take no time and a merge takes ``MERGE_SECONDS``. What is added here is what fails. A
 step's tokens are in proportion to the slices that its learner has; a learner that stands still has lost its connection,
 and joins again when it goes on, with the state that its other slices kept. Failures, stops and repairs follow the rules
-that ``diloco.simulate.fleet`` states, written a second time, one learner and one step at a time: the two agreeing is
+that ``lab.fleet.simulator`` states, written a second time, one learner and one step at a time: the two agreeing is
 what this is for. Goodput is counted otherwise too, from the core's ledger: the tokens that are merged, or on their way
 and not dropped, over those that the whole fleet could train. That nothing is on its way for ever shows in
 ``CoreResult.pending``.
@@ -23,10 +23,10 @@ from functools import partial
 
 import numpy as np
 
-from diloco.simulate.failures import RepairTimes
-from diloco.simulate.fleet import WARM_UP_REPAIRS, Fleet
+from diloco.local.chaos.failures import RepairTimes
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_syncer.core import events as ev
+from lab.fleet.simulator import WARM_UP_REPAIRS, Fleet
 from lab.world.links import LinkRates
 from lab.world.parts import CountedVersions, Replica, StepOrder, StepResult
 from lab.world.world import Place, World

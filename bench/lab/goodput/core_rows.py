@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from diloco.simulate.advice import FleetConditions, Row, make_row, mean_and_half_width
-from diloco.simulate.fleet import Fleet, Result, Run, simulate_fleets
 from lab.cells import CellCache
+from lab.fleet.advice import FleetConditions, Row, make_row, mean_and_half_width
+from lab.fleet.simulator import Fleet, Result, Run, simulate_fleets
 from lab.goodput import published
 from lab.goodput.core_fleet import CoreFleet, CoreResult, Sync
 from lab.goodput.pace import uneven_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.simulate.advice import Row, label
+from lab.fleet.advice import Row, label
 
 
 def goodput_plots(rows: Sequence[Row]) -> list[Row]:

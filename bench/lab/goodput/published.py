@@ -2,12 +2,12 @@
 
 The figures are the paper's as several readers report them. It names the kinds of distribution and no number of them:
 parameters that are marked "fit" were chosen here so that the simulator meets the table, and say no more than that.
-Those of every fleet are in ``diloco.simulate.parameters``.
+Those of every fleet are in ``lab.fleet.parameters``.
 """
 
 from __future__ import annotations
 
-from diloco.simulate.parameters import Parameter
+from lab.fleet.parameters import Parameter
 
 # Table 1: goodput (%) by chips, at one failure per chip and year.
 CHIPS: tuple[int, ...] = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)

@@ -1,18 +1,19 @@
 """The published table beside the simulator's, learners of unequal speed, compute that comes and goes.
 
-``diloco.simulate.fleet`` and ``pace`` simulate. Goodput and uptime are in %.
+``lab.fleet.simulator`` and ``pace`` simulate. Goodput and uptime are in %.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from diloco.simulate import advice, parameters
-from diloco.simulate.advice import DECOUPLED, ELASTIC, RIGID, FleetConditions, Row, make_row
-from diloco.simulate.fleet import Result, Run
+from lab.fleet import advice, parameters
+from lab.fleet.advice import DECOUPLED, ELASTIC, RIGID, FleetConditions, Row, make_row
+from lab.fleet.simulator import Result, Run
 from lab.goodput import pace, published
 
 Told = Callable[[float], None]  # which share is done
@@ -37,6 +38,8 @@ def goodput_rows(
 def published_value(method: str, learners: int, chips: int, conditions: FleetConditions) -> int | None:
     """The paper's goodput (%) of such a fleet; None: it has none."""
     if chips not in published.CHIPS or conditions.mtbi != parameters.MTBI.value or conditions.spares:
+        return None
+    if replace(conditions.stops, interrupted=False) != advice.STOPS:
         return None
     rows = {RIGID: published.RIGID, ELASTIC: published.ELASTIC}
     values = rows.get(method) or published.DECOUPLED.get(learners)

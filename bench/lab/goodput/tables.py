@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.simulate.advice import Row, label
-from diloco.simulate.tables import format_table, head_text, parameters_text, value_text
+from lab.fleet.advice import Row, label
+from lab.fleet.tables import advice_texts, format_table, head_text, parameters_text, value_text
 
 
 def count_text(count: float) -> str:
@@ -16,7 +16,7 @@ def count_text(count: float) -> str:
 
 
 def goodput_text(document: Row) -> str:
-    """The published tables beside ours."""
+    """The published tables beside ours, and what a fleet of one's own is told."""
     rows = document["rows"]
     parts = [head_text(document), _grid(rows)]
     if document["rmse"] is not None:
@@ -26,6 +26,7 @@ def goodput_text(document: Row) -> str:
             f"{_distance(worst):.1f}"
         )
     parts += [text for text in (_uneven(rows), _scavenging(rows), *_core(rows)) if text]
+    parts += advice_texts(document) if "enough" in document else []
     parts.append(parameters_text(document["parameters"]))
     return "\n\n".join(parts)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -56,23 +56,14 @@ def find_shadowing_modules(job: DiLoCoJob, directory: Path) -> Iterator[Problem]
         names = {path.stem: path.name for path in script.parent.glob("*.py")}
         names |= {path.parent.name: f"{path.parent.name}/" for path in script.parent.glob("*/__init__.py")}
         hidden = names.keys() & (sys.stdlib_module_names - _HARMLESS)
-        hidden |= {name for name in names.keys() & (_NEEDED | _imported(script)) if _is_elsewhere(name, script.parent)}
+        text = script.read_text(encoding="utf-8", errors="replace")
+        imported = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.M))
+        hidden |= {name for name in names.keys() & (_NEEDED | imported) if _is_elsewhere(name, script.parent)}
         if hidden:
             shown = ", ".join(names[name] for name in sorted(hidden))
             what = "has the name of a module that is" if len(hidden) == 1 else "have the names of modules that are"
             message = f"{shown} in {script.parent} {what} installed, and would be imported instead: rename them"
             yield Problem(f"spec.{role}.command", command, message)
-
-
-def _imported(script: Path) -> set[str]:
-    """The top-level names that a program imports; empty: it cannot be read."""
-    try:
-        nodes = list(ast.walk(ast.parse(script.read_bytes())))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return set()
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    return {name.partition(".")[0] for name in names}
 
 
 def _is_elsewhere(name: str, folder: Path) -> bool:

@@ -22,7 +22,7 @@ def doctor(
     job: Annotated[
         Path | None,
         typer.Argument(
-            metavar="JOB.yaml|TRAIN.py",
+            metavar="JOB.yaml|PROGRAM",
             help="A job file: check whether it would run here, too. Or a program of your own: run it for some steps.",
         ),
     ] = None,
@@ -74,7 +74,7 @@ def doctor(
 
         return _show(list(check_program(job, arguments, file)), as_json)
     if arguments:
-        raise CommandError(f"{arguments[0]}: arguments after -- are a program's: diloco doctor TRAIN.py -- ARGUMENT")
+        raise CommandError(f"{arguments[0]}: arguments after -- are a program's: diloco doctor train.py -- ARGUMENT")
     job = job_file(job, file, "diloco doctor") if job or file else None
     if job is None:
         for option, given in (("--set", overrides), ("--credentials", credentials), ("--step-seconds", step_seconds)):

@@ -126,7 +126,7 @@ def attach(what: WhichRun = None) -> int:
 
     print_text("Ctrl-C leaves this screen, and the run goes on", file=sys.stderr)
     try:
-        watch_status(str(workdir.path), as_json=False)
+        watch_status(str(workdir.path), as_json=False, to_its_end=True)
         return _wait_for_end(workdir)
     except KeyboardInterrupt:
         print_text(f"\nthe run goes on; to stop it: {program_name()} stop {_short(workdir.path)}", file=sys.stderr)

@@ -208,7 +208,9 @@ def progress_line(view: RunView) -> str:
         parts.append(f"merged {nats(merged_loss(status))}")
     if any(status.versions):
         parts.append(f"versions {min(status.versions)}..{max(status.versions)}")
-    parts.append(f"learners {status.quorum.active} active, {status.quorum.required} needed")
+    together = status.learners_in_merges
+    merging = f", {together.recent:.1f} in a merge" if together is not None else ""
+    parts.append(f"learners {status.quorum.active} active, {status.quorum.required} needed{merging}")
     return "  ".join([*parts, *(f"({reason})" for reason in (blocked_by(status), silence(view)) if reason)])
 
 
@@ -283,7 +285,9 @@ def picture(view: RunView, events: Sequence[TimedEvent], whole: bool = False) ->
     if status is None:
         return Group(*head, "", foot, "", events_table(events))
     waiting = f", {status.standby} standing by" if status.standby else ""
-    quorum = f"{status.quorum.active} active, {status.quorum.required} needed{waiting}"
+    merged = status.learners_in_merges
+    together = f", {merged.recent:.1f} in a merge" if merged else ""
+    quorum = f"{status.quorum.active} active, {status.quorum.required} needed{together}{waiting}"
     foot.add_row(Text("quorum", style="dim"), quorum)
     rounds = "  ".join(
         f"fragment {row.fragment}: {len(row.responders)} in, {len(row.waiting)} awaited"

@@ -128,9 +128,10 @@ def dropped_by_reason(report: Report) -> list[tuple[str, int]]:
 def _merges(report: Report) -> str:
     versions = report.versions
     times = f"{versions.min}" if versions.min == versions.max else f"{versions.min} to {versions.max}"
-    return (
-        f"{number(report.merges)}; each fragment {times} times, in {number(report.steps)} steps of the fastest learner"
-    )
+    merged = report.learners_in_merges
+    learners = "" if merged is None else f", of {merged:.1f} learners on average"
+    steps = f"in {number(report.steps)} steps of the fastest learner"
+    return f"{number(report.merges)}{learners}; each fragment {times} times, {steps}"
 
 
 def _without_a_merge(report: Report) -> str:

@@ -208,7 +208,7 @@ class StatusWatch:
             return
         self._told_resumed = True
         if status.merges:
-            self.view.earlier_seconds = max(0.0, status.elapsed_seconds - (self.view.run_seconds or 0.0))
+            self.view.earlier_seconds = status.elapsed_seconds
             self.screen.event(
                 f"continuing from the checkpoint in {self.store}: step {status.step}, {status.merges:,} merges,"
                 f" {status.tokens.trained:,} tokens",

@@ -19,9 +19,10 @@ POLL_SECONDS = 1.0
 UNANSWERED_SECONDS = 60.0  # of a syncer that is starting, perhaps again
 
 
-def watch_status(where: str | None, as_json: bool) -> int:
+def watch_status(where: str | None, as_json: bool, to_its_end: bool = False) -> int:
     """Show how the run is doing until it is over; the exit code: 0, or 1 if it has failed. Raises CommandError, also
-    when a run that was shown does not answer any more and has left no report."""
+    when a run that was shown does not answer any more and has left no report. ``to_its_end``: who asks waits for the
+    run, and shows what it has left."""
     screen = None if as_json else make_screen()
     shown: set[tuple[int, int]] = set()
     began, looking_since, heard, view = time.time(), time.monotonic(), float("-inf"), None
@@ -56,7 +57,7 @@ def watch_status(where: str | None, as_json: bool) -> int:
     finally:
         if screen is not None:
             screen.close()
-    if screen is not None:
+    if screen is not None and not to_its_end:
         console = TextConsole()
         console.print(f"{ended_words(document)}:")
         console.print(summary(document))

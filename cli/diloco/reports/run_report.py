@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.reports.document import Axis, Mark, Plot, ResultDocument, ResultTable, Scalar, Series, thinned
-from diloco_protocol.documents import FaultRow, Report, StatusDocument
+from diloco_protocol.documents import FaultRow, LearnersInMerges, Report, StatusDocument
 from diloco_protocol.vocabulary import EVALUATOR
 
 MAX_LINES = 5_000_000  # of metrics.jsonl; what comes later is left out, and said
@@ -201,13 +201,15 @@ def _facts(document: StatusDocument | Report) -> dict[str, Scalar]:
 
 
 def _rows(document: StatusDocument | Report) -> list[dict[str, Scalar]]:
-    tokens = document.tokens
+    tokens, merged = document.tokens, document.learners_in_merges
+    together = merged.overall if isinstance(merged, LearnersInMerges) else merged
     figures: list[tuple[str, float | None, str]] = [
         ("tokens trained", tokens.trained, "tokens"),
         ("tokens merged", tokens.merged, "tokens"),
         ("tokens pending", tokens.pending, "tokens"),
         ("tokens dropped", tokens.dropped, "tokens"),
         ("merges", document.merges, ""),
+        ("learners in a merge", together, "learners"),
         ("goodput", document.goodput, "0 to 1"),
         ("uptime", document.uptime, "0 to 1"),
         ("payload up", document.bytes_up, "bytes"),

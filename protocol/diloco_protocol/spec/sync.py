@@ -25,8 +25,8 @@ class MergeSpec(Spec):
         "auto",
         description="rda: radial-directional averaging (the paper's); mean: weighted mean; isotropic: rda, and then "
         "the singular values of each matrix made equal (IsoLoCo, arXiv 2607.03011), which takes the syncer more time. "
-        "auto: isotropic for a model below 10^8 parameters that is trained from scratch; else, and if the job is "
-        "deterministic, rda.",
+        "auto: isotropic for a model below 10^8 parameters that is trained from scratch, else rda. "
+        "Nothing was measured from 10^8 on.",
     )
     weights: Literal["tokens-quality", "tokens", "uniform"] = Field(
         "tokens-quality", description="Weight of a push: tokens × tokens per step, tokens, or equal for all."

@@ -84,7 +84,7 @@ def next_chunk(size: int, seconds: float) -> int:
     """How large the next chunk is, of a sender whose last one had ``size`` bytes and took ``seconds``: about
     ``CHUNK_SECONDS`` of its link, for a receiver sees no byte of a chunk before all of it has come."""
     wanted = int(size * limits.CHUNK_SECONDS / max(seconds, 1e-6))
-    return min(max(wanted, limits.LEAST_CHUNK_BYTES), 2 * size, limits.CHUNK_BYTES)
+    return min(max(wanted, limits.LEAST_CHUNK_BYTES), 4 * size, limits.CHUNK_BYTES)
 
 
 def chunks(data: Any) -> Iterator[bytes]:
@@ -294,6 +294,7 @@ async def upload(
     """
     view = flat(payload)
     lanes = _lanes(channels)
+    meter, progress = meter or Meter(), progress or Progress()
     sent = sent or SentParts()
     sent.parts = sent.parts or [Part(*at) for at in split(view.nbytes, len(lanes), most=limits.MAX_UPLOAD_PART_BYTES)]
     verdict: sync_pb2.UploadReply | None = None
@@ -313,9 +314,9 @@ async def upload(
             view[part.offset : part.offset + part.size],
             metadata=metadata,
             timeout=timeout,
-            meter=meter or Meter(),
+            meter=meter,
             note_chunk=note_chunk,
-            progress=progress or Progress(),
+            progress=progress,
         )
         part.done = reply.accepted
         if not reply.accepted or reply.reason != TransferRefusal.PARTIAL:

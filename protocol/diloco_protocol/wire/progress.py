@@ -60,15 +60,23 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
     loop = asyncio.get_running_loop()
     begun, moved = loop.time(), progress.moved
     patience = limits.STALL_SECONDS if patience is None else patience
-    task = asyncio.ensure_future(awaitable)
+    first = progress.seconds_left(begun, begun, moved, patience=patience)
+    looking = loop.call_later(first, lambda: look())
+
+    def look() -> None:
+        nonlocal looking
+        left = progress.seconds_left(loop.time(), begun, moved, patience=patience)
+        if left <= 0:
+            limit.reschedule(loop.time())
+        else:
+            looking = loop.call_later(left, look)
+
     try:
-        while not task.done():
-            left = progress.seconds_left(loop.time(), begun, moved, patience=patience)
-            if left <= 0:
-                raise Stalled(f"no bytes for {loop.time() - begun:.0f} s")
-            await asyncio.wait({task}, timeout=left)
-        return await task
+        async with asyncio.timeout(None) as limit:
+            return await awaitable
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise Stalled(f"no bytes for {loop.time() - begun:.0f} s") from error
     finally:
-        if not task.done():
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it
-        task.cancel()  # also if it is done: this tells asyncio that nobody waits for its error
+        looking.cancel()

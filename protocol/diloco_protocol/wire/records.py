@@ -74,7 +74,7 @@ class StepReport:
     an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite. ``tenure``: the
     seat's, in which all this was counted; 0: not said, and taken for the open one. ``young_optimizer``: the inner
     optimizer began fresh within the job, and is not beyond its warm-up. ``batches``: that the loop was given since its
-    last step.
+    last step. ``fresh_optimizer``: why the inner optimizer began fresh in this tenure; empty: it did not.
     """
 
     slot_step: Count = 0
@@ -93,6 +93,7 @@ class StepReport:
     tenure: Count = 0
     young_optimizer: bool = False
     batches: Count = 0
+    fresh_optimizer: Annotated[str, limits.cut_text(256)] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from diloco_protocol.documents import (
     EventRow,
+    LearnersInMerges,
     MergeSeconds,
     OutputRow,
     Quorum,
@@ -123,6 +124,19 @@ def _token_totals(state: JobState) -> Tokens:
     return state.ledger.totals() if state.ledger else Tokens(trained=0, merged=0, pending=0, dropped=0)
 
 
+def learners_in_merges(state: JobState) -> LearnersInMerges | None:
+    """How many learners merges have, and what takes how long; None: no merge was made that counts."""
+    rounds = state.rounds
+    if rounds is None or rounds.learners_in_merges.value is None:
+        return None
+    return LearnersInMerges(
+        recent=rounds.learners_in_merges.value,
+        overall=rounds.counted_learners / rounds.counted_merges,
+        exchange_seconds=rounds.exchange_seconds.value,
+        overlap_seconds=rounds.overlap_seconds,
+    )
+
+
 def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusDocument:
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
     kind, limit = state.config.stop
@@ -158,6 +172,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         tokens=_token_totals(state),
         tokens_per_second=state.clock.rate(now),
         merges=state.merges,
+        learners_in_merges=learners_in_merges(state),
         goodput=goodput(state, now),
         uptime=state.clock.uptime(now),
         eval_loss=list(state.scores.rows),
@@ -184,7 +199,7 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
     ``restarts`` counts the syncers that this store has had before this one, those of earlier runs included.
     ``outcome`` of a job that has not ended is running; of one that was suspended or deleted, interrupted.
     """
-    versions = state.versions or [0]
+    versions, merged = state.versions or [0], learners_in_merges(state)
     end = state.clock.elapsed(now)
     slots = [_slot_row(state, slot, now, shell) for slot in state.members.slots]
     names = {slot.index: f"{region}-{ordinal}" for (region, ordinal), slot in state.members.nominal.items()}
@@ -198,6 +213,7 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
         wall_seconds=end,
         steps=max((slot.step for slot in slots), default=0),
         merges=state.merges,
+        learners_in_merges=None if merged is None else merged.overall,
         versions=VersionRange(min=min(versions), max=max(versions)),
         tokens=_token_totals(state),
         ledger=state.ledger.rows() if state.ledger else [],

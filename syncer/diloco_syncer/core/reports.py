@@ -54,6 +54,10 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     slot.reported.paused = report.paused
     slot.reported.diverged = report.diverged
     slot.reported.young_optimizer = report.young_optimizer
+    if report.fresh_optimizer and not slot.reported.fresh_optimizer:
+        slot.reported.fresh_optimizer = report.fresh_optimizer
+        said = f"{slot.learner}: its optimizer begins fresh, with warm-up: {report.fresh_optimizer}"
+        actions.record_event(EventKind.OPTIMIZER_FRESH, slot, said)
     if report.diverged:
         slot.loss = None
     elif report.loss == report.loss:  # NaN: the process has none yet

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, TransferRefusal
-from diloco_protocol.wire import convert, limits, sync_pb2
+from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Held
 from diloco_syncer.core import events as ev
@@ -39,10 +39,9 @@ class Relayed:
 
 @dataclass(slots=True)
 class UnderWay:
-    """A state that comes in. ``until``: time.monotonic() when it must be here; ``tell_at``: of its next progress."""
+    """A state that comes in. ``tell_at``: time.monotonic() of its next progress."""
 
     transfer: int
-    until: float
     tell_at: float = 0.0
 
 
@@ -81,7 +80,7 @@ class OptimizerRelay:
             raise WireError("versions: more than there can be fragments")
         held = tuple(convert.from_wire(Held, version) for version in header.peer_state.versions)
         key = ("peer", transfer)
-        self._under_way.setdefault(key, UnderWay(transfer, time.monotonic() + limits.transfer_seconds(size)))
+        self._under_way.setdefault(key, UnderWay(transfer))
         try:
             whole = await read(key, lambda: self._spool.allocate(size))
         except OSError as error:
@@ -100,11 +99,10 @@ class OptimizerRelay:
         return upload_reply(True)
 
     def note_chunk(self, key: Hashable) -> None:
-        """Some bytes of an upload came. Of a state the core hears so about once a second, as long as it comes on as
-        fast as a transfer must."""
+        """Some bytes of an upload came. Of a state the core hears so about once a second."""
         under_way = self._under_way.get(key)
         now = time.monotonic()
-        if under_way is not None and now >= under_way.tell_at and now < under_way.until:
+        if under_way is not None and now >= under_way.tell_at:
             under_way.tell_at = now + 1.0
             self._emit(ev.PeerStateAdvanced(under_way.transfer))
 

@@ -127,7 +127,10 @@ def _a_long_job() -> StatusDocument:
         message="enough learners are active",
         stop={"kind": "tokens", "limit": 2_000_000},
         tokens={"trained": 1_000_000, "merged": 996_587, "pending": 0, "dropped": 3413},
-        slots=[slot_row(0, region="local", state="active", link=link), slot_row(1, region="local", ordinal=1)],
+        slots=[
+            slot_row(0, region="local", state="active", link=link),
+            slot_row(1, region="local", ordinal=1, link=slot_link(missing_fragments=22)),
+        ],
         eval_loss=[(0, 5.545), *((20_000 * n, 3.2 - 0.1 * n**0.5) for n in range(1, 51))],
         bytes_up=1_200_000_000,
         events=events,
@@ -167,6 +170,7 @@ def test_a_browser_shows_the_job(opened: Page) -> None:
     assert text["job"].strip() == "long" and "1,000,000 of 2,000,000 tokens (50 %)" in text["progress"]
     assert text["message"].strip() == "enough learners are active" and opened.styles["message"] == ""
     assert "1.20 GB up (0 bit/s now)" in text["figures"]  # it has looked more than once
+    assert "22 fragments to come" in text["learners"]
     assert "876 kbit/s up, 2.98 Mbit/s down, 12 ms" in text["learners"]
     assert not text.get("silence", "").strip()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -19,7 +20,7 @@ from repository import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 
 from gloo_address import gloo_address, with_address
-from relay import BURST_SECONDS, Link, Relays, TokenBucket
+from relay import BURST_SECONDS, Link, Relays, TokenBucket, Way
 
 GAPS = st.lists(st.tuples(st.floats(0, 2), st.integers(1, 100_000)), min_size=1, max_size=40)
 
@@ -131,3 +132,37 @@ def test_addresses_are_compared_as_gloo_does_it() -> None:
 @pytest.mark.parametrize("value", [b"", b"\0" * 15, b"\xff" * 400, b"\0" * 400, gloo_value("127.0.0.1", 1)[:100]])
 def test_other_values_are_left_alone(value: bytes) -> None:
     assert gloo_address(value) is None
+
+
+def test_a_way_that_was_idle_for_too_long_falls_silent() -> None:
+    way = Way()
+    for now in (0.0, 5.0, 24.9):
+        way.note(10, now, 20.0)
+        assert not way.silent
+    way.note(10, 50.0, None)
+    assert not way.silent, "a link with all the patience"
+    way.note(10, 70.1, 20.0)
+    assert way.silent and way.carried == 50
+
+
+@pytest.mark.parametrize("how", ["silent", "reset"])
+def test_a_way_can_stop_and_can_break(how: str) -> None:
+    link = Link()
+    with Relays() as relays, socket.create_server(("127.0.0.1", 0)) as target:
+        address = relays.open(f"127.0.0.1:{target.getsockname()[1]}", near=link)
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as near, target.accept()[0] as far:
+            near.sendall(b"heard")
+            assert far.recv(16) == b"heard"
+            (way,) = link.ways
+            far.settimeout(0.3 if how == "silent" else 30.0)
+            if how == "silent":
+                way.silent = True
+                near.sendall(b"lost")
+            else:
+                relays.do(way.reset)
+                with contextlib.suppress(ConnectionError):
+                    assert far.recv(16) == b""
+                return
+            with pytest.raises(TimeoutError):
+                far.recv(16)

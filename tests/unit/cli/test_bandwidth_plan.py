@@ -120,6 +120,9 @@ def test_round_trips_beyond_the_overlap() -> None:
     assert found["ratio"]["queued"] is None and found["join"]["seconds"] is None
     text = diloco("plan", GPT, "--params", "1e9", "--step-seconds", "0.1", "--round-trip-seconds", "0.2")[1]
     assert "none is enough" in text and "Raise sync.overlap" in text
+    said = " ".join(text.split())
+    assert "An exchange takes at least 500 ms (2.5 round trips). The 2 steps that it may overlap take 200 ms." in said
+    assert "With sync.overlap 5 or more it waits longer." in said and "Nothing was measured from 10^8" in said
 
 
 def test_a_lowered_number_of_fragments_is_said() -> None:

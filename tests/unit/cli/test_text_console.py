@@ -132,9 +132,9 @@ def test_a_terminal_that_was_closed_ends_no_run() -> None:
                 raise OSError(errno.EIO, "Input/output error")
             return super().write(text)
 
-    for make in (Lines, lambda file: Live(TextConsole(file=file, force_terminal=True))):
+    for is_live in (False, True):
         terminal = Terminal()
-        screen = make(terminal)
+        screen = Live(TextConsole(file=terminal, force_terminal=True)) if is_live else Lines(terminal)
         terminal.gone = True
         screen.event("one")
         screen.show_text("two")

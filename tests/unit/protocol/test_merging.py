@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol.merging import ISOTROPIC_BELOW, choose_merge, outer_settings
+from diloco_protocol.merging import ISOTROPIC_BELOW, choose_merge, is_unmeasured, outer_settings
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.spec.sync import OuterSpec
@@ -24,7 +24,7 @@ def spec(**fields: Any) -> JobSpec:
         ({}, 1000, "isotropic"),
         ({}, ISOTROPIC_BELOW - 1, "isotropic"),
         ({}, ISOTROPIC_BELOW, "rda"),
-        ({"sync.deterministic": True}, 1000, "rda"),
+        ({"sync.deterministic": True}, 1000, "isotropic"),
         ({"training.model": {"from": "gpt2"}}, 1000, "rda"),
         ({"training.model": {"from": "gpt2", "lora": {"rank": 4}}}, 1000, "rda"),
         ({"sync.merge.method": "isotropic", "training.model": {"from": "gpt2"}}, 10**10, "isotropic"),
@@ -79,3 +79,12 @@ def test_the_descriptions_say_the_values() -> None:
     assert all(f"{rate:g}" in said for rate in rates)
     momentum = OuterSpec.model_fields["momentum"].description or ""
     assert "0.5 after isotropic" in momentum and "0.9" in momentum
+
+
+@pytest.mark.promise(
+    "Where nothing was measured of a job's merges, validate and plan say so, with small models' figures"
+)
+def test_nothing_was_measured_of_the_default_for_large_models() -> None:
+    assert is_unmeasured(spec(), ISOTROPIC_BELOW) and not is_unmeasured(spec(), ISOTROPIC_BELOW - 1)
+    for chosen in ({"sync.merge.method": "rda"}, {"training.model": {"from": "gpt2"}}):
+        assert not is_unmeasured(spec(**chosen), ISOTROPIC_BELOW)

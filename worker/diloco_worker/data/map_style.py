@@ -26,12 +26,12 @@ _STREAMS = "a stream goes through learner.steps(): `for step in learner.steps():
 
 
 def sample_items(dataset: Any) -> tuple[DataSample, ...]:
-    """Digests of the data set's first, middle and last item, of a data set with ``compared_items`` of so many each.
-    Empty: they differ from one reading to the next, or hold what has no digest."""
+    """Digests of the data set's first, middle and last item, of a data set with ``compared_items`` of so many each (0:
+    its content is not compared). Empty: they differ from one reading to the next, or hold what has no digest."""
     size = len(dataset)
     each = min(size, getattr(dataset, "compared_items", 1))
     samples = []
-    for first in sorted({0, (size - each) // 2, size - each}) if size else ():
+    for first in sorted({0, (size - each) // 2, size - each}) if each else ():
         found = {_digest_items(dataset, range(first, first + each)) for _ in range(2)}
         digest = found.pop()
         if found or not digest:

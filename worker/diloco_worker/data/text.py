@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,10 +33,11 @@ from diloco_protocol.common.data.data_files import (
     is_utf8,
     record_format,
 )
+from diloco_protocol.common.data.local_files import NothingThere, local_files
 from diloco_protocol.spec.load import JobError
 from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data import cache, records, tables
-from diloco_worker.data.corpus import FIELD, Document, documents
+from diloco_worker.data.corpus import BUILT_IN, FIELD, Document, documents
 from diloco_worker.data.directories import directory_or_name
 from diloco_worker.data.found import Found
 from diloco_worker.data.split import Part
@@ -47,6 +49,7 @@ log = logging.getLogger(__name__)
 PIECE_CHARACTERS = 1_000_000
 # Of a corpus, before a job is started.
 LOOK_BYTES = 4_000_000
+LOOK_FILES = 20_000
 
 
 class Tokenizer(Protocol):
@@ -213,12 +216,16 @@ def _origin(document: Document, text_field: str) -> tuple[object, ...]:
 
 def summarise_data(data: DataSpec, directory: Path) -> tuple[str, bool]:
     """What the files of ``data`` hold, as learners would count it, and whether only a part was looked at: of more than
-    LOOK_BYTES the first are read. Empty where that cannot be said: files elsewhere, or with something wrong."""
+    LOOK_BYTES the first are read, and more than LOOK_FILES are not opened. Empty where that cannot be said: files
+    elsewhere, or with something wrong."""
     paths = data.paths if data.source == "text" else [data.name or ""] * (record_format(data.name or "") is not None)
-    if any("://" in path for path in paths):
+    if not paths or any("://" in path for path in paths):
         return "", False
     found, words, tokens, seen = Found(), tokenizer(data.tokenizer), 0, 0
     try:
+        here = itertools.chain.from_iterable(local_files(path, directory) for path in paths if path != BUILT_IN)
+        if next(itertools.islice(here, LOOK_FILES, None), None) is not None:
+            return f"more than {LOOK_FILES:,} files", True
         listed = tables.without_bookkeeping(documents(paths, directory), data.split)
         tables.check_installed(listed)
         whole = sum(document.size for document in listed)
@@ -230,9 +237,9 @@ def summarise_data(data: DataSpec, directory: Path) -> tuple[str, bool]:
                     break
             if seen >= LOOK_BYTES:
                 break
-    except JobError:
+    except (JobError, NothingThere):
         return "", False
-    if not listed or whole <= LOOK_BYTES:
+    if seen < LOOK_BYTES:
         return found.line(tokens, data.sequence_length) if listed else "", False
     left_out = f", {found.left_out_text}" if found.left_out else ""
     files = f"{len(listed):,} file{'s' * (len(listed) != 1)} of {whole:,} bytes{left_out}"
@@ -249,8 +256,7 @@ def texts(document: Document, data: DataSpec, found: Found, most: int | None = N
         is_records, remark = records.is_records(document, data.text_field)
         format = format if is_records else None
     if format is None:
-        content = document.read(most)
-        head = content[:HEAD_BYTES]
+        head = document.read(HEAD_BYTES)
         if binary := binary_kind(head):
             if document.chosen:
                 name = posixpath.basename(document.uri)
@@ -262,7 +268,7 @@ def texts(document: Document, data: DataSpec, found: Found, most: int | None = N
                 remark or "text that is not UTF-8, of which the tokenizer gets replacement characters: save it as UTF-8"
             )
         found.add_look(remark or appearance(head), document.uri)
-        yield content
+        yield (head if len(head) < HEAD_BYTES else document.read(most))[:most]
         return
     found.record_files += 1
     for text in records.texts(document, format, data.text_field):

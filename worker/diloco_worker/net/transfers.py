@@ -54,7 +54,7 @@ from diloco_worker.settings import ConfigurationError, DivergedError
 
 log = logging.getLogger(__name__)
 
-_DOWNLOADS_AT_ONCE = 3  # fragments: one is decoded while others come
+_DOWNLOADS_AT_ONCE = 4  # fragments: one is decoded while others come, and round trips overlap
 _TELL_SECONDS = 10.0  # between two lines about a newcomer's download
 _PUSHES_AT_ONCE = 2  # one is encoded while another is uploaded
 _MOST_QUEUED_PUSHES = 2 * MAX_FRAGMENTS

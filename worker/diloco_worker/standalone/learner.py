@@ -182,14 +182,9 @@ class StandaloneLearner:
     # ------------------------------------------------------------------ the loop
 
     def batches(
-        self,
-        dataset: Any,
-        sequences: int | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate,
-        compare: bool = True,
+        self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
     ) -> Iterator[Any]:
-        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass, and
-        compared with nothing."""
+        """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass."""
         batch_spec = self.job.spec.training.batch
         count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
         check_map_style(dataset)

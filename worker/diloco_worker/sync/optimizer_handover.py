@@ -61,6 +61,7 @@ class OptimizerHandover:
     def __post_init__(self) -> None:
         self._limit = optimizer_state.max_state_bytes(self.inner.model)
         self._trained = 0  # inner steps since the state began fresh, whoever made them
+        self._fresh = ""  # why it began fresh in this tenure; empty: it did not
         self._job_has_one = False
         self._source = ""  # what is waited for: PEER, JOB, OWN, or nothing
         self._candidates: list[tuple[str, ReceivedState]] = []  # states that came, best first
@@ -77,6 +78,11 @@ class OptimizerHandover:
         """Whether this learner trains, with a state that began fresh within the job and is not beyond the warm-up."""
         few = min(self.warm_up, self.adoption.now.step / 2)
         return self.adoption.trained_steps > 0 and self._trained < few
+
+    @property
+    def fresh(self) -> str:
+        """Why the state began fresh in this tenure, while it warms up; empty: it did not, or is warm."""
+        return self._fresh if self._trained < self.warm_up else ""
 
     def count_step(self) -> None:
         """An inner step was made."""
@@ -110,7 +116,7 @@ class OptimizerHandover:
     def request_state(self, job_has_one: bool) -> None:
         """Begin to wait, as a newcomer in a job that has trained. ``job_has_one``: its checkpoint holds a state."""
         self._candidates = []
-        self._source = PEER
+        self._fresh, self._source = "", PEER
         self._ranked = self._ask_again = self._patient = False
         self._job_has_one = job_has_one
         self.repeat_request()
@@ -230,6 +236,7 @@ class OptimizerHandover:
             log.info("the inner optimizer continues with this process's own state: %s", why)
             return
         log.info("the inner optimizer begins fresh, with warm-up: %s", why)
+        self._fresh = why
         self.clear_state()
 
     # ------------------------------------------------------------------ giving

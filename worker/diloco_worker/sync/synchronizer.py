@@ -229,6 +229,7 @@ class Synchronizer:
             loss=self.metrics.read_loss(),
             diverged=self.metrics.diverged,
             young_optimizer=self._handover.is_young,
+            fresh_optimizer=self._handover.fresh,
             step_seconds=self.metrics.step_seconds,
             cursors=self._prefetcher.cursors() if self._prefetcher is not None else (),
         )

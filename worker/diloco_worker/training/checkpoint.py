@@ -9,11 +9,9 @@ become those of a model. It builds what is missing from random values and goes o
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,11 +26,8 @@ from diloco_protocol.spec.training import ModelSpec
 from diloco_worker.errors import job_error
 from diloco_worker.training.pretrained import FIELD
 
-log = logging.getLogger(__name__)
-
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ASYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def check_loaded(model_spec: ModelSpec, info: Mapping[str, Any]) -> Problem | None:
@@ -50,8 +45,7 @@ def check_loaded(model_spec: ModelSpec, info: Mapping[str, Any]) -> Problem | No
         shapes = [f"{name} ({_shape(there)} there, {_shape(ours)} in the model)" for name, there, ours in wrong]
         said.append(f"{_count(wrong)} of another shape: {shorten(shapes, 3)}")
     if said:
-        names = [*missing, *(row[0] for row in wrong)]
-        cure = "" if _prefix(missing, unexpected) else f"; to begin these anew: initialise: {_patterns(names)}"
+        cure = "" if _prefix(missing, unexpected) else "; those that are meant to be new: training.model.initialise"
         raise job_error(FIELD, model_spec.from_, f"does not fit the model: {'; '.join(said)}{cure}")
     if not unexpected:
         return None
@@ -65,47 +59,32 @@ def compare_headers(model_spec: ModelSpec, source: str, revision: str, model: An
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shapes = dict(_header_shapes(source, revision))
-    before = os.environ.get(_ASYNCHRONOUS)
-    os.environ[_ASYNCHRONOUS] = "1"  # tensors without values know one thread
-    try:
-        with quiet_loading(), FakeTensorMode(allow_non_fake_inputs=True):
-            values = {name: torch.empty(shape) for name, shape in shapes.items()}
-            _, info = type(model).from_pretrained(
-                None, config=model.config, state_dict=values, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-    finally:
-        if before is None:
-            del os.environ[_ASYNCHRONOUS]
-        else:
-            os.environ[_ASYNCHRONOUS] = before
+    os.environ.setdefault(_ASYNCHRONOUS, "1")  # tensors without values know one thread
+    with quiet_loading(), FakeTensorMode(allow_non_fake_inputs=True):
+        values = {name: torch.empty(shape) for name, shape in shapes.items()}
+        _, info = type(model).from_pretrained(
+            None, config=model.config, state_dict=values, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     return check_loaded(model_spec, info)
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers' bars and its coloured report of a loading out of the log; where loading fails, the report is
-    told in plain text."""
+    """Keep transformers' bars out of the log, and its coloured report of a loading: what of it counts is told by
+    ``check_loaded``."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would run a thread and fill logs
-    reports: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        is_report = "LOAD REPORT" in record.getMessage()
-        if is_report:
-            reports.append(_COLOURS.sub("", record.getMessage()))
-        return not is_report
-
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(keep)
+    logger.addFilter(_is_no_report)
     try:
         yield
-    except (ValueError, RuntimeError):
-        for report in reports:
-            log.error("%s", report)
-        raise
     finally:
-        logger.removeFilter(keep)
+        logger.removeFilter(_is_no_report)
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def shorten(names: Sequence[str], count: int = 6) -> str:
@@ -148,15 +127,6 @@ def _prefix(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     )
     prefix, count = found.most_common(1)[0] if found else ("", 0)
     return prefix if 2 * count >= len(wanted) else ""
-
-
-def _patterns(names: Sequence[str]) -> str:
-    """Patterns that allow these tensors, short enough to be read."""
-    if len(names) <= 2:
-        return f"[{', '.join(names)}]"
-    parts = zip(*(name.split(".") for name in names), strict=False)
-    common = [same[0] for same in itertools.takewhile(lambda each: len(set(each)) == 1, parts)]
-    return f"['{'.'.join([*common, '*'])}']"
 
 
 def _count(names: Sequence[object]) -> str:

@@ -68,7 +68,7 @@ def check_export(
         loss, count = _score(model, batches)
     except Exception as error:  # of the user's own code too: what was written is whole all the same
         return ExportCheck(generated, cached, ends, None, why=one_line(error))
-    return ExportCheck(generated, cached, ends, loss, count, len(batches))
+    return ExportCheck(generated, cached, ends, loss, batches=count, of=len(batches))
 
 
 def _generate(model: Any) -> tuple[int, bool]:

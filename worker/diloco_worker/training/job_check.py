@@ -22,7 +22,6 @@ from torch import nn
 from diloco_protocol.common.files import write_whole
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem, read_job
-from diloco_protocol.spec.training import DataSpec
 from diloco_worker import device
 from diloco_worker.data import text
 from diloco_worker.errors import one_line
@@ -53,7 +52,9 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
     facts, tokens = None, None
     if (built := model) is not None:
         facts, tokens = _tried(lambda: _facts(spec, built), wrong), _step_tokens(spec, built)
-    held = text.summarise_data(data, directory or Path.cwd()) if (data := _readable(spec)) is not None else ("", False)
+    held = ("", False)
+    if (kept := spec.training.data) is not None and spec.learners.command is None:
+        held = text.summarise_data(kept, directory or Path.cwd())
     steps = None if tokens is None else total_steps(spec.training.stop, 1, tokens)
     kind = "" if where is None else where.type
     return JobFindings(
@@ -68,12 +69,6 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
         data=held[0],
         data_in_part=held[1],
     )
-
-
-def _readable(spec: JobSpec) -> DataSpec | None:
-    """The data, if the built-in trainer would read them as text, with a tokenizer that is here."""
-    data = spec.training.data
-    return data if data is not None and data.source != "python" and spec.learners.command is None else None
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """A schedule of random faults from a seed, in the grammar of ``--chaos``.
 
 Failures are Poisson: a learner that is well fails at the rate 1 / MTBF. What is broken is drawn with the shares of
-``Mixture``; how long it lasts (a kill: until its machine is back) is exponentiated Weibull (``simulate.failures``). A
+``Mixture``; how long it lasts (a kill: until its machine is back) is exponentiated Weibull (``failures``). A
 learner that is broken does not break again before that is over. The same arguments give the same schedule.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from diloco.local.chaos.failures import RepairTimes, draw_failures
 from diloco.local.chaos.schedule import NONE, Fault, parse
-from diloco.simulate.failures import RepairTimes, draw_failures
 
 SHAPE, POWER = 0.8, 2.0  # of repair times: most are short, few are long, none takes no time
 SHORTEST_SECONDS = 0.1

@@ -136,6 +136,7 @@ class Round:
     quorum_at: float | None = None
     deadline: float | None = None
     merging: bool = False
+    last: bool = False  # all learners had left when its merge began
     in_time: set[int] = field(default_factory=set)  # slots whose push came within the window, after the merge had begun
 
     def slots(self) -> set[int]:
@@ -172,6 +173,11 @@ class RoundBook:
         self.quorum_seconds = MovingAverage()
         self.merge_seconds = MovingAverage()
         self.broadcast_seconds = MovingAverage()
+        self.exchange_seconds = MovingAverage()
+        self.learners_in_merges = MovingAverage()
+        self.counted_merges = self.counted_learners = (
+            0  # of merges and of the learners in them, but for the last merges
+        )
         self._deliveries: dict[int, Delivery] = {}  # by fragment: those that fewer than K slots have
 
     @property
@@ -323,6 +329,10 @@ class RoundBook:
         closed = self.open.pop(fragment)
         self._merged[fragment] = closed
         self.merge_seconds.add(merge_seconds)
+        if not closed.last:
+            learners = len(closed.slots())
+            self.learners_in_merges.add(learners)
+            self.counted_merges, self.counted_learners = self.counted_merges + 1, self.counted_learners + learners
         self._deliveries[fragment] = Delivery(version, closed, now)
         for slot, step in closed.steps_at_opening.items():
             self._mark(fragment, slot, step)
@@ -338,6 +348,7 @@ class RoundBook:
         if len(delivery.slots) >= self.rules.quorum:
             self.broadcast_seconds.add(now - delivery.announced_at)
             opened, under_way = delivery.opened, len(self.open) + len(self._deliveries)
+            self.exchange_seconds.add(now - opened.opened_at)
             self.exchanges.record(opened.id, under_way, now - opened.opened_at, self.next_round)
             del self._deliveries[fragment]
 
@@ -346,6 +357,11 @@ class RoundBook:
         """ξ_sync: to merge, to make durable, and to broadcast, as far as that was measured."""
         merge = self.merge_seconds.value
         return None if merge is None else merge + (self.broadcast_seconds.value or 0.0)
+
+    @property
+    def overlap_seconds(self) -> float | None:
+        """What the τ steps take that an exchange may overlap, as far as that was measured."""
+        return None if self.step_seconds.value is None else self.rules.overlap * self.step_seconds.value
 
     def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
         """A record is in the store: the version rises, and so do the marks of the slots that are in it."""
@@ -371,6 +387,7 @@ class RoundBook:
             "marks": [{str(slot): step for slot, step in marks.items()} for marks in self.marks],
             "first_marks": {str(slot): step for slot, step in self.first_marks.items()},
             "next_round": self.next_round,
+            "learners_in_merges": [self.counted_merges, self.counted_learners],
         }
 
     def load(self, row: dict[str, Any]) -> None:
@@ -379,3 +396,6 @@ class RoundBook:
         self.marks = [{int(slot): step for slot, step in marks.items()} for marks in row["marks"]]
         self.first_marks = {int(slot): step for slot, step in row["first_marks"].items()}
         self.next_round = row["next_round"]
+        self.counted_merges, self.counted_learners = row["learners_in_merges"]
+        if self.counted_merges:
+            self.learners_in_merges.add(self.counted_learners / self.counted_merges)

@@ -107,6 +107,8 @@ class LastReport:
     """Whether its last loss is not finite."""
     young_optimizer: bool = False
     """Whether its optimizer's state began fresh within the job and is not beyond its warm-up."""
+    fresh_optimizer: str = ""
+    """Why its optimizer began fresh in the tenure; empty: it did not."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ fragment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -29,6 +30,9 @@ from diloco_syncer.core.reports import apply_report
 from diloco_syncer.core.state import JobState
 
 LATE_ROUNDS = 3  # a slot that is late in so many rounds running is starved
+FEW_MERGES = 16  # merges before it is said that they have few learners
+FEW_SHARE = 0.75  # of the active learners; fewer in a merge are few
+FEW_QUIET_SECONDS = 600.0  # between two events that say so
 STARVED_QUIET_SECONDS = 60.0  # between two events that tell it of one slot: with short steps it may come every second
 
 
@@ -39,6 +43,7 @@ class Aggregator:
         self._state = state
         self._actions = actions
         self._quorum = state.config.rules.quorum
+        self._few_told_at = -math.inf
         self._offers: dict[int, list[Accepted]] = {}  # by fragment, those that wait for a round
         self.checks = PushChecks(state)
 
@@ -186,6 +191,7 @@ class Aggregator:
         state = self._state
         assert state.rounds and state.ledger
         times = [s.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE and s.step_seconds > 0]
+        opened.last = last
         pushes = state.rounds.begin_merge(opened, median(times) if times else None)
         headers = [push.header for push in pushes]
         weights = normalised_weights(
@@ -227,6 +233,7 @@ class Aggregator:
                 self._actions.record_event(EventKind.FIRST_MERGE, slot, message)
             self._actions.add(ev.ReleasePush(push.handle))
         self._update_lateness(closed, now)
+        self._tell_few_learners(now)
         self._actions.add(state.announcement(event.fragment))
 
     def record_arrival(self, event: ev.VersionSent, now: float) -> None:
@@ -263,6 +270,28 @@ class Aggregator:
                 told.starved_at = now
                 message = f"the updates of {slot.learner} came after the merge in {pushes.late_rounds} rounds running"
                 self._actions.record_event(EventKind.STARVED, slot, message)
+
+    def _tell_few_learners(self, now: float) -> None:
+        """Say, now and then, that merges have far fewer learners than there are, and how long what takes."""
+        state = self._state
+        rounds, alive = state.rounds, len(state.progress())
+        assert rounds
+        recent, exchange, overlap = (
+            rounds.learners_in_merges.value,
+            rounds.exchange_seconds.value,
+            rounds.overlap_seconds,
+        )
+        if recent is None or exchange is None or overlap is None or rounds.counted_merges < FEW_MERGES:
+            return
+        if recent >= FEW_SHARE * alive or now - self._few_told_at < FEW_QUIET_SECONDS:
+            return
+        self._few_told_at = now
+        cure = "raise sync.overlap" if exchange > overlap else "their paces differ by more than the grace window"
+        steps = f"the {rounds.rules.overlap} steps that it may overlap take {overlap:.3g} s"
+        message = (
+            f"merges have {recent:.1f} of {alive} learners: an exchange takes {exchange:.3g} s, and {steps}; {cure}"
+        )
+        self._actions.record_event(EventKind.FEW_LEARNERS, None, message)
 
     # ---------------------------------------------------------------- after a restart
 

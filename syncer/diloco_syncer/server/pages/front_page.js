@@ -130,7 +130,7 @@ function traffic(status) {
 }
 function describe(link) {
   if (!link) return "";
-  const parts = [];
+  const parts = link.missing_fragments ? [link.missing_fragments + " fragments to come"] : [];
   if (link.up_bytes_per_second) parts.push(rate(link.up_bytes_per_second) + " up");
   if (link.down_bytes_per_second) parts.push(rate(link.down_bytes_per_second) + " down");
   if (link.round_trip_seconds) parts.push(Math.round(1000 * link.round_trip_seconds) + " ms");
@@ -155,7 +155,8 @@ function show(status) {
     ["loss of the merged model", loss(scores.length ? scores[scores.length - 1][1] : null)],
     ["learners", status.quorum.active + " active, " + status.quorum.required + " needed" +
       (status.standby ? ", " + status.standby + " standing by" : "")],
-    ["merges", count(status.merges)],
+    ["merges", count(status.merges) + (status.learners_in_merges
+      ? ", of " + status.learners_in_merges.recent.toFixed(1) + " learners each" : "")],
     ["tokens", count(status.tokens.trained) + " trained, " + count(status.tokens.merged) + " merged, " +
       count(status.tokens.pending) + " pending, " + count(status.tokens.dropped) + " dropped"],
     ["learners' time in the merged model", percent(status.goodput)],

@@ -60,7 +60,7 @@ _CARRIED_OF_REGION = (
 
 
 def _of_job(document: StatusDocument) -> Iterator[Family]:
-    losses, seconds = document.eval_loss, document.seconds
+    losses, seconds, merged = document.eval_loss, document.seconds, document.learners_in_merges
     ages = [row.open_seconds for row in document.rounds]
     for name, text, gauge in (
         ("epoch", "The syncer's epoch: how many syncers this store has had", document.epoch),
@@ -72,6 +72,13 @@ def _of_job(document: StatusDocument) -> Iterator[Family]:
         ("tokens_per_second", "Tokens trained per second, all learners", document.tokens_per_second),
         ("goodput_ratio", "Compute of merged steps over all slots' wall time", document.goodput),
         ("uptime_ratio", "Share of time in which a learner advanced", document.uptime),
+        ("learners_in_merges", "Learners in a merge, the mean of the last ones", merged and merged.recent),
+        (
+            "exchange_seconds",
+            "From a round's opening until K learners have its version",
+            merged and merged.exchange_seconds,
+        ),
+        ("overlap_seconds", "What the steps take that an exchange may overlap", merged and merged.overlap_seconds),
         ("rounds_open", "Rounds that wait for pushes", len(document.rounds)),
         ("rounds_overdue", "Of them those that have waited far too long", sum(row.overdue for row in document.rounds)),
         ("round_open_seconds", "Age of the round that is open longest", max(ages, default=0.0)),

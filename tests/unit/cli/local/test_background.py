@@ -74,7 +74,7 @@ def test_it_waits_for_as_long_as_the_run_holds_its_directory(runner: Runner, mon
         if len(looks) == 50:
             runner.leave()
 
-    monkeypatch.setattr(background.time, "sleep", sleep)
+    monkeypatch.setattr("diloco.local.background.time.sleep", sleep)
     assert stop(str(runner.workdir.path), now=False) == COMPLETE and len(looks) == 50
 
 

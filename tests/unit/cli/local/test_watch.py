@@ -134,3 +134,15 @@ def test_last_output_is_the_one_that_no_more_comes_of(status: str | None, report
         None if report is None else job_report(output=row(report)),
     )
     assert (None if found is None else found.state) == last
+
+
+@pytest.mark.parametrize(("merges", "earlier"), [(0, 0.0), (7, 600.0)])
+def test_the_clock_of_a_run_that_continues_counts_the_runs_before(
+    watch: StatusWatch, client: KeepsItsStatus, merges: int, earlier: float
+) -> None:
+    client.page = status_document(phase="waiting", merges=merges, elapsed_seconds=600.0)
+    asyncio.run(watch.poll())
+    assert watch.view.earlier_seconds == earlier
+    client.page = status_document(phase="training", merges=9, elapsed_seconds=690.0)
+    asyncio.run(watch.poll())
+    assert watch.view.earlier_seconds == earlier, "it is the time at the first look"

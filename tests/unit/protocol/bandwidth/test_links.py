@@ -83,6 +83,33 @@ def test_the_syncer_believes_numbers_that_make_sense() -> None:
     assert link.known.up == pytest.approx(1000)
 
 
+def test_a_newcomer_says_how_much_it_lacks_and_how_fast_it_comes() -> None:
+    """Before a transfer has ended there is nothing to judge a link by, and yet a person waits."""
+    probe, measures = LinkProbe(), LinkMeasures()
+    probe.arriving.begin(10.0)
+    assert probe.stamp(StepReport(), 11.0, 2.0, missing=24).link == Link(missing_fragments=24)
+    probe.arriving.record_bytes(4_500_000, 12.0)
+    report = probe.stamp(StepReport(), 15.0, 2.0, missing=22)
+    assert report.link == Link(900_000.0, missing_fragments=22)
+    measures.apply_report(report)
+    assert measures.missing_fragments == 22 and measures.known.down == 900_000.0
+    measures.apply_report(probe.stamp(StepReport(), 16.0, 2.0))
+    assert measures.missing_fragments == 0
+
+
+@pytest.mark.promise(
+    "A newcomer's download is shown while it goes on: how many fragments it has, and how fast they come"
+)
+def test_the_picture_shows_what_a_newcomer_has() -> None:
+    row = slot_row(1, state="active", link=slot_link(missing_fragments=22, down_bytes_per_second=900_000.0))
+    status = status_document(versions=[3] * 24, slots=[row])
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(picture(RunView("j", None, status, {}, serving=True), []))
+    assert "2 of 24 fragments, 900 kB/s" in captured.get()
+    assert slot_note(slot_row(link=slot_link(missing_fragments=24)), 24) == "0 of 24 fragments"
+
+
 def slot(number: int, **link: Any) -> SlotRow:
     return slot_row(number, region="eu", ordinal=number, state="active", link=slot_link(**link))
 

@@ -351,7 +351,7 @@ def test_an_answer_is_waited_for_by_the_size_of_its_part() -> None:
 
 def test_chunks_take_half_a_second_of_their_link() -> None:
     size = limits.FIRST_CHUNK_BYTES
-    assert bulk.next_chunk(size, 0.0) == 2 * size and bulk.next_chunk(size, 0.5) == size
+    assert bulk.next_chunk(size, 0.0) == 4 * size and bulk.next_chunk(size, 0.5) == size
     assert bulk.next_chunk(limits.CHUNK_BYTES, 0.001) == limits.CHUNK_BYTES
     assert bulk.next_chunk(limits.CHUNK_BYTES, 2.0) == limits.CHUNK_BYTES // 4
     assert bulk.next_chunk(size, 60.0) == limits.LEAST_CHUNK_BYTES

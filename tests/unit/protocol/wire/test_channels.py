@@ -31,6 +31,15 @@ def test_grpc_knows_every_option() -> None:
     assert not unknown
 
 
+def test_a_try_to_connect_takes_four_round_trips_of_two_seconds_and_pauses_grow() -> None:
+    """gRPC's least backoff is how long one try may take: TCP, TLS and HTTP/2's first frames."""
+    for options in (channel_options(), channel_options(bulk=True), control_options()):
+        found = dict(options)
+        assert found["grpc.min_reconnect_backoff_ms"] >= 4 * 2000
+        assert found["grpc.initial_reconnect_backoff_ms"] == 2000
+        assert found["grpc.max_reconnect_backoff_ms"] == 15_000
+
+
 @pytest.mark.promise("A connection without calls for minutes is kept alive, and not ended for its pings")
 async def test_a_connection_without_calls_may_be_kept_alive() -> None:
     """Pings that come no faster than allowed end no connection, however many they are."""

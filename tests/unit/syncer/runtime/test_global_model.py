@@ -303,3 +303,26 @@ def test_slow_readers_of_all_fragments_together_keep_half_a_model_at_most() -> N
             model.publish(record, model.encode(record, None), float(version))
     assert [len(kept) for kept in model.superseded].count(0) >= fragments // 2
     assert sum(len(kept) for kept in model.superseded) == fragments // 2
+
+
+@pytest.mark.promise("A drain does not make the model worse: old work is taken by its mean, without rate and momentum")
+def test_old_work_in_the_last_merge_is_the_mean_alone() -> None:
+    def merged(ages: tuple[int, int], last: bool) -> tuple[MergeRecord, np.ndarray]:
+        made = parameters()
+        before = merge(made, 0, 1)
+        usual = action(0, 2)
+        responders = tuple(
+            replace(r, age=age, weight=w) for r, age, w in zip(usual.responders, ages, (0.25, 0.75), strict=True)
+        )
+        deltas = [values(0, 200 + m, 0.01) for m in range(2)]
+        asked = replace(usual, responders=responders, last=last)
+        record, _ = made.merge(asked, deltas, squares(deltas, 0), epoch=1, number=2)
+        mean = before.theta - (np.float32(0.25) * deltas[0] + np.float32(0.75) * deltas[1])
+        assert last or set(record.outer) == set(before.outer)
+        return record, mean
+
+    record, mean = merged((2, 2), last=True)
+    np.testing.assert_allclose(record.theta, mean, rtol=1e-5, atol=1e-7)
+    for ages, last in (((2, 2), False), ((0, 2), True), ((3, 1), True)):
+        record, mean = merged(ages, last)
+        assert not np.allclose(record.theta, mean, rtol=1e-3, atol=1e-4), "the job's own step"

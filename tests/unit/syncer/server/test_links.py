@@ -20,7 +20,7 @@ JOB = """{"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {
 
 def slow_link(busy: str) -> Any:
     slot: Any = SimpleNamespace(index=0, state=SlotState.ACTIVE, holder=SimpleNamespace(ready=True), step_seconds=0.05)
-    link: Any = SimpleNamespace(known=Measured(up=1e5, down=1e5))
+    link: Any = SimpleNamespace(known=Measured(up=1e5, down=1e5), missing_fragments=0)
     layout = Layout.build([Tensor("w", (256, 256), "float32")], 1)
     return slot_links(parse_job(JOB), layout, [slot], lambda _: link, busy=busy)[0]
 

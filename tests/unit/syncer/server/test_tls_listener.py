@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,14 +21,20 @@ import pytest
 from grpc import aio
 
 from diloco_operator.reconcile.job_secrets import RootKey, certificates
+from diloco_protocol.common import reach
 from diloco_protocol.security.credentials import Credentials, CredentialsError
-from diloco_protocol.wire import channels, limits
+from diloco_protocol.wire import channels, limits, verify_server
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.server.tls import listener as listeners
 from diloco_syncer.server.tls.listener import TlsListener
 from parties import DAY, Parties
 from patience import until
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+from relay import Link, Relays
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
 
@@ -257,6 +264,44 @@ async def test_whom_a_learner_looked_at_nobody_else_can_be(parties: Parties) -> 
         assert (await another.call(made)).startswith("the learner")
         assert await another.call(pinned) == "UNAVAILABLE"
         await another.stop()
+
+
+@pytest.mark.promise(
+    "A learner connects to a host whose first address is dead: addresses are tried side by side",
+    section="Connections and job files",
+)
+async def test_a_syncer_with_a_dead_address_is_looked_at_over_the_other(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TLS too. Where none answers, each is named with what it does."""
+    made = Credentials.from_directory(parties.learner())
+    numbers = ["127.0.0.2", "127.0.0.1"]
+    monkeypatch.setattr(reach, "resolve_name", lambda host, port: numbers)
+    async with place(parties) as there:
+        with socket.create_server(("127.0.0.2", there.port), backlog=0) as silent, contextlib.ExitStack() as stack:
+            for _ in range(3):
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(silent.getsockname())
+            assert await verify_syncer(made, f"two.test:{there.port}", made.names()) is not made
+            numbers[1] = "127.0.0.3"
+            monkeypatch.setattr(verify_server, "CONNECT_SECONDS", 1)
+            with pytest.raises(ServerNotTrusted, match=r"127.0.0.2: no answer, 127.0.0.3: connect"):
+                await verify_syncer(made, f"two.test:{there.port}", made.names())
+
+
+@pytest.mark.slow
+@pytest.mark.promise("A learner connects over a link whose round trip takes two seconds, with TLS")
+async def test_a_round_trip_of_two_seconds_is_no_reason_to_give_up(parties: Parties) -> None:
+    """TCP, TLS and HTTP/2 take one each, and a call another."""
+    made = Credentials.from_directory(parties.learner())
+    async with place(parties) as there:
+        with Relays() as relays:
+            address = relays.open(there.address, near=Link(latency=1.0))
+            pinned = await verify_syncer(made, address, made.names())
+            async with pinned.aio_channel(address, channels.channel_options()) as channel:
+                answer = await channel.unary_unary("/T/Who")(b"", timeout=60)
+            assert answer.decode().startswith("the learner")
 
 
 async def test_certificates_are_replaced_while_it_serves(

@@ -107,6 +107,9 @@ def test_what_is_drawn_from_a_global_generator_is_the_same_everywhere_and_draws_
 
 
 def test_what_has_no_digest_is_not_compared() -> None:
+    meant = Items(str)
+    meant.compared_items = 0  # type: ignore[attr-defined]
+    assert sample_items(Items(str)) and sample_items(meant) == ()
     own = np.random.default_rng()
     assert sample_items(Items(lambda i: own.random())) == ()
     assert sample_items(Items(lambda i: object())) == ()

@@ -482,3 +482,24 @@ def test_a_session_is_half_closed_only_when_everything_was_handed_over(
     all_sent(one.outbox)
     one.half_close()
     assert closed == ["half close"]
+
+
+async def test_what_has_come_of_a_download_outlives_the_session(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, _ = made
+    kept = []
+    for _ in range(2):
+        one._begin_session(SimpleNamespace(end=None), [], (), False)  # type: ignore[arg-type]
+        assert one._transfers is not None
+        kept.append(one._transfers.channels.kept)
+        await one._end_session()
+    assert kept[0] is kept[1]
+
+
+def test_a_heartbeat_says_what_a_newcomer_lacks(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, _ = made
+    assert one._stamp(StepReport(), 1.0, 1.0).link is None
+    begin_session(one)
+    assert one._transfers is not None
+    one._transfers.on_announcement(Announcement(0, 1, 3, Payload("float32", 40, 5)))
+    link = one._stamp(StepReport(), 1.0, 1.0).link
+    assert link is not None and link.missing_fragments == 1

@@ -121,9 +121,9 @@ def test_a_newcomer_needs_what_its_bytes_need(rate: float, latency: float) -> No
         seconds = await world.arrive(1e5)
         assert seconds < 1.1 * world.bytes_needed / rate + 2 * P * latency
         assert world.link.carried < 1.01 * world.bytes_needed
-        assert len(world.asked) == P and world.link.most_streams <= 3
+        assert len(world.asked) == P and world.link.most_streams <= 4
         places = enumerate(fragment for fragment, _, _ in world.asked)
-        assert all(abs(place - fragment) < 3 for place, fragment in places), "the oldest announcement first"
+        assert all(abs(place - fragment) < 4 for place, fragment in places), "the oldest announcement first"
 
     virtual_time.run(test())
 
@@ -173,7 +173,7 @@ def test_resets_cost_what_was_under_way_and_no_more() -> None:
             else:
                 for channel in world.channels:
                     channel.break_streams()
-        # A chunk of each of three streams is lost with each reset, and two seconds of rest.
+        # A chunk of each of four streams is lost with each reset, and two seconds of rest.
         assert await arriving < 1.7 * world.bytes_needed / 250e3
         assert world.link.carried < 1.35 * world.bytes_needed
         assert any(offset for _, _, offset in world.asked)

@@ -79,7 +79,7 @@ class Lone:
             stopping=lambda: False,
         )
         self.inbox.put(PhaseChanged(JobPhase.TRAINING, ""))
-        self.inbox.put(Seat(0, 1, False, 0, 0, (), 1))
+        self.inbox.put(Seat(0, 1, continuing=False, slot_step=0, slot_tokens=0, leases=(), tenure=1))
         for fragment in range(FRAGMENTS):
             self.announce(fragment, 0)
         self.synchronizer.run_boundary()
@@ -87,9 +87,8 @@ class Lone:
     def announce(self, fragment: int, sequence: int) -> None:
         version, values = self.versions[fragment]
         size = 4 * len(values)
-        announcement = Announcement(
-            fragment, 1, version, Payload("float32", size, version), sequence, version if sequence else 0
-        )
+        payload, merged = Payload("float32", size, version), version if sequence else 0
+        announcement = Announcement(fragment, 1, version, payload, merged_sequence=sequence, merged_version=merged)
         self.inbox.put(Downloaded(announcement, Vector.from_array(values.copy())))
         self.inbox.put(announcement)
 

@@ -443,3 +443,17 @@ def test_that_a_state_cannot_be_written_is_said_once(tmp_path: Path, caplog: pyt
         one.handover.write_checkpoint(lambda: HELD)
         assert not one.checkpoint.due
     assert caplog.messages == ["the optimizer's state holds more than tensors and numbers: no newcomer takes it over"]
+
+
+def test_why_it_began_fresh_is_told_while_it_warms_up(newcomer: Callable[..., Newcomer]) -> None:
+    one = newcomer()
+    one.handover.request_state(False)
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    one.handover.receive_state(inbox.StateDownloaded(True, None))
+    assert one.fresh == [0] and one.handover.fresh == "no peer has one"
+    for _ in range(WARM_UP):
+        assert one.handover.fresh
+        one.train_a_step()
+    assert one.handover.fresh == ""
+    one.handover.request_state(False)
+    assert one.handover.fresh == "", "of another tenure"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from diloco.simulate.advice import REPAIRS, STOPS
-from diloco.simulate.fleet import Fleet, Run
-from diloco.simulate.parameters import YEAR
 from lab.cells import CellCache
+from lab.fleet.advice import REPAIRS, STOPS
+from lab.fleet.parameters import YEAR
+from lab.fleet.simulator import Fleet, Run
 from lab.goodput.core_fleet import CoreFleet, Sync
 from lab.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
 from lab.goodput.rows import PAPER, goodput_rows, uneven_rows

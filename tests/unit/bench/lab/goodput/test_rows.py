@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import goodput
-from diloco.simulate import parameters
-from diloco.simulate.advice import REPAIRS
-from diloco.simulate.fleet import Run, simulate_fleets
+from lab.fleet import parameters
+from lab.fleet.advice import REPAIRS
+from lab.fleet.simulator import Run, simulate_fleets
 from lab.goodput import pace, published
 from lab.goodput.rows import PAPER, goodput_rows, root_mean_square_error, scavenging_rows, uneven_rows
 from repository import ROOT

@@ -133,6 +133,23 @@ def test_what_the_reports_of_a_process_said_is_not_said_of_its_successor() -> No
     assert slot.reported == LastReport(step_at_seat=4) and slot.first_loss == 2.0
 
 
+def test_an_optimizer_that_begins_fresh_is_an_event_once_in_a_tenure() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    fresh = replace(report(3), fresh_optimizer="no peer has one")
+
+    def told(actions: list[ev.Action]) -> list[str]:
+        return [one.message for one in of(actions, ev.RecordEvent) if one.kind == "optimizer-fresh"]
+
+    words = "r-0: its optimizer begins fresh, with warm-up: no peer has one"
+    assert told(desk.do(ev.Reported(1, report(2)))) == []
+    assert told(desk.do(ev.Reported(1, fresh))) == [words]
+    assert told(desk.do(ev.Reported(1, fresh))) == []
+    assert told(desk.do(ev.Reported(1, report(9)))) == []
+    desk.join(2, 0, process="new")
+    assert told(desk.do(ev.Reported(2, replace(report(1), fresh_optimizer="no peer has one")))) == [words]
+
+
 def test_the_end_of_a_former_process_takes_nothing_from_its_successor_or_from_another_spare() -> None:
     desk = Desk(config(slots=1))
     desk.begin(1)

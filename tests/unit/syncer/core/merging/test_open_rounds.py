@@ -281,3 +281,21 @@ def test_an_offer_that_comes_while_its_fragment_merges_is_judged_by_the_version_
     assert job.core.open_rounds[0].merging
     refused = job.core.check_push(offer)
     assert refused is not None and refused[0] is PushRefusal.TOO_OLD
+
+
+@pytest.mark.promise("A merge takes what has come until it is really made: a round is open while another is merged")
+def test_a_round_takes_what_comes_until_its_own_merge_begins() -> None:
+    desk = Desk(config(slots=2, rules=replace(config().rules, overlap=4)))
+    desk.begin(2, fragments=2)
+    told = report(4, fragments=2)
+    for connection in (1, 2):
+        desk.do(ev.Reported(connection, told))
+    desk.do(ev.Reported(1, report(6, fragments=2)))
+    first, second = desk.core.open_rounds[0], desk.core.open_rounds[1]
+    for fragment, opened in ((0, first), (1, second)):
+        desk.push(0, 4, fragment=fragment, round=opened.id, report=told)
+    (merge,) = of(desk.later(5.0), ev.Merge)
+    assert (merge.fragment, second.merging) == (0, False), "the other one's window is over, too"
+    assert reason(desk.push(1, 4, fragment=1, round=second.id, report=told)) is None
+    (merge,) = of(desk.do(ev.MergeDurable(0, 1, 0.1, (1.0,))), ev.Merge)
+    assert (merge.fragment, [one.header.slot for one in merge.responders]) == (1, [0, 1])

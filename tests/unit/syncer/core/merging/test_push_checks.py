@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from core_desk import Desk, config, of, reason, report
-from diloco_protocol.vocabulary import JobPhase, PushRefusal
+from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_protocol.wire.records import FragmentReport, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.norm_gate import GATE_SAMPLES, GATE_WINDOW, NormGate
-from diloco_syncer.core.merging.aggregation import STARVED_QUIET_SECONDS
+from diloco_syncer.core.merging.aggregation import FEW_MERGES, STARVED_QUIET_SECONDS
 
 
 def refusal(desk: Desk, **changes: object) -> PushRefusal | None:
@@ -175,6 +175,24 @@ def test_that_a_slot_is_starved_is_an_event_once_a_minute(pause: float, events: 
         desk.later(pause if number == 4 else 0.0)
     assert desk.core.slots[1].pushes.starved
     assert sum(note.kind == "starved" for note in of(desk.log, ev.RecordEvent)) == events
+
+
+@pytest.mark.promise("Where merges have far fewer learners than there are, an event says so, with both times")
+def test_that_merges_have_few_learners_is_told_with_both_times() -> None:
+    desk = Desk(config(heartbeat_timeout=1e6))
+    desk.begin(2)
+    for number in range(1, FEW_MERGES + 3):
+        merge_alone(desk, number)
+        desk.do(ev.VersionSent(1, 0, number))
+    (told,) = [note for note in of(desk.log, ev.RecordEvent) if note.kind is EventKind.FEW_LEARNERS]
+    assert told.message.startswith("merges have 1.0 of 2 learners: an exchange takes ")
+    assert "and the 1 steps that it may overlap take 0.1 s" in told.message
+    desk = Desk(config(heartbeat_timeout=1e6))
+    desk.begin(1)
+    for number in range(1, FEW_MERGES + 3):
+        merge_alone(desk, number)
+        desk.do(ev.VersionSent(1, 0, number))
+    assert all(note.kind is not EventKind.FEW_LEARNERS for note in of(desk.log, ev.RecordEvent)), "there is no other"
 
 
 # ------------------------------------------------------------------ the last merges

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.simulate.failures import Failure, RepairTimes, draw_failures
+from diloco.local.chaos.failures import Failure, RepairTimes, draw_failures
 from example_counts import share_of
 
 REPAIRS = RepairTimes(scale=100.0, shape=0.7, power=2.0)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.simulate.failures import RepairTimes
-from diloco.simulate.fleet import Fleet, Result, Run, Stops, simulate_fleets
+from diloco.local.chaos.failures import RepairTimes
 from example_counts import share_of
+from lab.fleet.simulator import Fleet, Result, Run, Stops, simulate_fleets
 
 REPAIRS = RepairTimes.with_mean(600.0, 0.7, 2.0)
 YEAR = 365.25 * 86400

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diloco.simulate.parameters import YEAR
+from lab.fleet.parameters import YEAR
 
 Row = dict[str, Any]
 
@@ -45,33 +45,24 @@ def head_text(document: Row) -> str:
     )
 
 
-def advice_text(document: Row) -> str:
-    """The tables for a fleet of one's own."""
+def advice_texts(document: Row) -> list[str]:
+    """What a fleet of one's own is told below the goodput of each number of learners."""
     rows, enough = document["rows"], document["enough"]
-    fleets = [row for row in rows if "chips" in row]
     spares = [row for row in rows if row["method"] == "spares"]
     recovery = [row for row in rows if row["method"] == "recovery"]
-    return "\n\n".join(
-        [
-            head_text(document),
-            format_table(
-                [f"{fleets[0]['chips']:,} chips", "goodput", "uptime"],
-                [[row["name"].partition(",")[0], value_text(row), f"{row['uptime']:.1f}"] for row in fleets],
-            ),
-            f"M = {enough} is the smallest that comes within a point of the best here. More learners also cost: the "
-            "paper's models fell off at M = 16, and the hub's traffic grows with M.",
-            *([document["left_out"]] if document["left_out"] else []),
-            format_table(
-                ["what spares buy", "goodput", "per bought chip"],
-                [[row["name"], value_text(row), f"{row['per_bought_chip']:.1f}"] for row in spares],
-            ),
-            format_table(
-                ["what faster recovery buys", "goodput", "times as much"],
-                [[row["name"], value_text(row), f"{row['ratio']:.3f}"] for row in recovery],
-            ),
-            parameters_text(document["parameters"]),
-        ]
-    )
+    return [
+        f"M = {enough} is the smallest that comes within a point of the best here. More learners also cost: the "
+        "paper's models fell off at M = 16, and the hub's traffic grows with M.",
+        *([document["left_out"]] if document["left_out"] else []),
+        format_table(
+            ["what spares buy", "goodput", "per bought chip"],
+            [[row["name"], value_text(row), f"{row['per_bought_chip']:.1f}"] for row in spares],
+        ),
+        format_table(
+            ["what faster recovery buys", "goodput", "times as much"],
+            [[row["name"], value_text(row), f"{row['ratio']:.3f}"] for row in recovery],
+        ),
+    ]
 
 
 def parameters_text(parameters: Mapping[str, Row]) -> str:

@@ -1,4 +1,4 @@
-"""What a fleet of one's own would make of its chips: figures side by side, in %. ``fleet`` simulates them."""
+"""What a fleet of one's own would make of its chips: figures side by side, in %. ``simulator`` simulates them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from diloco.simulate import parameters
-from diloco.simulate.failures import RepairTimes
-from diloco.simulate.fleet import Fleet, Result, Run, Stops, simulate_fleets
+from diloco.local.chaos.failures import RepairTimes
+from lab.fleet import parameters
+from lab.fleet.simulator import Fleet, Result, Run, Stops, simulate_fleets
 
 Row = dict[str, Any]
 
@@ -135,7 +135,7 @@ def failures_left_out(chips: int, learners: int, conditions: FleetConditions) ->
     """A sentence where more than a few failures would come within one stop, which this simulation leaves out."""
     fleets = (conditions.elastic(chips), conditions.decoupled(chips, learners))
     elastic, own = (fleet.stops.down * fleet.slices * fleet.slice_rate for fleet in fleets)
-    if max(elastic, own) < FEW_IN_A_STOP:
+    if conditions.stops.interrupted or max(elastic, own) < FEW_IN_A_STOP:
         return ""
     return (
         f"While a learner stands still nothing fails in this simulation. {elastic:.2g} failures would come within one "
@@ -148,17 +148,18 @@ def label(method: str, learners: int) -> str:
     return f"M = {learners}" if method == DECOUPLED else method
 
 
-def advise(chips: int, learners: Sequence[int], conditions: FleetConditions, run: Run) -> tuple[list[Row], int]:
-    """Rows for ``chips``: which M, what spares buy, what faster recovery buys. And the M that is enough: the smallest
-    whose goodput is within ``NEAR_BEST`` points of the best."""
-    rows = goodput_rows([chips], learners, conditions, run)
-    tried = [row for row in rows if row["method"] == DECOUPLED]
+def advise(fleets: Sequence[Row], conditions: FleetConditions, run: Run) -> tuple[list[Row], int]:
+    """Rows of what spares and faster recovery buy to fleets of one size (``goodput_rows``). And the M that is enough:
+    the smallest whose goodput is within ``NEAR_BEST`` points of the best."""
+    tried = [row for row in fleets if row["method"] == DECOUPLED]
+    chips = tried[0]["chips"]
     best = max(row["value"] for row in tried)
     enough = min(row["learners"] for row in tried if row["value"] >= best - NEAR_BEST)
     spares = [replace(conditions, spares=count).decoupled(chips, enough) for count in SPARES]
     faster = [conditions.with_faster_recovery(factor) for factor in FASTER]
-    fleets = [*spares, *(fast.elastic(chips) for fast in faster), *(fast.decoupled(chips, enough) for fast in faster)]
-    results = iter(simulate_fleets(fleets, conditions.repairs, run))
+    asked = [*spares, *(fast.elastic(chips) for fast in faster), *(fast.decoupled(chips, enough) for fast in faster)]
+    results = iter(simulate_fleets(asked, conditions.repairs, run))
+    rows: list[Row] = []
     first: Row | None = None
     for count, fleet in zip(SPARES, spares, strict=True):
         row = make_row(f"M = {enough}, {count} spare slices each", next(results), method="spares", spares=count)
