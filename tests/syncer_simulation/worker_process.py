@@ -145,7 +145,7 @@ class WorkerProcess:
             "learner",
             self.place[0],
             self.place[1],
-            self.process,
+            process=self.process,
             workdir=None,
             credentials=None,
             idle_at_end=False,

@@ -16,11 +16,8 @@ import torch
 from learner_process import Rows, Syncer, one_step, small_model
 
 from diloco_protocol.wire import limits
-from diloco_protocol.wire.records import Pull
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_worker import Learner
-from diloco_worker.net.client import SyncerClient
-from diloco_worker.net.inbox import PushAnswered
 from diloco_worker.net.transfers import Push, Transfers
 from free_ports import free_port
 from patience import wait_until
@@ -170,40 +167,6 @@ def test_a_bulk_connection_that_dies_silently_stops_no_round(
             relay.silence_bulk()
             silenced.append(versions(service)[0] + 1)  # a push that was on its way may still arrive
         trainer.train_until(lambda: bool(silenced) and versions(service)[0] > silenced[0] + 2, "merges after that")
-
-
-@pytest.mark.promise("A repeated pull does not send a push twice; if its push was refused, the pull is answered anew")
-def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing(
-    syncer: StartSyncer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pushes: list[Push] = []
-    monkeypatch.setattr(SyncerClient, "push", lambda self, push: pushes.append(push))  # and nobody answers
-    service = syncer({"fragments": 1, "every": 1000}, {"steps": 1_000_000})
-    trainer = Trainer(service.environ())
-    with trainer.learner as learner:
-        inbox = learner._synchronizer.inbox
-
-        def pull(round: int) -> list[int]:
-            """Sequences of the pushes that follow."""
-            inbox.put(Pull(round, 0, 1, 0))
-            before, step = len(pushes), learner.step
-            trainer.train_until(lambda: learner.step >= step + 2, "two steps")
-            return [push.plan.sequence for push in pushes[before:]]
-
-        def answer(sequence: int, accepted: bool | None) -> None:
-            inbox.put(PushAnswered(0, sequence, accepted, "", message=""))
-
-        trainer.train_until(lambda: learner.step >= 2, "the first steps")
-        assert pull(7) == [1]
-        assert pull(7) == []  # on its way
-        answer(1, False)
-        assert pull(7) == [2]
-        answer(2, None)
-        assert pull(7) == [3]
-        answer(3, True)
-        assert pull(7) == []  # it is there
-        assert pull(8) == [4]
-        monkeypatch.undo()  # what is left is offered
 
 
 def await_pause(port: int) -> None:

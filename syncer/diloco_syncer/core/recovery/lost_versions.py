@@ -362,7 +362,7 @@ class VersionRecovery:
         self._actions.add(ev.RequestVersion(connection, fragment, epoch, version))
 
     def _say_who_holds_the_model(self) -> None:
-        """An empty store is rebuilt from learners only. Here those that told of versions have gone, or only an evaluator
+        """An empty store is rebuilt from learners only. Here those that held versions have gone, or only an evaluator
         has told of merged ones."""
         if not self._origins:
             self._say_what_to_do(

@@ -32,6 +32,10 @@ spec:
 """
 
 
+def answer(sequence: int, accepted: bool | None, reason: str = "") -> PushAnswered:
+    return PushAnswered(0, sequence, accepted, reason, message="")
+
+
 class Scripted:
     """A learner of one fragment that has made a step on version 0; its syncer says what the test says."""
 
@@ -60,7 +64,7 @@ class Scripted:
         self.step()
 
     def seat(self, incarnation: int) -> Seat:
-        return Seat(0, incarnation, False, 0, 0, (), incarnation)
+        return Seat(0, incarnation, False, 0, slot_tokens=0, leases=(), tenure=incarnation)
 
     def announcement(self, version: int, merged: int = 0) -> Announcement:
         return Announcement(
@@ -90,16 +94,25 @@ class Scripted:
         return state.base.version
 
 
-@pytest.mark.promise("A pull is answered once, however slow the link is; only an answer that did not come is repeated")
-def test_a_pull_that_is_repeated_while_its_answer_is_on_its_way_makes_no_second_push() -> None:
-    one, pull = Scripted(), Pull(1, 0, 1, 0)
-    one.hear(pull)
-    one.step()
-    one.hear(pull)
-    one.step()
-    assert [push.plan.sequence for push in one.pushes] == [1]
-    one.hear(PushAnswered(0, 1, None, "", "no answer came"), pull)
-    assert [push.plan.sequence for push in one.pushes] == [1, 2]
+@pytest.mark.promise("A repeated pull does not send a push twice; if its push was refused, the pull is answered anew")
+def test_a_repeated_pull_is_answered_only_where_its_push_came_to_nothing() -> None:
+    one = Scripted()
+
+    def pull(round: int) -> list[int]:
+        """Sequences of the pushes that follow."""
+        before = len(one.pushes)
+        one.hear(Pull(round, 0, 1, 0))
+        one.step()
+        return [push.plan.sequence for push in one.pushes[before:]]
+
+    assert (pull(7), pull(7)) == ([1], []), "it is on its way"
+    one.hear(answer(1, False, PushRefusal.OTHER_ROUND))
+    assert pull(7) == [2]
+    one.hear(answer(2, None))
+    assert pull(7) == [3]
+    one.hear(answer(3, True))
+    assert pull(7) == [], "it is there"
+    assert pull(8) == [4]
 
 
 def test_what_is_announced_as_merged_is_not_pushed_again_from_the_old_base() -> None:
@@ -119,7 +132,7 @@ def test_a_merged_offer_is_over_whatever_is_answered_later() -> None:
     assert one.synchronizer.offer_fragment(0) == 1
     one.hear(one.download(1, merged=1))
     assert (one.base(), one.synchronizer.adoption.pending_tokens(0)) == (1, 0)
-    one.hear(PushAnswered(0, 1, False, PushRefusal.ENDED, "the job has ended"), one.download(2, merged=0))
+    one.hear(answer(1, False, PushRefusal.ENDED), one.download(2))
     assert one.base() == 2
 
 
