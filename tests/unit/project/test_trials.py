@@ -171,6 +171,7 @@ def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
         {"sync": {"quorum": 2}},
         {"outer": {"name": "warm-up", "lr": 0.4}},
         {"exchange": 0.5},
+        {"throttled": True},
         {"pace": (1.0, 2.0)},
         {"parts": (8, 4, 2, 2)},
         {"deaths": True},

@@ -3,6 +3,7 @@
 ``slots``            who holds which slot, and the regions that are lost
 ``leases``           which block of the data is whose, and how far it was trained
 ``rounds``           the versions, the open rounds, and when each may be merged
+``exchanges``        how many rounds may be open
 ``ledger``           what became of every token
 ``norm_gate``        how large pushes usually are
 ``lineage``          the epochs from which the store went on for good
