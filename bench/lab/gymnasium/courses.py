@@ -196,8 +196,14 @@ def newcomer(link: Callable[[], Link], trouble: Trouble = none, host: str = "") 
                 troubling.cancel()
         ready = "until its first update is merged"
         return (
-            Figure(ready, seconds, "s", "the link's own time", own),
-            Figure("bytes down by then", way.carried.down / 1e6, "MB", "bytes of the model", ground.model_bytes / 1e6),
+            Figure(ready, seconds, "s", "the link's own time", baseline=own),
+            Figure(
+                "bytes down by then",
+                way.carried.down / 1e6,
+                "MB",
+                "bytes of the model",
+                baseline=ground.model_bytes / 1e6,
+            ),
         )
 
     return measure
@@ -249,7 +255,7 @@ def quiet_then(trouble: Callable[[Ground, float], Awaitable[None]], seconds: flo
         quiet = ground.merges - begun
         begun = ground.merges
         await trouble(ground, seconds)
-        return (Figure("merges meanwhile", float(ground.merges - begun), "", "as long before", float(quiet)),)
+        return (Figure("merges meanwhile", float(ground.merges - begun), "", "as long before", baseline=float(quiet)),)
 
     return measure
 
@@ -279,8 +285,8 @@ def silence(idle_seconds: float, merges: int) -> Callable[[Ground], Any]:
         assert one.connection.status.sessions
         sessions = float(one.connection.status.sessions)
         return (
-            Figure(f"for {merges} merges", seconds, "s", "at its steps' pace", own),
-            Figure("sessions", sessions, "", "of a good link", 1.0),
+            Figure(f"for {merges} merges", seconds, "s", "at its steps' pace", baseline=own),
+            Figure("sessions", sessions, "", "of a good link", baseline=1.0),
         )
 
     return measure
@@ -335,7 +341,7 @@ def stopped(seconds: float) -> Callable[[Ground], Any]:
                 await reading
         own = 6 * course.pace
         return (
-            Figure("until three updates are merged again", back, "s", "three pushes and merges", own),
+            Figure("until three updates are merged again", back, "s", "three pushes and merges", baseline=own),
             Figure(f"the other's merges in {seconds:.0f} s", float(meanwhile), ""),
         )
 

@@ -212,7 +212,7 @@ class StandIn:
 async def run_until_told(folder: Path, address: str, elements: int, pace: float, ordinal: int) -> None:
     """One stand-in as a program of its own. Each merge of its pushes is a line of its output."""
     job = parse_job((folder / "job.json").read_text(encoding="utf-8"))
-    one = StandIn(folder, address, even_layout(job, elements), pace, ThreadPoolExecutor(1), ordinal=ordinal)
+    one = StandIn(folder, address, even_layout(job, elements), pace, executor=ThreadPoolExecutor(1), ordinal=ordinal)
     told, running = None, asyncio.create_task(one.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     while not running.done():
@@ -227,7 +227,7 @@ async def run_until_told(folder: Path, address: str, elements: int, pace: float,
 def main(words: Sequence[str]) -> int:
     """0. ``words``: folder, address, elements, pace, ordinal."""
     folder, address, elements, pace, ordinal = words
-    asyncio.run(run_until_told(Path(folder), address, int(elements), float(pace), int(ordinal)))
+    asyncio.run(run_until_told(Path(folder), address, int(elements), pace=float(pace), ordinal=int(ordinal)))
     return 0
 
 

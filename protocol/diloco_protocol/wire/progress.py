@@ -61,15 +61,15 @@ async def await_progress(awaitable: Awaitable[T], progress: Progress, patience: 
     begun, moved = loop.time(), progress.moved
     patience = limits.STALL_SECONDS if patience is None else patience
     first = progress.seconds_left(begun, begun, moved, patience=patience)
-    looking = loop.call_later(first, lambda: look())
+    looking = loop.call_later(first, lambda: look_again())
 
-    def look() -> None:
+    def look_again() -> None:
         nonlocal looking
         left = progress.seconds_left(loop.time(), begun, moved, patience=patience)
         if left <= 0:
             limit.reschedule(loop.time())
         else:
-            looking = loop.call_later(left, look)
+            looking = loop.call_later(left, look_again)
 
     try:
         async with asyncio.timeout(None) as limit:
