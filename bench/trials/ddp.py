@@ -52,8 +52,7 @@ def held_out_losses(reference: Reference) -> dict[str, float]:
                     child.join(5)
     if any(isinstance(one, str) for one in found):
         raise RuntimeError(f"DDP over gloo did not run: {found}")
-    losses: dict[str, float] = found[0]
-    return losses
+    return dict(found[0])
 
 
 def train_rank(pipe: Connection, rank: int, folder: str, reference: Reference) -> None:

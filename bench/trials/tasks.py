@@ -213,7 +213,7 @@ class TrialData:
 
 
 def _batches(rows: Sequence[Any]) -> list[Batch]:
-    return [default_collate(rows[i : i + 64]) for i in range(0, len(rows), 64)]
+    return [default_collate(list(rows[i : i + 64])) for i in range(0, len(rows), 64)]
 
 
 @functools.cache

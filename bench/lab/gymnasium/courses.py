@@ -12,9 +12,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ class Ground:
         return 0 if self.status is None else self.status.merges
 
 
-Trouble = Callable[[Ground, Link], Awaitable[None]]
+Trouble = Callable[[Ground, Link], Coroutine[Any, Any, None]]
 
 
 async def none(ground: Ground, link: Link) -> None:
@@ -360,13 +361,13 @@ def courses(quick: bool) -> list[Course]:
     """All, or those that take some seconds each."""
     fragment = 128_000 if quick else 1_875_000  # 24 of them: 6 MB, and 90 MB of 45 million parameters
     pace = 0.5 if quick else 10.0
-    small = {"elements": 64_000, "pace": 0.5}
-    rates = [Course(f"{rate} Mbit/s", newcomer(lambda r=rate: Link(r * MBIT)), fragment, pace) for rate in (8, 16)]
+    small: dict[str, Any] = {"elements": 64_000, "pace": 0.5}
+    rates = [Course(f"{rate} Mbit/s", newcomer(partial(Link, rate * MBIT)), fragment, pace) for rate in (8, 16)]
     far = [
         # Steps that are short beside the round trip are late at every merge: that is not the link's to mend.
         Course(
             f"round trip {trip} ms",
-            newcomer(lambda t=trip: Link(16 * MBIT, t / 2000)),
+            newcomer(partial(Link, 16 * MBIT, trip / 2000)),
             64_000,
             pace=max(0.5, 1.5 * trip / 1000),
         )
@@ -388,7 +389,12 @@ def courses(quick: bool) -> list[Course]:
         ),
         Course(f"stopped for {15 if quick else 300} s", stopped(15.0 if quick else 300.0), **small),
     ]
-    rare = {"elements": 64_000, "pace": 25.0, "learners": 1, "sets": ("sync.fragments=4", "sync.every=4")}
+    rare: dict[str, Any] = {
+        "elements": 64_000,
+        "pace": 25.0,
+        "learners": 1,
+        "sets": ("sync.fragments=4", "sync.every=4"),
+    }
     idle = [
         Course("one bulk connection stops", newcomer(lambda: Link(8 * MBIT), stop_one), fragment, pace),
         Course("silent after 20 s without a byte", silence(20.0, merges=8), **rare),

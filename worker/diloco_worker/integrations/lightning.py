@@ -48,7 +48,12 @@ class LearnerCallback(pl.Callback):
         self._learner: Learner | None = None
         self._loop: FrameworkLoop | None = None
         self._stepped = 0
-        self.batches: Iterable[Any] = _Batches(self)
+        self._batches = _Batches(self)
+
+    @property
+    def batches(self) -> Iterable[Any]:
+        """What ``fit`` trains on."""
+        return self._batches
 
     @property
     def learner(self) -> Learner:
@@ -83,7 +88,7 @@ class LearnerCallback(pl.Callback):
             for config in trainer.lr_scheduler_configs:
                 follow_progress(config.scheduler, self._learner, self._schedule_steps)
         self._stepped = trainer.global_step
-        self.batches.trainer = trainer
+        self._batches.trainer = trainer
         self._learner.__enter__()  # after Lightning's own handlers of signals: a drain comes before their exceptions
 
     def on_train_batch_end(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -77,7 +77,7 @@ def as_learner(trainer: Trainer, *, own_data: bool = False, tokens: Count = coun
             "train_dataset is a stream, and leases need a map-style data set: give as_learner(trainer, own_data=True)"
         )
     optimizer = trainer.create_optimizer()
-    learner = Learner.from_environment(trainer.model, optimizer)
+    learner = Learner.from_environment(cast(torch.nn.Module, trainer.model), optimizer)
     loop = FrameworkLoop(learner, tokens)
     if trainer.lr_scheduler is None:
         trainer.lr_scheduler = _schedule(args, optimizer, learner)
@@ -116,7 +116,7 @@ def _schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, learner
         optimizer,
         num_warmup_steps=warmup,
         num_training_steps=SCHEDULE_STEPS,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        scheduler_specific_kwargs=cast("dict[str, Any] | None", args.lr_scheduler_kwargs),
     )
     given_in_steps = args.warmup_steps >= 1
     follow_progress(schedule, learner, SCHEDULE_STEPS, warmup if given_in_steps else 0)
