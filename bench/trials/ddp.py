@@ -52,7 +52,8 @@ def held_out_losses(reference: Reference) -> dict[str, float]:
                     child.join(5)
     if any(isinstance(one, str) for one in found):
         raise RuntimeError(f"DDP over gloo did not run: {found}")
-    return dict(found[0])
+    losses: dict[str, float] = dict(found[0])
+    return losses
 
 
 def train_rank(pipe: Connection, rank: int, folder: str, reference: Reference) -> None:
