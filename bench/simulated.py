@@ -173,6 +173,7 @@ class Syncer:
             event_log=self.event_log,
             refused=Counter(),
             imbalances=lambda: 0,
+            one_machine=False,
             find_output=lambda: None,
             **parts,
         )

@@ -153,6 +153,7 @@ class Scorer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = SimpleNamespace(vocab_size=256)
         self.weight = nn.Parameter(torch.zeros(256, 256))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
