@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -74,7 +75,7 @@ def test_it_waits_for_as_long_as_the_run_holds_its_directory(runner: Runner, mon
         if len(looks) == 50:
             runner.leave()
 
-    monkeypatch.setattr("diloco.local.background.time.sleep", sleep)
+    monkeypatch.setattr(background, "time", SimpleNamespace(sleep=sleep))  # and nobody else's, in another thread
     assert stop(str(runner.workdir.path), now=False) == COMPLETE and len(looks) == 50
 
 
