@@ -257,7 +257,7 @@ class Admission:
             self._begin_tenure(slot, incarnation, first_taken, now)
         elif first_taken and state.ledger:
             state.ledger.open_tenure(slot.index, slot.tenure)
-        self.initial_model.offer(slot, now)
+        self.initial_model.offer(slot, now, is_welcome=not promote)
         leases = state.leases.leases_of(slot.index) if state.leases else ()
         tokens = state.ledger.trained(slot.index) if state.ledger else 0
         seat = Seat(

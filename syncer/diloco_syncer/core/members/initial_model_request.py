@@ -28,14 +28,15 @@ class InitialModelRequest:
         self._invited = ("", 0.0)  # the process that was told to join again for it, and until when it is expected
         self._failures: Counter[str] = Counter()  # uploads that did not come through, by process
 
-    def offer(self, slot: Slot, now: float) -> None:
-        """A process was seated: it uploads version 0 if that is missing, unless a better one is expected back."""
+    def offer(self, slot: Slot, now: float, *, is_welcome: bool) -> None:
+        """A process was seated: it uploads version 0 if that is missing, unless a better one is expected back. One that
+        stood by until now gets no Welcome (``is_welcome``), which alone can ask: ``advance`` invites it."""
         if self._state.initialised or not self._may_upload(slot, now):
             return
         uploader = self.connection
         if self._recovery.is_rebuilding and uploader is not None and not self._recovery.origins(uploader):
             self.connection = None  # it builds another model than the one that this learner holds
-        if self.connection is not None:
+        if self.connection is not None or not is_welcome:
             return
         invited = self._expected_process(now)
         if invited in ("", slot.holder.process) or self._failures[slot.holder.process] < self._failures[invited]:

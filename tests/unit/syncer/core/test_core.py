@@ -521,6 +521,17 @@ def test_the_next_one_is_asked_when_the_initialiser_fails() -> None:
     assert of(desk.do(ev.ConnectionLost(1)), ev.RequestInitialModel) == [ev.RequestInitialModel(2)]
 
 
+def test_a_spare_that_takes_the_initialisers_slot_is_asked_by_a_new_session() -> None:
+    """A promotion asks nobody for version 0: without another session the job would wait for ever."""
+    desk = Desk(config(slots=1))
+    assert of(desk.join(1, 0), ev.Admit)[0].initialise
+    assert of(desk.join(2, 1), ev.Admit)[0].seat is None
+    done = desk.do(ev.ProcessEnded("r", 0, "p1", "killed"))
+    assert of(done, ev.Promote) and of(done, ev.RequestInitialModel) == [ev.RequestInitialModel(2)]
+    desk.do(ev.ConnectionLost(2))
+    assert of(desk.join(3, 1, "p2", previous_incarnation=2), ev.Admit)[0].initialise
+
+
 def test_whoever_failed_to_initialise_is_asked_after_the_others() -> None:
     desk = Desk(config(slots=3))
     for ordinal in range(3):
