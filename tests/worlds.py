@@ -13,9 +13,10 @@ processor time is used up. build/worlds.log names each world when it begins, and
 
 A failure is red, with two exceptions. A line of found_seeds.jsonl whose ``mended`` is null is known and open. A new
 seed that also fails on the commit before (``--base``) is not this change's fault: it is printed as KNOWN BEFORE, with
-the line to add to found_seeds.jsonl, and is to be mended next. That commit is looked at as a whole, with its own
-simulations; where it cannot run the world, the failure is red. A recorded seed stands for what it found only as long
-as the simulation draws the same numbers: what must stay checked for ever is a test of its own.
+the line to add to found_seeds.jsonl, and is to be mended next. So is one of a simulation or setting that the commit
+before does not have: what a new one finds first is as old as the code. That commit is looked at as a whole, with its
+own simulations; where it cannot run the world otherwise, the failure is red. A recorded seed stands for what it found
+only as long as the simulation draws the same numbers: what must stay checked for ever is a test of its own.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOUND = ROOT / "tests" / "found_seeds.jsonl"
 LOG = ROOT / "build" / "worlds.log"
 PACKAGES = ("protocol", "syncer", "worker", "operator", "cli")
+UNKNOWN = 2  # the exit status where there is no such simulation or setting
 HOURS_OF_A_CHANGE = 4  # between its first and its last commit, at most
 LONGEST = 300.0  # seconds of processor time that one world may take
 MOST_RED = 5  # then no more worlds begin
@@ -159,8 +161,8 @@ def find_base() -> str | None:
 
 
 def fails_on(base: str | None, case: Case) -> bool | None:
-    """Whether the commit fails in this world too, with its own simulation; None: it cannot run the world. One that
-    has no such program is taken for the first that has it."""
+    """Whether the commit fails in this world too, with its own simulation, or has no such simulation or setting; None:
+    it cannot run the world. One that has no such program is taken for the first that has it."""
     if base is not None and not git("ls-tree", "--name-only", base, "tests/worlds.py"):
         base = git(
             "log", "--first-parent", "-m", "--diff-filter=A", "--format=%H", "-1", "HEAD", "--", "tests/worlds.py"
@@ -178,7 +180,7 @@ def fails_on(base: str | None, case: Case) -> bool | None:
         )
     if done.returncode == 0:
         return False
-    return True if f"{Verdict.RED.value}: {case.command}" in done.stdout else None
+    return True if f"{Verdict.RED.value}: {case.command}" in done.stdout or done.returncode == UNKNOWN else None
 
 
 # ------------------------------------------------------------------ many worlds
