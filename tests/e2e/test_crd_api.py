@@ -531,6 +531,7 @@ EDITS: list[tuple[str, Any, str]] = [
     ("training.model.revision", "v2", "training.model.revision"),
     ("training.model.frozenDtype", "bfloat16", "training.model.frozenDtype"),
     ("training.model.freeze", [], "training.model.freeze"),
+    ("training.model.initialise", ["lm_head*"], "training.model.initialise"),
     ("training.model", {"lora": {}, "freeze": None}, "training.model.lora"),
     ("training.data", None, "training.data"),
     ("training.data.source", "text", "training.data.source"),
