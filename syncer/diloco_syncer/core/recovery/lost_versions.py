@@ -370,6 +370,12 @@ class VersionRecovery:
                 "You can give it its store back (spec.syncer.storage), or restart it to start the job anew"
             )
         holders = {connection for connection, origins in self._origins.items() if STAND_IN in origins}
+        seated = {slot.holder.connection for slot in self._state.members.slots if slot.occupied}
+        if holders - self._state.members.evaluators and not holders & seated:
+            self._say_what_to_do(
+                "the store is empty, and no learner here holds merged versions in a slot: one that stands by does. "
+                "Stop a learner that has a slot, and the other takes its place"
+            )
         if holders and holders <= self._state.members.evaluators:
             self._say_what_to_do(
                 "the store is empty, and only an evaluator holds merged versions, from which it cannot be rebuilt. "
