@@ -664,6 +664,21 @@ def test_an_empty_store_whose_holders_have_gone_says_what_to_do() -> None:
     assert of(life.join(11, 0, previous_incarnation=0), ev.Admit)[0].initialise, "the job starts anew"
 
 
+def test_an_empty_store_whose_only_holder_stands_by_says_what_to_do() -> None:
+    life = Life(None, 5)
+    life.join(11, 0)
+    life.join(12, 1)
+    assert rejoin(life, 13, 2).seat is None, "it stands by"
+    for _ in range(int(CONFIG.rebuild_seconds / (CONFIG.heartbeat_timeout - 1)) + 2):
+        life.later(CONFIG.heartbeat_timeout - 1)
+        for connection in (11, 12):
+            life.do(ev.Reported(connection, StepReport()))
+        life.do(ev.Reported(13, StepReport()))
+    assert "one that stands by does. Stop a learner that has a slot" in life.core.phase_message
+    freed = life.do(ev.ProcessEnded("r", 1, life.core.slots[1].holder.process, "stopped"))
+    assert of(freed, ev.Promote) and of(freed, ev.RequestInitialModel) == [ev.RequestInitialModel(13)], "as it says"
+
+
 def test_an_empty_store_does_not_believe_every_epoch() -> None:
     life = Life(None, 1)
     (refused,) = of(life.join(11, 0, held=((5000, 1), (5000, 1))), ev.Refuse)
