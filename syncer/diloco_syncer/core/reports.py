@@ -65,7 +65,9 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
         slot.first_loss = report.loss if slot.first_loss is None else slot.first_loss
     if state.leases:
         state.leases.advance_cursors(slot.index, report.cursors)
-    slot.reported.advanced = slot.reported.advanced or bool(report.trained_steps)
+    if report.trained_steps:
+        slot.reported.advanced = True
+        slot.pushes.pace.begin(report.slot_step, now)
     if report.trained_steps and moved and not slot.holder.stepped:
         slot.holder.stepped = True
         actions.record_event(EventKind.FIRST_STEP, slot, f"{slot.learner} made its first step, {slot.step}")

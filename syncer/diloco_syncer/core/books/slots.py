@@ -47,6 +47,7 @@ from typing import Any
 
 from diloco_protocol.vocabulary import HELD_STATES, SlotState
 from diloco_protocol.wire.records import Join
+from diloco_syncer.core.books.pace import Pace
 
 PODS_KEPT = 8  # of one place; an older one has long been gone
 PLACES_KEPT = 16_384
@@ -124,6 +125,8 @@ class PushHistory:
     """In how many rounds, one after the other, its push came after the merge."""
     starved: bool = False
     """Whether these were so many that it is reported, until a push is in time again."""
+    pace: Pace = field(default_factory=Pace)
+    """How long its steps take, as the syncer sees it."""
 
     def mark_accepted(self, fragment: int, sequence: int) -> None:
         """A push is accepted, or was once: no push up to its number is taken again."""
@@ -169,7 +172,7 @@ class Slot:
     first_loss: float | None = None
     """The first finite loss, by whichever process."""
     step_seconds: float = 0.0
-    """How long a step takes, as last reported."""
+    """How long a step takes, as last reported. It is shown, and decides nothing (books/pace.py)."""
     merged_pushes: int = 0
     """How many of its pushes were merged."""
     merged_last_step: dict[int, int] = field(default_factory=dict)

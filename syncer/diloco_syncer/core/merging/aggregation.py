@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import median_low
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
@@ -68,6 +68,7 @@ class Aggregator:
         slot = state.members.slots[header.slot]
         apply_report(state, self._actions, slot, header.report, now=now)
         slot.pushes.mark_accepted(header.fragment, header.sequence)
+        slot.pushes.pace.record_push(header.last_step, now)
         push = Accepted(header, event.handle, event.norm)
         opened = state.rounds.open.get(header.fragment)
         if opened is None and header.round and state.config.mode.opens_round(header, state.versions[header.fragment]):
@@ -190,9 +191,10 @@ class Aggregator:
         """Close the round to further pushes, and have it merged. ``last``: see ``ev.Merge``."""
         state = self._state
         assert state.rounds and state.ledger
-        times = [s.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE and s.step_seconds > 0]
+        paces = [s.pushes.pace.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE]
+        known = [pace for pace in paces if pace is not None]
         opened.last = last
-        pushes = state.rounds.begin_merge(opened, median(times) if times else None)
+        pushes = state.rounds.begin_merge(opened, median_low(known) if known else None)
         headers = [push.header for push in pushes]
         weights = normalised_weights(
             state.config.weights, [header.tokens for header in headers], [header.steps for header in headers]

@@ -1,0 +1,185 @@
+"""What one learner that lies, or is broken, does to the others: at most its share.
+
+Learners that train as they should are played here, in virtual time, beside one whose messages each test makes up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from core_desk import Desk, config
+from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
+from diloco_syncer.core.config import CoreConfig
+
+FRAGMENTS, EVERY, TOKENS = 2, 24, 10
+STEP = 0.05  # seconds
+
+
+@dataclass
+class Played:
+    """A learner that trains as it should; ``merged`` by fragment: the last step that is in its base."""
+
+    connection: int
+    step: int = 0
+    tokens: int = TOKENS  # a step's
+    says: float = STEP  # what it says that a step takes
+    merged: list[int] = field(default_factory=lambda: [0] * FRAGMENTS)
+    version: list[int] = field(default_factory=lambda: [0] * FRAGMENTS)
+    sequence: int = 0
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)  # the last step of each push
+    asked: dict[int, ev.Pull] = field(default_factory=dict)
+
+    @property
+    def slot(self) -> int:
+        return self.connection - 1
+
+    def report(self, **changes: object) -> StepReport:
+        rows = tuple(
+            FragmentReport(1, version, self.step - merged, (self.step - merged) * self.tokens, merged * self.tokens)
+            for version, merged in zip(self.version, self.merged, strict=True)
+        )
+        report = StepReport(self.step, self.step, self.step * self.tokens, rows, step_seconds=self.says)
+        return replace(report, **changes)  # type: ignore[arg-type]
+
+
+class Job:
+    """``honest`` learners on connections 1 and up, and one more. ``broken`` is called after each step's time."""
+
+    def __init__(self, honest: int = 1, broken: Callable[[Job], None] | None = None, **changes: object) -> None:
+        rules = RoundRules(EVERY, overlap=2, quorum=1, grace_factor=0.9, grace_cap=10.0)
+        base: CoreConfig = config(slots=honest + 1, rules=rules, stop=("steps", 10**6), max_versions=1000)
+        self.desk = Desk(replace(base, **changes))  # type: ignore[arg-type]
+        self.honest = [Played(i + 1) for i in range(honest)]
+        self.other = Played(honest + 1)
+        self.broken = broken
+        self.desk.begin(honest + 1, FRAGMENTS)
+        self.merges: list[ev.Merge] = []
+        self._read = 0
+
+    @property
+    def core(self):  # type: ignore[no-untyped-def]
+        return self.desk.core
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, a step of the honest at a time."""
+        for _ in range(round(seconds / STEP)):
+            self.desk.later(STEP)
+            self.carry_out()
+            for learner in self.honest:
+                learner.step += 1
+                for pull in learner.asked.values():
+                    self.push(learner, pull.fragment, pull.round)
+                learner.asked.clear()
+                self.desk.do(ev.Reported(learner.connection, learner.report()))
+            if self.broken is not None:
+                self.broken(self)
+            self.carry_out()
+
+    def push(self, learner: Played, fragment: int, round: int, **changes: object) -> list[ev.Action]:
+        """Everything above the learner's base."""
+        steps = learner.step - learner.merged[fragment]
+        learner.sequence += 1
+        learner.sent[fragment, learner.sequence] = learner.step
+        header = PushHeader(
+            fragment,
+            learner.sequence,
+            round,
+            1,
+            base_version=learner.version[fragment],
+            oldest_version=learner.version[fragment],
+            first_step=learner.merged[fragment] + 1,
+            last_step=learner.step,
+            steps=steps,
+            tokens=steps * learner.tokens,
+            compute_seconds=1.0,
+            encoding="float32",
+            layout_digest="L",
+            report=learner.report(),
+            slot=learner.slot,
+            incarnation=self.core.slots[learner.slot].holder.incarnation,
+        )
+        header = replace(header, **changes)  # type: ignore[arg-type]
+        return self.desk.do(ev.PushReceived(header, 1.0, True, handle=1000 * learner.connection + learner.sequence))
+
+    def carry_out(self) -> None:
+        """What the core has decided: merges are durable at once, and everybody adopts each version at once."""
+        while self._read < len(self.desk.log):
+            action = self.desk.log[self._read]
+            self._read += 1
+            learners = {learner.connection: learner for learner in (*self.honest, self.other)}
+            if isinstance(action, ev.Merge):
+                self.merges.append(action)
+                self.desk.do(ev.MergeDurable(action.fragment, action.version, 0.0, (1.0,) * len(action.responders)))
+            elif isinstance(action, ev.Announce):
+                for connection, learner in learners.items():
+                    merged = action.merged.get(connection, ev.MergedPush())
+                    learner.version[action.fragment] = action.version
+                    last = learner.sent.get((action.fragment, merged.sequence), 0)
+                    learner.merged[action.fragment] = max(last, learner.merged[action.fragment])
+                    self.desk.do(ev.VersionSent(connection, action.fragment, action.version))
+            elif isinstance(action, ev.Pull):
+                learners[action.connection].asked[action.fragment] = action
+
+    def merges_per_second(self, seconds: float) -> float:
+        """After a minute in which the pace becomes known."""
+        self.run(60.0)
+        before = len(self.merges)
+        self.run(seconds)
+        return (len(self.merges) - before) / seconds
+
+
+ALONE = FRAGMENTS / (EVERY * STEP)  # merges a second of one pace
+
+
+def test_a_job_of_honest_learners_keeps_its_pace() -> None:
+    job = Job(honest=2, broken=lambda job: job.desk.do(ev.Reported(3, job.other.report())) and None)
+    assert job.merges_per_second(30.0) == pytest.approx(ALONE, rel=0.1)
+
+
+@pytest.mark.promise(
+    "Nobody waits longer for a learner that says its steps are slow than for one of the usual pace", section="Syncer"
+)
+@pytest.mark.parametrize("honest", [1, 2])
+def test_a_learner_that_says_its_steps_are_slow_holds_up_nobody(honest: int) -> None:
+    """It never pushes. It was waited for in each round, until the cap, by what it said of its steps."""
+
+    def says(job: Job) -> None:
+        job.other.step, job.other.says = job.other.step + (round(job.desk.now / STEP) % 4 == 0), 1e6
+        job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+
+    assert Job(honest, says).merges_per_second(30.0) >= 0.9 * ALONE
+
+
+def test_a_learner_that_pushes_slowly_holds_up_nobody() -> None:
+    """It makes one step in ten seconds, and answers each pull. The lower of two paces is what is waited by."""
+
+    def crawls(job: Job) -> None:
+        if round(job.desk.now / STEP) % 200 == 0:
+            job.other.step += 1
+            for pull in job.other.asked.values():
+                job.push(job.other, pull.fragment, pull.round)
+            job.other.asked.clear()
+        job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+
+    assert Job(1, crawls).merges_per_second(60.0) >= 0.9 * ALONE
+
+
+def test_a_learner_that_says_its_steps_are_short_leaves_nobody_out() -> None:
+    """It answers each pull at once, long before the others' step ends; they are waited for as before."""
+
+    def hurries(job: Job) -> None:
+        job.other.step, job.other.says = job.other.step + 1, 1e-9
+        job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+        job.carry_out()
+        for pull in job.other.asked.values():
+            job.push(job.other, pull.fragment, pull.round)
+        job.other.asked.clear()
+
+    job = Job(1, hurries)
+    job.run(30.0)
+    assert sum(len(merge.responders) == 2 for merge in job.merges) >= 0.9 * len(job.merges) > 30
