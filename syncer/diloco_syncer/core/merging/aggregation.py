@@ -81,6 +81,7 @@ class Aggregator:
             replaced = state.rounds.accept(opened, push, now)
             self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
         else:
+            state.rounds.record_late(header)
             self._let_wait(push)
 
     def _let_wait(self, offer: Accepted) -> None:
@@ -106,7 +107,7 @@ class Aggregator:
         rounds = self._state.rounds
         assert rounds
         active = self._state.progress()
-        while (fragment := rounds.next_due(active)) is not None:
+        while (fragment := rounds.next_due(active, now)) is not None:
             opened = rounds.open_round(fragment, now, active)
             self._add_offers(opened, now)
         if not self._state.config.mode.is_scheduled:

@@ -183,3 +183,29 @@ def test_a_learner_that_says_its_steps_are_short_leaves_nobody_out() -> None:
     job = Job(1, hurries)
     job.run(30.0)
     assert sum(len(merge.responders) == 2 for merge in job.merges) >= 0.9 * len(job.merges) > 30
+
+
+@pytest.mark.promise(
+    "A learner that claims steps and pushes none of them opens no rounds for the others", section="Syncer"
+)
+@pytest.mark.parametrize(("honest", "quorum"), [(1, 1), (2, 2)])
+def test_a_learner_that_claims_steps_opens_no_rounds(honest: int, quorum: int) -> None:
+    def claims(job: Job) -> None:
+        job.other.step += EVERY
+        job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+
+    rules = RoundRules(EVERY, overlap=2, quorum=quorum, grace_factor=0.9, grace_cap=10.0)
+    assert Job(honest, claims, rules=rules).merges_per_second(30.0) == pytest.approx(ALONE, rel=0.1)
+
+
+def test_a_learner_whose_answer_was_lost_opens_rounds_again_after_a_turn() -> None:
+    """Its push never came, and then the other learner hangs, with its process alive."""
+    job = Job(honest=1, heartbeat_timeout=1e6)
+    job.run(30.0)
+    job.other.asked.clear()  # it was asked, and its answers are lost
+    (hangs,) = job.honest
+    job.honest = [replace(job.other, step=hangs.step)]
+    job.other = hangs
+    merges = len(job.merges)
+    job.run(60.0)
+    assert len(job.merges) > merges + 20
