@@ -48,7 +48,7 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
         return False
     ledger.drop_rolled_back(slot.index, state.epoch)
     moved = report.slot_step > slot.step or not slot.reported.advanced
-    slot.step = max(slot.step, report.slot_step)
+    slot.advance(report.slot_step, len(state.versions), state.config.max_steps)
     slot.reported.step_at_seat = report.slot_step - report.trained_steps
     slot.step_seconds = report.step_seconds
     slot.reported.paused = report.paused

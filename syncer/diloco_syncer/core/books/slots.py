@@ -51,6 +51,7 @@ from diloco_syncer.core.books.pace import Pace
 
 PODS_KEPT = 8  # of one place; an older one has long been gone
 PLACES_KEPT = 16_384
+TURNS_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,10 @@ class Slot:
     """The incarnation under which the open tenure began. 0: unknown."""
     step: int = 0
     """The furthest step of all its processes."""
+    uncounted_steps: int = 0
+    """How many of these do not count toward the job's stop (``advance``)."""
+    unmerged_parts: int = 0
+    """How many of those that count are in no merge, summed over the fragments."""
     loss: float | None = None
     """The last finite loss. None: there is none yet, or the last one was not finite."""
     first_loss: float | None = None
@@ -192,6 +197,31 @@ class Slot:
     def occupied(self) -> bool:
         return self.state in HELD_STATES
 
+    @property
+    def counted_step(self) -> int:
+        """The step that counts toward the job's stop: it is only so far beyond what is merged."""
+        return self.step - self.uncounted_steps
+
+    def advance(self, step: int, fragments: int, most_alone: int) -> None:
+        """Its process says that it has made this step. Of steps that are not merged so many count that an honest
+        learner is never ahead by more: ``TURNS_AHEAD`` times those that it makes alone."""
+        parts = self.unmerged_parts + fragments * max(0, step - self.step)
+        beyond = -(-max(0, parts - fragments * TURNS_AHEAD * most_alone) // fragments)
+        self.unmerged_parts = parts - fragments * beyond
+        self.uncounted_steps += beyond
+        self.step = max(self.step, step)
+
+    def mark_merged(self, fragment: int, last_step: int, most_alone: int) -> None:
+        """Its steps up to this one are merged in the fragment. One push makes good for those that a learner makes
+        alone, and for no more."""
+        before = self.merged_last_step.get(fragment, 0)
+        self.merged_last_step[fragment] = max(last_step, before)
+        self.unmerged_parts = max(0, self.unmerged_parts - min(most_alone, max(0, last_step - before)))
+
+    def begin_at(self, counted_step: int) -> None:
+        """It begins where the job is: at the greatest step that counts, or its own."""
+        self.step = max(self.step, counted_step + self.uncounted_steps)
+
     def begin_tenure(self) -> None:
         """Another process begins at the slot's step: nothing is reported or pushed in its tenure yet."""
         self.reported, self.pushes = LastReport(step_at_seat=self.step), PushHistory()
@@ -206,6 +236,8 @@ class Slot:
             "incarnation": holder.incarnation,
             "incarnations": self.incarnations,
             "step": self.step,
+            "uncounted_steps": self.uncounted_steps,
+            "unmerged_parts": self.unmerged_parts,
             "step_at_seat": self.reported.step_at_seat,
             "tenure": self.tenure,
             "merged_pushes": self.merged_pushes,
@@ -227,6 +259,8 @@ class Slot:
             incarnations=row["incarnations"],
             tenure=row["tenure"],
             step=row["step"],
+            uncounted_steps=row["uncounted_steps"],
+            unmerged_parts=row["unmerged_parts"],
             first_loss=row["first_loss"],
             merged_pushes=row["merged_pushes"],
             merged_last_step={int(k): v for k, v in row["merged_last_step"].items()},
@@ -280,6 +314,11 @@ class SlotTable:
     def current(self) -> list[Slot]:
         """The slots that the job has now, without the retired ones."""
         return [slot for slot in self.slots if not slot.retired]
+
+    @property
+    def furthest(self) -> int:
+        """The greatest step of a slot that counts."""
+        return max((slot.counted_step for slot in self.slots), default=0)
 
     def add_retired_slots(self, slots: int) -> None:
         """Have at least so many slots; new ones are retired and keep the history of those that a lost state had."""
@@ -354,7 +393,7 @@ class SlotTable:
         if not free or (free[0].state is SlotState.LOST and len(self.slots) < most):
             free = [Slot(len(self.slots), retired=True)]
             self.slots += free
-        free[0].step = max(slot.step for slot in self.slots)
+        free[0].begin_at(self.furthest)
         return free[0]
 
     def balance_region(self, region: str) -> list[Slot]:
@@ -480,11 +519,11 @@ class SlotTable:
                     free.append(Slot(len(self.slots)))
                     self.slots.append(free[0])
                 kept[place] = free.pop(0)
-        furthest = max((slot.step for slot in self.slots), default=0)
+        furthest = self.furthest
         now = {slot.index for slot in kept.values()}
         for slot in kept.values():
             if slot.holder.incarnation and not slot.occupied and (slot.retired or leaves(slot)):
-                slot.step = furthest
+                slot.begin_at(furthest)
         for slot in self.slots:
             slot.retired = slot.index not in now
         self.nominal = kept

@@ -5,16 +5,21 @@ Learners that train as they should are played here, in virtual time, beside one 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from core_desk import Desk, config
+from core_desk import Desk, config, of
+from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.rounds import RoundRules
+from diloco_syncer.core.books.shares import MOST
+from diloco_syncer.core.books.slots import TURNS_AHEAD
 from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.core import Core
 
 FRAGMENTS, EVERY, TOKENS = 2, 24, 10
 STEP = 0.05  # seconds
@@ -53,6 +58,7 @@ class Job:
     def __init__(self, honest: int = 1, broken: Callable[[Job], None] | None = None, **changes: object) -> None:
         rules = RoundRules(EVERY, overlap=2, quorum=1, grace_factor=0.9, grace_cap=10.0)
         base: CoreConfig = config(slots=honest + 1, rules=rules, stop=("steps", 10**6), max_versions=1000)
+        base = replace(base, heartbeat_timeout=1e6)
         self.desk = Desk(replace(base, **changes))  # type: ignore[arg-type]
         self.honest = [Played(i + 1) for i in range(honest)]
         self.other = Played(honest + 1)
@@ -200,7 +206,7 @@ def test_a_learner_that_claims_steps_opens_no_rounds(honest: int, quorum: int) -
 
 def test_a_learner_whose_answer_was_lost_opens_rounds_again_after_a_turn() -> None:
     """Its push never came, and then the other learner hangs, with its process alive."""
-    job = Job(honest=1, heartbeat_timeout=1e6)
+    job = Job(honest=1)
     job.run(30.0)
     job.other.asked.clear()  # it was asked, and its answers are lost
     (hangs,) = job.honest
@@ -209,3 +215,77 @@ def test_a_learner_whose_answer_was_lost_opens_rounds_again_after_a_turn() -> No
     merges = len(job.merges)
     job.run(60.0)
     assert len(job.merges) > merges + 20
+
+
+# ------------------------------------------------------------------ the job's end, and the weights
+
+
+@pytest.mark.promise(
+    "A learner that claims steps or tokens which are in no merge neither ends the job nor moves its learning rate",
+    section="Syncer",
+)
+@pytest.mark.parametrize("stop", [("steps", 2000), ("tokens", 2 * 2000 * TOKENS)])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_is_claimed_and_not_merged_does_not_end_the_job(stop: tuple[str, float], restarts: bool) -> None:
+    job = Job(honest=2, stop=stop)
+    job.run(10.0)
+    job.other.step += 2**20
+    job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+    job.run(1.0)
+    if restarts:
+        job.desk.core = Core(job.core.config, json.loads(json.dumps(job.core.state(job.desk.now))), 2, job.desk.now)
+    assert job.core.phase is not JobPhase.DRAINING
+    claimed = TURNS_AHEAD * job.core.config.max_steps / (2000 if stop[0] == "steps" else 2 * 2000)
+    assert job.core.stop_progress(job.desk.now) <= 220 / 2000 + claimed
+
+
+def test_who_comes_after_a_learner_that_claimed_steps_does_not_begin_there() -> None:
+    job = Job(honest=2)
+    job.run(10.0)
+    job.other.step += 2**20
+    job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+    state = json.loads(json.dumps(job.core.state(job.desk.now)))
+    places = (*job.core.config.places, ("r", 3))
+    desk = Desk(replace(job.core.config, places=places), state, epoch=2)
+    desk.now = job.desk.now
+    (admitted,) = of(desk.join(9, 3), ev.Admit)
+    assert admitted.seat is not None and 200 <= admitted.seat.slot_step < 200 + 5 * job.core.config.max_steps
+
+
+def test_pushes_that_claim_steps_count_for_a_few_times_what_others_make() -> None:
+    """It says a thousand times as many steps, and answers each pull with all of them."""
+
+    def claims(job: Job) -> None:
+        job.other.step += 1000
+        job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+        for pull in job.other.asked.values():
+            job.push(job.other, pull.fragment, pull.round)
+        job.other.asked.clear()
+
+    job = Job(1, claims)
+    job.run(30.0)
+    counted = job.core.slots[1].counted_step - TURNS_AHEAD * job.core.config.max_steps
+    assert counted <= len(job.merges) / FRAGMENTS * job.core.config.max_steps + 1
+    assert job.core.slots[1].step > 500_000
+
+
+@pytest.mark.parametrize("said", [TOKENS * 1000, 1])
+def test_a_learner_that_counts_other_tokens_moves_the_end_by_a_few_times_its_share(said: int) -> None:
+    """One wrong ``tokens=`` in a loop: it says bytes, or batches."""
+    job = Job(honest=2, broken=lambda job: trains(job), stop=("tokens", 3 * 4000 * TOKENS))
+    job.other.tokens = said
+    job.run(20.0)
+    counted = job.core.stop_progress(job.desk.now) * 3 * 4000
+    assert 2 * 390 <= counted <= (2 + MOST) * 420
+    weights = {len(merge.responders): [r.weight for r in merge.responders] for merge in job.merges}[3]
+    assert weights[2] <= MOST**2 / (2 + MOST**2) + 1e-6
+    assert weights[0] == weights[1]
+
+
+def trains(job: Job) -> None:
+    """The last learner does as the others do."""
+    job.other.step += 1
+    for pull in job.other.asked.values():
+        job.push(job.other, pull.fragment, pull.round)
+    job.other.asked.clear()
+    job.desk.do(ev.Reported(job.other.connection, job.other.report()))
