@@ -117,6 +117,7 @@ def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> S
         bytes_down=bytes_down,
         link=shell.links.get(slot.index),
         problem=slot.told.problem,
+        sequences_per_step=slot.reported.sequences / max(1, slot.step - slot.reported.step_at_seat),
     )
 
 

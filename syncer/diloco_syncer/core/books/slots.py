@@ -101,6 +101,8 @@ class LastReport:
     """The slot's step when the tenure began: the tenure has trained the steps from there to ``Slot.step``."""
     advanced: bool = False
     """Whether the tenure has trained a step."""
+    sequences: int = 0
+    """How many sequences of its leases it has read."""
     batches: int = 0
     """How many batches the process has given to its loop."""
     paused: bool = False
@@ -239,6 +241,7 @@ class Slot:
             "uncounted_steps": self.uncounted_steps,
             "unmerged_parts": self.unmerged_parts,
             "step_at_seat": self.reported.step_at_seat,
+            "sequences": self.reported.sequences,
             "tenure": self.tenure,
             "merged_pushes": self.merged_pushes,
             "first_loss": self.first_loss,
@@ -265,7 +268,7 @@ class Slot:
             merged_pushes=row["merged_pushes"],
             merged_last_step={int(k): v for k, v in row["merged_last_step"].items()},
             holder=Holder(row["process"], row["region"], row["ordinal"], row["incarnation"], heard_at=now),
-            reported=LastReport(step_at_seat=row["step_at_seat"]),
+            reported=LastReport(step_at_seat=row["step_at_seat"], sequences=row["sequences"]),
             # Pushes that were accepted and not merged are gone; spooled offers are restored after this.
             pushes=PushHistory({fragment: push.sequence for fragment, push in merged.items()}, merged),
         )

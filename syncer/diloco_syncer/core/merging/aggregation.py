@@ -354,7 +354,7 @@ class Aggregator:
     def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:
         """Data whose steps are in a version, or will be, are not leased again."""
         if self._state.leases is not None:
-            self._state.leases.advance_cursors(slot.index, header.report.cursors)
+            slot.reported.sequences += self._state.leases.advance_cursors(slot.index, header.report.cursors)
 
 
 def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:

@@ -13,7 +13,7 @@ import pytest
 
 from core_desk import Desk, config, of
 from diloco_protocol.vocabulary import JobPhase
-from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
+from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.books.shares import MOST
@@ -289,3 +289,40 @@ def trains(job: Job) -> None:
         job.push(job.other, pull.fragment, pull.round)
     job.other.asked.clear()
     job.desk.do(ev.Reported(job.other.connection, job.other.report()))
+
+
+# ------------------------------------------------------------------ the data
+
+
+@pytest.mark.promise(
+    "A learner that marks more sequences as read than it has trained tokens is refused", section="Syncer"
+)
+def test_who_reads_more_sequences_than_it_trains_tokens_is_refused() -> None:
+    """At the end of each lease it asks for the next one, as a loop does that reports what it has only loaded."""
+    desk = Desk(config(slots=2))
+    for slot in (0, 1):
+        desk.join(slot + 1, slot, sequences=1_000_000)
+    desk.do(ev.InitialModelStored("L", (8,)))
+    book = desk.core._state.leases
+    assert book is not None
+    cursors: list[LeaseCursor] = []
+
+    def lease() -> LeaseCursor:
+        (granted,) = of(desk.do(ev.LeaseRequested(1)), ev.GrantLease)
+        return LeaseCursor(granted.lease.lease, granted.lease.end)
+
+    def say(step: int) -> None:
+        report = StepReport(step, step, step * TOKENS, (FragmentReport(1, 0, step, step * TOKENS),))
+        desk.do(ev.Reported(1, replace(report, cursors=tuple(cursors))))
+
+    most = TOKENS + book.block_size
+    cursors = [lease(), lease()]
+    cursors[1] = LeaseCursor(cursors[1].lease, TOKENS)
+    say(1)
+    assert desk.core.slots[0].reported.sequences == most
+    cursors[1] = LeaseCursor(cursors[1].lease, 2 * TOKENS + 1)
+    with pytest.raises(ev.BadMessage, match=f"cursors: {most + TOKENS + 1} sequences read, and {2 * TOKENS} tokens"):
+        say(2)
+    assert desk.core.slots[0].reported.sequences == most
+    again = Desk(desk.core.config, json.loads(json.dumps(desk.core.state(0.0))), epoch=2)
+    assert again.core.slots[0].reported.sequences == most
