@@ -94,7 +94,7 @@ def restore(
             "the tape is damaged (%s): that segment is in discarded/, and the tape continues without it", tape.damage
         )
     complete_tape(tape, checkpoints, restored)
-    tape.note(SETTINGS, time.time(), settings_line(job, epoch.number, restored))
+    tape.append_note(SETTINGS, time.time(), settings_line(job, epoch.number, restored))
     tape.flush()
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()

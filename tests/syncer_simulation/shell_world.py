@@ -244,7 +244,7 @@ class SyncerProcesses(World):
         restored = checkpoints.load()
         tape = Tape(store)
         complete_tape(tape, checkpoints, restored)
-        tape.note(SETTINGS, BEGUN + self.now, settings_line(self.job, checkpoints.epoch.number, restored))
+        tape.append_note(SETTINGS, BEGUN + self.now, settings_line(self.job, checkpoints.epoch.number, restored))
         tape.flush()
         assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
         return checkpoints, restored, tape

@@ -85,13 +85,14 @@ def audit_store(store: Store, job: str, progress: Callable[[str], None] = lambda
     there = frozenset(reader.merges())
     progress("the tape")
     tape = audit_tape(store, TapeAudit(versions, there))
-    read = _audit_records(reader, there, tape, records, progress)
+    read = _audit_records(reader, there, tape, wrong=records, progress=progress)
     if layout is not None:
         for fragment in range(len(layout)):
             _read_version_0(reader, fragment, records)
     checks = [*_tape_checks(tape), _check(RECORDS, f"{read} are whole, and are what the tape says", records)]
     checks.append(_audit_books(state, tape))
-    return Audit(job, tape.merges, tape.epochs, tuple(checks), dict(sorted(tape.events.items())), tape.refused)
+    events = dict(sorted(tape.events.items()))
+    return Audit(job, tape.merges, tape.epochs, tuple(checks), events=events, refused=tape.refused)
 
 
 def _check(name: str, said: str, wrong: list[str]) -> Check:

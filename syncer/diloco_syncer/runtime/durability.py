@@ -139,7 +139,7 @@ class Durability:
             self._append_notes()
             self._noted = 0
             if now.refused != self._refused:
-                self.tape.note(REFUSED, time.time(), {"uploads": now.refused})
+                self.tape.append_note(REFUSED, time.time(), {"uploads": now.refused})
                 self._refused = now.refused
             self.tape.flush()
             write(now)
@@ -204,10 +204,12 @@ class Durability:
         while self._notes:
             row = self._notes.popleft()
             self._noted += 1
-            self.tape.note(EVENT, row.time, {"event": row.kind, "slot": row.slot, "message": row.message})
+            self.tape.append_note(EVENT, row.time, {"event": row.kind, "slot": row.slot, "message": row.message})
         if self._left_out:
             left_out, self._left_out = self._left_out, 0
-            self.tape.note(EVENT, time.time(), {"event": "left-out", "slot": -1, "message": f"{left_out} transitions"})
+            self.tape.append_note(
+                EVENT, time.time(), {"event": "left-out", "slot": -1, "message": f"{left_out} transitions"}
+            )
 
     async def read_blob(self, name: str) -> Array:
         """The bytes of a stored blob, uint8; verified when they are first asked for."""

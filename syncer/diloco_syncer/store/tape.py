@@ -271,7 +271,7 @@ class Tape:
             }
         )
 
-    def note(self, kind: str, time: float, body: Mapping[str, Any]) -> None:
+    def append_note(self, kind: str, time: float, body: Mapping[str, Any]) -> None:
         """Write a line that is of no merge: ``SETTINGS``, ``EVENT`` or ``REFUSED``."""
         self._add({"format": FORMAT, "kind": kind, "time": round(time, 6), **body})
 

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     (workdir / "job.json").write_text(json.dumps({"metadata": {"name": "j"}}))
     (workdir / "store" / "epochs").mkdir()
     tape = Tape(store)
-    tape.note(SETTINGS, 1.5e9, {"epoch": 1, "sync": {"merge": {"weights": "tokens"}}})
+    tape.append_note(SETTINGS, 1.5e9, {"epoch": 1, "sync": {"merge": {"weights": "tokens"}}})
     tape.flush()
     state = {"job": "j", "versions": [], "core": {"core": {"job": {"ledger": None}}}}
     store.create("state/s.json", *pack_document(state))
@@ -48,7 +48,7 @@ def test_what_does_not_hold_is_named_and_is_the_exit_code(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check = Check("records", False, "7 wrong", tuple(f"fault {number}" for number in range(7)))
-    found = Audit("j", 3, (1, 2), (check,), {"joined": 2}, {"stale": 4})
+    found = Audit("j", 3, (1, 2), (check,), events={"joined": 2}, refused={"stale": 4})
     monkeypatch.setattr(audits, "audit_store", lambda store, job: found)
     assert audit(str(run), as_json=False) == 1
     said = capsys.readouterr().out
