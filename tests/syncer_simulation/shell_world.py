@@ -38,7 +38,7 @@ from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
-from syncer_simulation.core_world import World, settle
+from syncer_simulation.core_world import NOTHING_MERGED, World, settle
 from syncer_simulation.learners import Setup
 from syncer_simulation.memory_store import MemoryStore
 from syncer_simulation.oracle import Oracle
@@ -194,7 +194,8 @@ class SyncerProcesses(World):
         if outcome == SyncerExit.OK and self.suspended:
             self.seen["suspensions"] += 1
             self.remove_learners()
-        self.ended = outcome == SyncerExit.OK and life.syncer is not None and self.phase_of(life) is JobPhase.COMPLETE
+        if life.syncer is not None and outcome in (SyncerExit.OK, SyncerExit.FAILED):
+            self.ended = self.phase_of(life) in (JobPhase.COMPLETE, JobPhase.FAILED)
         self.end_life_of(life, restart=life is self.lives[-1] and not self.ended)
 
     async def serve_to_the_end(self, life: Life) -> int:
@@ -213,13 +214,14 @@ class SyncerProcesses(World):
         syncer.start(restored.behind)
         self.check()
         outcome = await syncer.driver.outcome
-        fine = (RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE)
+        fine = [RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE]
+        fine += [SyncerExit.FAILED] if NOTHING_MERGED in core.phase_message else []  # ``settle`` looks whether it is so
         assert outcome in fine, syncer.driver.stop_reason
         life.stopping = True
         await self.stop_servers(life)
         if outcome == RESTART:
             self.min_epoch = syncer.min_epoch
-        await syncer.close(checkpoint=outcome == SyncerExit.OK)
+        await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
         await life.loop.finish_threads()
         return outcome
 
@@ -415,10 +417,11 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object))
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])
-    assert report.outcome == "complete" and world.core.ledger is not None
+    assert report.outcome == world.core.phase.value and world.core.ledger is not None
     # By fragment: who was given up may come back and say more, and then the totals round otherwise.
     merged, newest = ([row.merged for row in rows] for rows in (report.ledger or (), world.core.ledger.rows()))
     assert merged == newest, (report.ledger, newest)
     assert report.tokens.trained <= totals["trained"], (report.tokens, totals)
-    assert (report.final_loss is not None) == world.setup.evaluated
+    complete = world.core.phase is JobPhase.COMPLETE
+    assert (report.final_loss is not None) == (world.setup.evaluated and complete)
     return totals

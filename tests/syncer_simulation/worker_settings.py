@@ -47,7 +47,7 @@ def drawn_workers(seed: int) -> WorkerSetup:
         rng.choice([LINKS, RESTARTS]),
         seed=seed,
         slots=slots,
-        quorum=min(rng.randint(1, slots), max(1, slots - 1)),  # with all of them a job may rightly end unmerged
+        quorum=rng.randint(1, slots),
         latency=rng.choice([1.0, 3.0]),
         bytes_per_second=rng.choice([(1e6,), (1e6, 1e5, 2e4), (1e5, 5e3, 2e3)]),
         fragments=rng.randint(1, 4),
