@@ -762,8 +762,8 @@ NOTHING_MERGED = (
 
 
 def check_unmerged_end(world: World) -> None:
-    """A job whose merges need K > 1 may rightly fail at its stop: nothing has ever been merged, and of no fragment there
-    is work of K slots. What was acknowledged lies in the store."""
+    """A job whose merges need K > 1 may rightly fail at its stop: nothing has ever been merged, and of no fragment is
+    there work of K slots. What was acknowledged is there."""
     core = world.core
     assert world.setup.quorum > 1 and not any(v for _, v in world.records), world.records.keys()
     waiting = core._aggregator.accepted_headers()
