@@ -194,8 +194,9 @@ class SyncerProcesses(World):
         if outcome == SyncerExit.OK and self.suspended:
             self.seen["suspensions"] += 1
             self.remove_learners()
-        if life.syncer is not None and outcome in (SyncerExit.OK, SyncerExit.FAILED):
-            self.ended = self.phase_of(life) in (JobPhase.COMPLETE, JobPhase.FAILED)
+        # One that is told to stop while the job ends leaves the report to the next.
+        reason = life.syncer.driver.stop_reason if life.syncer is not None and outcome != SyncerExit.SUPERSEDED else ""
+        self.ended = reason.startswith((f"{JobPhase.COMPLETE.value}:", f"{JobPhase.FAILED.value}:"))
         self.end_life_of(life, restart=life is self.lives[-1] and not self.ended)
 
     async def serve_to_the_end(self, life: Life) -> int:
@@ -214,9 +215,11 @@ class SyncerProcesses(World):
         syncer.start(restored.behind)
         self.check()
         outcome = await syncer.driver.outcome
-        fine = [RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE]
-        fine += [SyncerExit.FAILED] if NOTHING_MERGED in core.phase_message else []  # ``settle`` looks whether it is so
-        assert outcome in fine, syncer.driver.stop_reason
+        fine = (RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE)
+        unmerged = (
+            outcome == SyncerExit.FAILED and NOTHING_MERGED in syncer.driver.stop_reason
+        )  # ``settle`` looks at it
+        assert outcome in fine or unmerged, syncer.driver.stop_reason
         life.stopping = True
         await self.stop_servers(life)
         if outcome == RESTART:
