@@ -257,6 +257,16 @@ class World:
         self.seen["copies from before version 0"] += self.state is not None
         self.behind = False
         self.respawn_left()
+        self.replace_seated()
+
+    def replace_seated(self) -> None:
+        """With the store went, perhaps, all that had slots; who stands by is left."""
+        if not self.setup.replaced or self.random.random() >= self.setup.replaced:
+            return
+        self.seen["replacements"] += 1
+        for learner in [one for one in self.learners if one.seat is not None]:
+            self.kill(learner)
+            self.respawn(learner.place)
 
     def crash_syncer(self) -> None:
         self.seen["crashes"] += 1
@@ -308,7 +318,8 @@ class World:
             case ev.Admit():
                 learner = self.connections[action.connection]
                 if action.initialise:
-                    self.at(0.1, lambda c=action.connection: self.initialise(c))
+                    seconds = self.random.uniform(0.1, 4.0) if self.setup.replaced else 0.1
+                    self.at(seconds, lambda c=action.connection: self.initialise(c))
                 learner.withheld = set(action.withheld)
                 self.seated(learner, action.seat, action.merged)
             case ev.RequestVersion():

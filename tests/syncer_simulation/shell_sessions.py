@@ -232,7 +232,8 @@ class ShellWorld(SyncerProcesses):
         if learner is None:
             return
         initial = sync_pb2.Initial
-        versions = [self.oracle.upload_version(ids).view(np.uint8) for ids in learner.base]
+        held = [learner.holdings[p][2] for p in range(self.setup.fragments)] if self.held_by(learner) else learner.base
+        versions = [self.oracle.upload_version(ids).view(np.uint8) for ids in held]
         parts = [(initial.LAYOUT, 0, np.frombuffer(self.layout.to_json().encode(), np.uint8))]
         parts += [(initial.FRAGMENT, p, values) for p, values in enumerate(versions)]
         parts.append((initial.DONE, 0, np.empty(0, np.uint8)))

@@ -345,6 +345,8 @@ class SyncerProcesses(World):
         self.objects.clear()
         self.objects.update(now)
         self.respawn_left()
+        if not now:
+            self.replace_seated()
 
     # ------------------------------------------------------------ what a syncer hears and says
 

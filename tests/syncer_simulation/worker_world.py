@@ -60,7 +60,7 @@ spec:
     heartbeat: {{intervalSeconds: 0.5, timeoutSeconds: 3}}
   syncer: {{checkpoint: {{everySeconds: 3, keep: 1}}}}
   learners: {{command: [python, x.py]}}
-  regions: [{{name: r, learners: {slots}}}]
+  regions: [{{name: r, learners: {slots}, spares: {spares}}}]
 """
 
 

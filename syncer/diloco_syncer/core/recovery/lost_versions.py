@@ -178,11 +178,9 @@ class VersionRecovery:
 
     def standby_holders(self, now: float) -> list[int]:
         """Who may upload version 0 of a store that came back empty though it has no slot: the connections that stand by
-        and hold merged versions. Empty as long as a learner that may hold some, in a slot, is waited for."""
-        standby = self._state.members.standby
-        if not self.is_rebuilding or not self._all_present(now):
-            return []
-        return [connection for connection in standby if STAND_IN in self._origins.get(connection, ())]
+        and hold the model. Empty as long as a learner that may hold it, in a slot, is waited for."""
+        standby = self._state.members.standby if self.is_rebuilding and self._all_present(now) else ()
+        return [connection for connection in standby if self.may_give_version_0(connection, now)]
 
     def _register_for_rebuild(self, join: ev.Join) -> None:
         """Nothing is in the store, and a learner holds versions."""

@@ -694,6 +694,17 @@ def test_an_empty_store_is_rebuilt_from_who_stands_by() -> None:
     assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore), "from then on the store has it"
 
 
+def test_an_empty_store_gets_version_0_from_who_stands_by() -> None:
+    """Where nothing was merged yet, and nobody with a slot holds version 0."""
+    life = Life(None, 5)
+    life.join(11, 0)
+    life.join(12, 1)
+    assert rejoin(life, 13, 2, VERSION_0).seat is None
+    assert of(life.log, ev.RequestInitialModel) == [ev.RequestInitialModel(13)]
+    life.do(ev.ConnectionLost(13))
+    assert rejoin(life, 14, 2, VERSION_0).initialise and life.core.version_0_origins(14) == (1, 1)
+
+
 def test_who_stands_by_is_asked_for_an_emptied_stores_model_after_those_with_slots() -> None:
     life = Life(None, 5)
     life.join(11, 0)
