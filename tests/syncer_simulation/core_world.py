@@ -75,6 +75,7 @@ class World:
         self.payload: dict[int, Ids] = {}
         self.down_until = 0.0
         self.tokens_of: dict[tuple[str, int], int] = {}
+        self.offered: dict[tuple[int, int, int, int], tuple[int, Ids]] = {}  # what was taken: fragment, steps
         self.seen: Counter[str] = Counter()
         self.events = 0  # how many calls there were
         self.trace: list[str] | None = None  # what was said to the syncers and by them; None: it is not written down
@@ -239,6 +240,7 @@ class World:
             self.spool = dict(spool)
         self.behind = lost > 0 and self.random.random() < 0.5
         self.seen["losses"] += lost > 0
+        self.offered.clear()
         self.respawn_left()
 
     def respawn_left(self) -> None:
@@ -252,6 +254,7 @@ class World:
         self.seen["wipes"] += 1
         self.records.clear()
         self.spool.clear()
+        self.offered.clear()
         self.older.clear()
         self.state, self.epoch = self.random.choice([(None, 0), *self.first[-1:]])
         self.seen["copies from before version 0"] += self.state is not None
@@ -264,9 +267,12 @@ class World:
         if not self.setup.replaced or self.random.random() >= self.setup.replaced:
             return
         self.seen["replacements"] += 1
-        for learner in [one for one in self.learners if one.seat is not None]:
+        for learner in self.seated_learners():
             self.kill(learner)
             self.respawn(learner.place)
+
+    def seated_learners(self) -> list[Learner]:
+        return [learner for learner in self.learners if learner.seat is not None]
 
     def crash_syncer(self) -> None:
         self.seen["crashes"] += 1
@@ -676,6 +682,8 @@ class World:
             if verdict.reason is not None:
                 self.spool.pop(header.id, None)
                 refused = (verdict.reason, verdict.message)
+            elif header.round == 0:
+                self.offered[header.id] = header.fragment, ids
             self.act(actions)
         if refused is not None:
             self.refused[refused[0].value] += 1
@@ -799,6 +807,11 @@ def settle(world: World) -> dict[str, int]:
     for row in rows:
         assert row.merged + row.pending + row.dropped == trained
         assert sum(row.reasons.values()) == row.dropped
+    waiting = [header for header in core._aggregator.accepted_headers() if not header.round]
+    for push_id, (p, ids) in world.offered.items():
+        there = world.records[p, core.versions[p]].ids
+        there = there.union(*(world.offered[one.id][1] for one in waiting if one.id in world.offered))
+        assert ids <= there, f"the offer {push_id} was taken, and is lost"
     for p in range(world.setup.fragments):
         there = {v for q, v in world.records if q == p}
         assert max(there) == world.core.versions[p]

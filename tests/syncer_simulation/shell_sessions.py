@@ -96,7 +96,8 @@ class ShellWorld(SyncerProcesses):
         connection = learner.connection
         if learner.evaluator:
             for p in range(len(self.known.versions)):
-                self.announce(learner, p, ev.MergedPush())
+                if p not in learner.withheld:
+                    self.announce(learner, p, ev.MergedPush())
         if seat is not None:
             self.oracle.take_seat(seat, learner.process)
             if not (seat.continuing and learner.seat is not None):
@@ -274,6 +275,11 @@ class ShellWorld(SyncerProcesses):
 
     def expect_state(self, connection: int) -> None:
         late = connection in self.states_wanted and connection in self.connections
+        if late and self.life_of[connection].serving and self.core.is_recovering:
+            self.at(
+                STATE_SECONDS, lambda: self.expect_state(connection)
+            )  # nobody trains, and it may have to be patient
+            return
         assert not late or not self.life_of[connection].serving, f"{connection} has no answer to what it wants"
 
     def give_state(self, ask: ev.RequestPeerState) -> None:

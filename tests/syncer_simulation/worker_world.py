@@ -212,6 +212,9 @@ class WorkerWorld(SyncerProcesses):
             cast(list[Any], self.learners).remove(process)
             self.at(1.0, lambda: self.respawn(process.place))
 
+    def seated_learners(self) -> list[Learner]:
+        return [learner for learner in self.learners if cast(WorkerProcess, learner).seated]
+
     def held_by(self, learner: Learner) -> tuple[Held, ...]:
         return tuple(cast(WorkerProcess, learner).held())
 
