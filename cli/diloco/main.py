@@ -416,6 +416,34 @@ def list_jobs(
 
 @app.command()
 @command
+def audit(
+    what: Annotated[str, typer.Argument(metavar="WORKDIR|STORE", help="A run's directory, or a store's URI.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one object, with every fault, for programs.")] = False,
+) -> int:
+    """Check a run's books against its tape and records: is what was reported what is in the model?
+
+    The tape has a line for each merge, with the digest of the line before. Checked are that chain, versions without
+    gaps, weights and ages (computed again from tokens and versions), that no step of a learner is merged twice, every
+    record's bytes and digest, and the ledger, row by row, against the sums of the tape.
+
+    It reads beside a run that goes on, and changes nothing. The exit code is 1 where something does not hold.
+
+    Examples:
+
+        diloco audit runs/tiny-gpt
+
+        diloco audit s3://bucket/stores/tiny-gpt --json
+    """
+    from diloco.packages import require_packages
+
+    require_packages("diloco audit", ["syncer"])
+    from diloco.audit import audit as audit_run
+
+    return audit_run(what, as_json)
+
+
+@app.command()
+@command
 def export(
     what: Annotated[
         str,

@@ -270,8 +270,10 @@ class ShellWorld(SyncerProcesses):
     def want_state(self, connection: int | None) -> None:
         if connection in self.connections:
             self.states_wanted[connection] = self.now
-            self.handle(ev.PeerStateRequested(connection, patient=self.random.random() < 0.5))
-            self.at(STATE_SECONDS, lambda: self.expect_state(connection))
+            patient = self.random.random() < 0.5
+            self.handle(ev.PeerStateRequested(connection, patient=patient))
+            waits = self.config.rejoin_seconds if patient else 0.0  # for learners that may bring one
+            self.at(STATE_SECONDS + waits, lambda: self.expect_state(connection))
 
     def expect_state(self, connection: int) -> None:
         late = connection in self.states_wanted and connection in self.connections

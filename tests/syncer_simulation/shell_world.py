@@ -24,6 +24,8 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_protocol.wire.records import Receipt
+from diloco_syncer.audit.store_audit import audit_store
+from diloco_syncer.audit.tape_audit import CHAIN, VERSIONS
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.leases import LeaseBook
 from diloco_syncer.core.books.rounds import RoundRules
@@ -31,12 +33,12 @@ from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.driver import RESTART, SteadyClock
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.startup import complete_tape, replay
+from diloco_syncer.startup import complete_tape, replay, settings_line
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.restore import StoreUnusable
-from diloco_syncer.store.tape import Tape
+from diloco_syncer.store.tape import SETTINGS, Tape
 from diloco_syncer.syncer import Syncer
 from syncer_simulation.core_world import NOTHING_MERGED, World, settle
 from syncer_simulation.learners import Setup
@@ -247,6 +249,8 @@ class SyncerProcesses(World):
         restored = checkpoints.load()
         tape = Tape(store)
         complete_tape(tape, checkpoints, restored)
+        tape.append_note(SETTINGS, BEGUN + self.now, settings_line(self.job, checkpoints.epoch.number, restored))
+        tape.flush()
         assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
         return checkpoints, restored, tape
 
@@ -419,7 +423,11 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     state = world.core.state(world.now)["job"]["leases"]
     waiting = world.core._aggregator.accepted_headers() if world.setup.quorum > 1 else ()
     world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
-    tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object))
+    store = MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object)
+    wrong = [check for check in audit_store(store, "shell").checks if check.wrong]
+    # A store that loses objects loses lines of its tape, which the audit tells; everything else holds.
+    assert not wrong or (world.setup.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
+    tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])
     assert report.outcome == world.core.phase.value and world.core.ledger is not None
