@@ -40,7 +40,7 @@ from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import SETTINGS, Tape
 from diloco_syncer.syncer import Syncer
-from syncer_simulation.core_world import World, settle
+from syncer_simulation.core_world import NOTHING_MERGED, World, settle
 from syncer_simulation.learners import Setup
 from syncer_simulation.memory_store import MemoryStore
 from syncer_simulation.oracle import Oracle
@@ -196,7 +196,9 @@ class SyncerProcesses(World):
         if outcome == SyncerExit.OK and self.suspended:
             self.seen["suspensions"] += 1
             self.remove_learners()
-        self.ended = outcome == SyncerExit.OK and life.syncer is not None and self.phase_of(life) is JobPhase.COMPLETE
+        # One that is told to stop while the job ends leaves the report to the next.
+        reason = life.syncer.driver.stop_reason if life.syncer is not None and outcome != SyncerExit.SUPERSEDED else ""
+        self.ended = reason.startswith((f"{JobPhase.COMPLETE.value}:", f"{JobPhase.FAILED.value}:"))
         self.end_life_of(life, restart=life is self.lives[-1] and not self.ended)
 
     async def serve_to_the_end(self, life: Life) -> int:
@@ -216,12 +218,15 @@ class SyncerProcesses(World):
         self.check()
         outcome = await syncer.driver.outcome
         fine = (RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE)
-        assert outcome in fine, syncer.driver.stop_reason
+        unmerged = (
+            outcome == SyncerExit.FAILED and NOTHING_MERGED in syncer.driver.stop_reason
+        )  # ``settle`` looks at it
+        assert outcome in fine or unmerged, syncer.driver.stop_reason
         life.stopping = True
         await self.stop_servers(life)
         if outcome == RESTART:
             self.min_epoch = syncer.min_epoch
-        await syncer.close(checkpoint=outcome == SyncerExit.OK)
+        await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
         await life.loop.finish_threads()
         return outcome
 
@@ -344,6 +349,8 @@ class SyncerProcesses(World):
         self.objects.clear()
         self.objects.update(now)
         self.respawn_left()
+        if not now:
+            self.replace_seated()
 
     # ------------------------------------------------------------ what a syncer hears and says
 
@@ -423,10 +430,11 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])
-    assert report.outcome == "complete" and world.core.ledger is not None
+    assert report.outcome == world.core.phase.value and world.core.ledger is not None
     # By fragment: who was given up may come back and say more, and then the totals round otherwise.
     merged, newest = ([row.merged for row in rows] for rows in (report.ledger or (), world.core.ledger.rows()))
     assert merged == newest, (report.ledger, newest)
     assert report.tokens.trained <= totals["trained"], (report.tokens, totals)
-    assert (report.final_loss is not None) == world.setup.evaluated
+    complete = world.core.phase is JobPhase.COMPLETE
+    assert (report.final_loss is not None) == (world.setup.evaluated and complete)
     return totals

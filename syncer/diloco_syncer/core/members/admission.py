@@ -106,6 +106,7 @@ class Admission:
             self._refuse(join, now, JoinRefusal.NO_SUCH_PLACE, words)
         else:
             state.members.standby[join.connection] = join
+            self.initial_model.offer_standby(join, now)
             self._admit(join, None, withheld=withheld)
             self.actions.record_event(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
 
