@@ -302,8 +302,8 @@ class Syncer:
 
     # ------------------------------------------------------------- the job's end
 
-    def _note_chunk(self, key: Hashable) -> None:
-        self.relay.note_chunk(key)
+    def _note_chunk(self, key: Hashable, process: str, count: int) -> None:
+        self.relay.note_chunk(key, process, count)
         self.pushes.note_chunk(key)
         self.versions.note_chunk(key)
 

@@ -26,6 +26,7 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
+from diloco_protocol.wire.progress import OVERTAKEN_BYTES
 from diloco_protocol.wire.records import Held
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
@@ -962,12 +963,39 @@ async def test_bytes_of_a_lost_version_are_told_to_the_core_once_a_second(
         told: list[object] = []
         monkeypatch.setattr(bench.syncer.versions, "emit", told.append)
         for fragment in (0, 0, 1, 0, 1):
-            bench.syncer._note_chunk(("version", 7, fragment))
-        bench.syncer._note_chunk(("push", "id", "a"))
+            bench.syncer._note_chunk(("version", 7, fragment), "a", 1)
+        bench.syncer._note_chunk(("push", "id", "a"), "a", 1)
         assert told == [ev.LostVersionAdvanced(7, 0), ev.LostVersionAdvanced(7, 1)]
         bench.syncer.versions._tell_at.clear()
-        bench.syncer._note_chunk(("version", 7, 0))
+        bench.syncer._note_chunk(("version", 7, 0), "a", 1)
         assert told[2:] == [ev.LostVersionAdvanced(7, 0)]
+
+
+@pytest.mark.promise(
+    "An optimizer state of any size reaches a new learner, and the checkpoint, as long as bytes keep "
+    "arriving; all new learners that wait share one transfer"
+)
+async def test_a_state_is_alive_while_its_sender_uploads_something_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path) as bench:
+        told: list[object] = []
+        relay, note = bench.syncer.relay, bench.syncer._note_chunk
+        monkeypatch.setattr(relay, "_emit", told.append)
+        relay.expect_upload(5, 1, "a", checkpoint=False)
+
+        def noted(key: tuple[object, ...], process: str, count: int) -> bool:
+            relay._expected[5].tell_at = 0.0
+            told.clear()
+            note(key, process, count)
+            return told == [ev.PeerStateAdvanced(5)]
+
+        assert noted(("peer", 5), "a", 1) and noted(("push", "id", "a"), "a", OVERTAKEN_BYTES - 1)
+        assert not noted(("push", "id", "b"), "b", 1)
+        assert not noted(("push", "id", "a"), "a", 1), "of the state nothing comes"
+        assert noted(("peer", 5), "a", 1)
+        note(("peer", 5), "a", 1)
+        assert len(told) == 1, "once a second"
 
 
 async def test_what_stands_in_for_a_version_is_not_served_where_the_job_is_suspended_meanwhile(tmp_path: Path) -> None:
@@ -1038,11 +1066,11 @@ async def test_bytes_of_a_push_are_told_to_the_core_once_a_second(
         told: list[object] = []
         monkeypatch.setattr(bench.syncer.pushes, "emit", told.append)
         for _ in range(3):
-            bench.syncer._note_chunk(("push", "id", "a"))
-        bench.syncer._note_chunk(("initial", 0))
+            bench.syncer._note_chunk(("push", "id", "a"), "a", 1)
+        bench.syncer._note_chunk(("initial", 0), "a", 1)
         assert told == [ev.PushAdvanced()]
         bench.syncer.pushes._tell_at = 0.0
-        bench.syncer._note_chunk(("initial", 0))
+        bench.syncer._note_chunk(("initial", 0), "a", 1)
         assert len(told) == 1
-        bench.syncer._note_chunk(("push", "id", "a"))
+        bench.syncer._note_chunk(("push", "id", "a"), "a", 1)
         assert len(told) == 2
