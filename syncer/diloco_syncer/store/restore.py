@@ -188,7 +188,7 @@ class StoreReader:
         there: dict[int, set[int]] = {}
         for fragment, version in self.merges():
             there.setdefault(fragment, set()).add(version)
-        chains = [self._chain(layout, f, begun, epoch, there.get(f, set())) for f, begun in enumerate(versions)]
+        chains = [self._chain(layout, p, begun, epoch, there=there.get(p, set())) for p, begun in enumerate(versions)]
         lost = [chain for chain in chains if chain.is_stand_in]
         if lost and not self.restart:
             raise StoreUnusable(f"no whole version is left of fragment {lost[0].newest.fragment}: {lost[0].why}")

@@ -92,10 +92,10 @@ def take_back_version(state: JobState, fragment: int, version: int) -> bool:
     before = state.before[fragment]
     known = before.version == version < state.versions[fragment]
     rows = {row.slot: row for row in before.rows}
+    nothing = SlotReceipt(0, 0, 0, 0, sequence=0, version=0, last_step=0, compute_seconds=0.0)
     for slot in state.members.slots:
-        row = rows.get(slot.index) if known else SlotReceipt(slot.index, 0, 0, 0, 0, 0, 0, 0.0)
-        if row is not None:
-            _take_back(state, slot, fragment, row)
+        if not known or slot.index in rows:
+            _take_back(state, slot, fragment, rows[slot.index] if known else nothing)
     state.merges -= state.versions[fragment] - (version if known else 0)
     state.rounds.take_back(fragment, version if known else 0)
     state.before[fragment] = VersionBefore(-1, ())
