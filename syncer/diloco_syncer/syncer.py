@@ -111,6 +111,7 @@ class Syncer:
             tape,
             self._snapshot,
             self._on_store_problem,
+            newest_records=lambda: model.newest,
             optimizer=restored.optimizer,
             optimizer_bytes=restored.optimizer_bytes,
         )

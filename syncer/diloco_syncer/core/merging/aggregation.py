@@ -25,7 +25,7 @@ from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.merging.push_checks import PushChecks
-from diloco_syncer.core.recovery.receipts import hold_unknown_offer
+from diloco_syncer.core.recovery.receipts import hold_unknown_offer, remember_version
 from diloco_syncer.core.reports import apply_report
 from diloco_syncer.core.state import JobState
 
@@ -219,6 +219,8 @@ class Aggregator:
         """The record of a merge is durable: the version rises, its tokens count, and it is announced."""
         state = self._state
         assert state.rounds
+        pushes = state.rounds.open[event.fragment].pushes
+        remember_version(state, event.fragment, (push.header.slot for push in pushes))
         closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds, now)
         state.merges += 1
         state.lineage.mark_settled(state.epoch)
@@ -303,6 +305,7 @@ class Aggregator:
             return
         state.lineage.mark_settled(epoch)
         headers = list(headers)
+        remember_version(state, fragment, (header.slot for header in headers))
         for header in headers:
             slot = state.slot(header.slot)
             if slot is None:

@@ -795,6 +795,7 @@ async def test_a_ledger_that_is_not_exact_is_told_and_shown(tmp_path: Path, capl
         await until(lambda: bench.syncer.status_page.status().ledger_imbalances == 1)
         await asyncio.sleep(0.05)
         assert 'diloco_ledger_imbalances{job="shell"} 1.0' in exposition(bench.syncer.status_page.status).decode()
+        assert ["slot 0 fragment 1" in row.imbalance for row in bench.syncer.report().ledger or ()] == [False, True]
     assert caplog.text.count("the ledger is not exact") == 1 and "slot 0 fragment 1" in caplog.text
 
 
