@@ -695,7 +695,7 @@ async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_mov
         assert leases.count_of(0) == limits.MAX_CURSORS
         done = [sync_pb2.LeaseCursor(lease=g.lease, position=g.end) for g in leases.leases_of(0)[:10]]
         last = leases.next_lease
-        bench.report(1, cursors=done)
+        bench.report(1, 1000, cursors=done)
         assert leases.count_of(0) == limits.MAX_CURSORS and leases.next_lease == last + 10
         slot = bench.syncer.core.slots[0]
         assert slot.state is SlotState.ACTIVE
