@@ -329,6 +329,9 @@ class LedgerRow(Document):
     pending: Count = Field(description="tokens in a learner or on their way")
     dropped: Count = Field(description="tokens that are lost for good")
     reasons: dict[str, int] = Field(description="the dropped tokens by reason")
+    imbalance: str = Field(
+        "", description="which slot's figures do not add up, a fault of the syncer; empty: they are exact"
+    )
 
 
 class ReportLearner(Document):

@@ -386,6 +386,10 @@ class RoundBook:
         for header in headers:
             self._mark(fragment, header.slot, header.last_step)
 
+    def take_back(self, fragment: int, version: int) -> None:
+        """The store has lost the fragment's versions above. The marks stay: nobody is asked sooner for it."""
+        self.versions[fragment] = version
+
     def apply_recovered_version(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
         """A version came from a learner; ``last_steps``: per slot, the last step that is in it."""
         self.versions[fragment] = version

@@ -26,7 +26,7 @@ from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.merging.push_checks import PushChecks
-from diloco_syncer.core.recovery.receipts import hold_unknown_offer
+from diloco_syncer.core.recovery.receipts import hold_unknown_offer, remember_version
 from diloco_syncer.core.reports import apply_report
 from diloco_syncer.core.state import JobState
 
@@ -234,6 +234,8 @@ class Aggregator:
         state = self._state
         assert state.rounds
         self._leave_out(state.rounds.open[event.fragment], event.left_out)
+        pushes = state.rounds.open[event.fragment].pushes
+        remember_version(state, event.fragment, (push.header.slot for push in pushes))
         closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds, now)
         state.merges += 1
         state.lineage.mark_settled(state.epoch)
@@ -331,6 +333,7 @@ class Aggregator:
             return
         state.lineage.mark_settled(epoch)
         headers = list(headers)
+        remember_version(state, fragment, (header.slot for header in headers))
         for header in headers:
             slot = state.slot(header.slot)
             if slot is None:
