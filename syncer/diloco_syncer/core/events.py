@@ -308,6 +308,7 @@ class Responder:
     handle: int
     weight: float
     age: int
+    batch: int = 1  # sequences that the job gives a step of its learner
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
                 "steps": r.header.steps,
                 "weight": r.weight,
                 "norm": r.norm,
+                "batch": r.batch,
             }
             for r in record.responders
         ],

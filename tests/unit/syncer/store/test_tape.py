@@ -86,6 +86,7 @@ def test_lines(store: Store) -> None:
             "steps": 2,
             "weight": 1.0,
             "norm": 0.25,
+            "batch": 1,
         }
     ]
 
