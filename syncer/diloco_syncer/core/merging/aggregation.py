@@ -203,7 +203,9 @@ class Aggregator:
         works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
         weights = normalised_weights(state.config.weights, *shares.bound_pushes(works, state.config.max_steps))
         responders = tuple(
-            ev.Responder(push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch)
+            ev.Responder(
+                push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
+            )
             for push, weight, batch in zip(pushes, weights, batches, strict=True)
         )
         quorum_at = opened.quorum_at if opened.quorum_at is not None else now
