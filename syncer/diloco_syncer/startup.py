@@ -164,6 +164,7 @@ def settings_line(job: DiLoCoJob, epoch: int, restored: Restored) -> dict[str, A
         "layout": restored.layout.digest if restored.layout is not None else "",
         "learners": {region.name: region.learners for region in job.spec.regions},
         "sync": job.spec.sync.model_dump(mode="json"),
+        "max_steps": job.spec.max_steps_alone,
     }
 
 

@@ -41,6 +41,16 @@ def bound_tokens(works: Sequence[Work]) -> list[float]:
     return [min(work.tokens, most * work.batch * work.steps) for work in works]
 
 
+def counted_work(works: Sequence[Work], most_ahead: int) -> tuple[list[float], list[int]]:
+    """Tokens and steps of a merge's pushes, as far as they count for its weights."""
+    steps = bound_steps([work.steps for work in works], most_ahead)
+    counted = [
+        Work(work.tokens * count // work.steps if count < work.steps else work.tokens, count, work.batch)
+        for work, count in zip(works, steps, strict=True)
+    ]
+    return bound_tokens(counted), steps
+
+
 def bound_steps(steps: Sequence[int], most_ahead: int) -> list[int]:
     """Of each push of a merge the steps that count for its weight."""
     most = max(most_ahead, int(MOST * nlargest(2, steps)[-1]))

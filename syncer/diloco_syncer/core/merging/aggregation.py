@@ -198,10 +198,14 @@ class Aggregator:
         opened.last = last
         pushes = state.rounds.begin_merge(opened, median_low(known) if known else None)
         headers = [push.header for push in pushes]
-        weights = normalised_weights(state.config.weights, *self._counted_work(headers))
+        batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
+        works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
+        weights = normalised_weights(state.config.weights, *shares.counted_work(works, state.config.max_steps))
         responders = tuple(
-            ev.Responder(push.header, push.handle, float(weight), opened.version - push.header.oldest_version)
-            for push, weight in zip(pushes, weights, strict=True)
+            ev.Responder(
+                push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
+            )
+            for push, weight, batch in zip(pushes, weights, batches, strict=True)
         )
         quorum_at = opened.quorum_at if opened.quorum_at is not None else now
         self._actions.add(
@@ -216,17 +220,6 @@ class Aggregator:
                 last=last,
             )
         )
-
-    def _counted_work(self, headers: Sequence[PushHeader]) -> tuple[list[float], list[int]]:
-        """Tokens and steps of a merge's pushes, as far as they count for its weights."""
-        state = self._state
-        batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
-        steps = shares.bound_steps([header.steps for header in headers], state.config.max_steps)
-        works = [
-            shares.Work(header.tokens * count // header.steps if count < header.steps else header.tokens, count, batch)
-            for header, count, batch in zip(headers, steps, batches, strict=True)
-        ]
-        return shares.bound_tokens(works), steps
 
     def complete_merge(self, event: ev.MergeDurable, now: float) -> None:
         """The record of a merge is durable: the version rises, its tokens count, and it is announced."""
