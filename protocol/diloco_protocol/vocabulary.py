@@ -108,7 +108,10 @@ FAULT_CONDITIONS = frozenset(
 """Conditions of a job that tell of trouble when they are True; the others do when they are False."""
 
 JOB_REFUSED_REASONS = frozenset(
-    {"Unsupported", "PodTemplate", "UpgradeNeeded", "NotPlaced", "Refused", "Forbidden", "QuotaExceeded", "ApplyFailed"}
+    {
+        *("Unsupported", "PodTemplate", "UpgradeNeeded", "NotPlaced", "NameConflict", "Refused", "Forbidden"),
+        *("QuotaExceeded", "WebhookUnavailable", "ApplyFailed"),
+    }
 )
 """Reasons of the condition Ready: the API server refuses the job, or an object that it cannot do without,
 until a person changes something."""

@@ -166,8 +166,8 @@ def _read_header(store: Store, name: str, kind: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedPush:
-    """A merge record's entry for one responder: its push, normalised weight, age, the L2 norm of its Δ, and the batch
-    by which its tokens count (core/books/shares.py)."""
+    """A merge record's entry for one responder: its push, normalised weight, age, the L2 norm of its Δ, and the
+    sequences of its learner's step, by the job."""
 
     header: PushHeader
     weight: float

@@ -41,12 +41,11 @@ def bound_tokens(works: Sequence[Work]) -> list[float]:
     return [min(work.tokens, most * work.batch * work.steps) for work in works]
 
 
-def bound_pushes(works: Sequence[Work], most_alone: int) -> tuple[list[float], list[int]]:
-    """Tokens and steps of a merge's pushes, as far as they count for its weights. ``most_alone``: steps that a learner
-    makes alone."""
-    steps = bound_steps([work.steps for work in works], most_alone)
+def counted_work(works: Sequence[Work], most_ahead: int) -> tuple[list[float], list[int]]:
+    """Tokens and steps of a merge's pushes, as far as they count for its weights."""
+    steps = bound_steps([work.steps for work in works], most_ahead)
     counted = [
-        work._replace(tokens=work.tokens * count // work.steps, steps=count) if count < work.steps else work
+        Work(work.tokens * count // work.steps if count < work.steps else work.tokens, count, work.batch)
         for work, count in zip(works, steps, strict=True)
     ]
     return bound_tokens(counted), steps

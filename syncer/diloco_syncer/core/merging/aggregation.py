@@ -201,7 +201,7 @@ class Aggregator:
         headers = [push.header for push in pushes]
         batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
         works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
-        weights = normalised_weights(state.config.weights, *shares.bound_pushes(works, state.config.max_steps))
+        weights = normalised_weights(state.config.weights, *shares.counted_work(works, state.config.max_steps))
         responders = tuple(
             ev.Responder(
                 push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
