@@ -97,7 +97,6 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
                 "batch": r.batch,
                 "weight": r.weight,
                 "norm": r.norm,
-                "batch": r.batch,
             }
             for r in record.responders
         ],

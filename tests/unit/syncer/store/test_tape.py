@@ -87,7 +87,6 @@ def test_lines(store: Store) -> None:
             "batch": 1,
             "weight": 1.0,
             "norm": 0.25,
-            "batch": 1,
         }
     ]
 
