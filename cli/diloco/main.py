@@ -422,9 +422,10 @@ def audit(
 ) -> int:
     """Check a run's books against its tape and records: is what was reported what is in the model?
 
-    The tape has a line for each merge, with the digest of the line before. Checked are that chain, versions without
-    gaps, weights and ages (computed again from tokens and versions), that no step of a learner is merged twice, every
-    record's bytes and digest, and the ledger, row by row, against the sums of the tape.
+    The tape has a line for each merge, with the digest of the line before. This chain is checked, and that
+    versions have no gaps. Weights and ages are computed again from tokens and versions. No step of a learner
+    may be merged twice. Each record is read, and compared with its digest on the tape; each row of the ledger,
+    with the sums of the tape.
 
     It reads beside a run that goes on, and changes nothing. The exit code is 1 where something does not hold.
 

@@ -40,7 +40,7 @@ from diloco_syncer.store.checkpoint import Checkpoints, Restored
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch, find_successor
 from diloco_syncer.store.open import open_store
-from diloco_syncer.store.replay import replay_records
+from diloco_syncer.store.replay import replay_records, take_back_versions
 from diloco_syncer.store.tape import SETTINGS, Tape
 from diloco_syncer.syncer import Syncer
 
@@ -100,6 +100,7 @@ def restore(
     now = time.monotonic()
     _tell_of_a_clock_ahead(core_state)
     core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, wall=time.time())
+    restored.newest = take_back_versions(core, restored.newest)
     model = GlobalModel(job, options.threads)
     if restored.layout is not None:
         model.begin(restored.layout, restored.newest, restored.frozen, restored.frozen_digest)
@@ -163,6 +164,7 @@ def settings_line(job: DiLoCoJob, epoch: int, restored: Restored) -> dict[str, A
         "layout": restored.layout.digest if restored.layout is not None else "",
         "learners": {region.name: region.learners for region in job.spec.regions},
         "sync": job.spec.sync.model_dump(mode="json"),
+        "max_steps": job.spec.max_steps_alone,
     }
 
 

@@ -111,6 +111,7 @@ class Syncer:
             tape,
             self._snapshot,
             self._on_store_problem,
+            newest_records=lambda: model.newest,
             optimizer=restored.optimizer,
             optimizer_bytes=restored.optimizer_bytes,
         )
@@ -302,8 +303,8 @@ class Syncer:
 
     # ------------------------------------------------------------- the job's end
 
-    def _note_chunk(self, key: Hashable) -> None:
-        self.relay.note_chunk(key)
+    def _note_chunk(self, key: Hashable, process: str, count: int) -> None:
+        self.relay.note_chunk(key, process, count)
         self.pushes.note_chunk(key)
         self.versions.note_chunk(key)
 

@@ -24,7 +24,7 @@ from itertools import count
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
 from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat, StepReport
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.books.ledger import header_from_json, header_to_json
+from diloco_syncer.core.books.ledger import PushId, header_from_json, header_to_json
 from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -55,6 +55,7 @@ class World:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.random = random.Random(setup.seed)
+        self.removals = random.Random(setup.seed)  # apart, so that what is recorded of a seed stays
         self.now = 0.0
         self.queue: list[tuple[float, int, object]] = []
         self.order = count()
@@ -68,11 +69,12 @@ class World:
         self.older: list[tuple[str, list[int], dict]] = []  # states written, with versions and spool
         self.first: list[tuple[str, int]] = []  # states written before version 0, with their epochs
         self.behind = False
-        self.spool: dict[tuple[int, int, int, int], tuple[str, Ids]] = {}
+        self.spool: dict[PushId, tuple[str, Ids]] = {}
         self.epoch = 0
         # What the present syncer holds in memory.
         self.life = 0
         self.payload: dict[int, Ids] = {}
+        self.offer_of: dict[int, PushId] = {}  # by handle
         self.down_until = 0.0
         self.tokens_of: dict[tuple[str, int], int] = {}
         self.offered: dict[tuple[int, int, int, int], tuple[int, Ids]] = {}  # what was taken: fragment, steps
@@ -136,7 +138,7 @@ class World:
             self.rescale()
         state = None if self.state is None else json.loads(self.state)
         self.core = Core(self.config, state, self.epoch, self.now, wall=self.now)
-        self.payload = {}
+        self.payload, self.offer_of = {}, {}
         if self.records and not self.core.initialised:
             self.core.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments), self.now)
         if self.core.initialised:
@@ -153,7 +155,7 @@ class World:
             for push_id, (text, ids) in list(self.spool.items()):
                 handle = next(self.numbers)
                 if self.core.restore_offer(header_from_json(json.loads(text)), handle, 1.0):
-                    self.payload[handle] = ids
+                    self.payload[handle], self.offer_of[handle] = ids, push_id
                 else:
                     del self.spool[push_id]
         made = [self.records[p, v].made for p, v in enumerate(self.core.versions)]
@@ -372,7 +374,9 @@ class World:
                 for connection, learner in self.told():
                     learner.withheld.discard(action.fragment)
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
-            case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
+            case ev.ReleasePush():
+                self.remove_offer(action.handle)
+            case ev.AnswerPush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
                 self.seen["given up"] += isinstance(action, ev.RecordEvent) and "continuing from" in action.message
                 self.seen["drained too late"] += isinstance(action, ev.RecordEvent) and "in time" in action.message
                 if isinstance(action, ev.SetPhase) and action.phase is JobPhase.DRAINING:
@@ -399,14 +403,22 @@ class World:
             assert not ids & after, "a step was merged twice"
             after |= ids
         self.records[p, v] = Record(self.epoch, after, headers, self.epoch)
-        for responder in action.responders:
-            self.spool.pop(responder.header.id, None)
         if self.chance(0.01 * self.setup.crashes):
             self.crash_syncer()
             return
         self.handle(ev.MergeDurable(p, v, 0.05, tuple(1.0 for _ in content)))
         if life == self.life:
             self.check()
+
+    def remove_offer(self, handle: int) -> None:
+        """An offer was merged or replaced. Its file goes a while later, and not at all if the syncer crashes before."""
+        push_id, life = self.offer_of.pop(handle, None), self.life
+
+        def remove() -> None:
+            if life == self.life and push_id is not None:
+                self.spool.pop(push_id, None)
+
+        self.at(self.removals.uniform(0.0, 2.0), remove)
 
     def swallows(self, kind: str) -> bool:
         return self.setup.swallowed == kind
@@ -688,10 +700,11 @@ class World:
             self.payload[handle] = ids
             if header.round == 0:  # spooled before it is accepted: durable before it is acknowledged
                 self.spool[header.id] = (json.dumps(header_to_json(header)), ids)
+                self.offer_of[handle] = header.id
             actions = self.core.handle(ev.PushReceived(header, 1.0, True, handle), self.now)
             verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
             if verdict.reason is not None:
-                self.spool.pop(header.id, None)
+                self.spool.pop(self.offer_of.pop(handle, header.id), None)
                 refused = (verdict.reason, verdict.message)
             elif header.round == 0:
                 self.offered[header.id] = header.fragment, ids

@@ -85,7 +85,9 @@ class ShellWorld(SyncerProcesses):
                 self.connections[action.connection].leases.add(action.lease)
             case ev.RequestPeerState():
                 assert self.acting is not None and self.acting.syncer is not None
-                self.acting.syncer.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
+                process = self.connections[action.connection].process
+                relay = self.acting.syncer.relay
+                relay.expect_upload(action.transfer, action.connection, process, checkpoint=action.checkpoint)
                 self.at(self.delay(0.5), lambda: self.give_state(action))
             case ev.OfferPeerState():
                 self.take_state(action)

@@ -37,6 +37,7 @@ from diloco_syncer.startup import complete_tape, replay, settings_line
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
+from diloco_syncer.store.replay import take_back_versions
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import SETTINGS, Tape
 from diloco_syncer.syncer import Syncer
@@ -206,6 +207,7 @@ class SyncerProcesses(World):
         state = None if restored.core is None else restored.core["core"]
         life.epoch = checkpoints.epoch.number
         core = Core(self.config, state, life.epoch, self.now, wall=time.time())
+        restored.newest = take_back_versions(core, restored.newest)
         model = GlobalModel(self.job, threads=1)
         if restored.layout is not None:
             model.begin(restored.layout, restored.newest)
@@ -246,6 +248,7 @@ class SyncerProcesses(World):
             self.objects, self.random, setup.store_seconds, faults, out=self.out, on_change=self.oracle.read_object
         )
         checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
+        self.identify(checkpoints)
         restored = checkpoints.load()
         tape = Tape(store)
         complete_tape(tape, checkpoints, restored)
@@ -253,6 +256,9 @@ class SyncerProcesses(World):
         tape.flush()
         assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
         return checkpoints, restored, tape
+
+    def identify(self, checkpoints: Checkpoints) -> None:
+        """As startup.py does, where it matters whose store it is."""
 
     def phase_of(self, life: Life) -> JobPhase:
         assert life.syncer is not None

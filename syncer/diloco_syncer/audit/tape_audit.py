@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_syncer.core.books.shares import Work, counted_work
 from diloco_syncer.core.merging.aggregation import normalised_weights
 from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.tape import TapeError, decode_line, line_digest, newest_of
@@ -69,6 +70,7 @@ class TapeAudit:
         self._fragments: dict[int, _Fragment] = {}
         self._previous: str | None = None
         self._weights: str | None = None  # sync.merge.weights; None: no line has said it
+        self._max_steps = 0  # that a learner makes alone
         self._epoch = 0
         self.wrong: list[tuple[str, str]] = []
         self.results: dict[tuple[int, int], str] = {}
@@ -141,7 +143,7 @@ class TapeAudit:
             case tapes.SEGMENT:
                 self._take_head(line)
             case tapes.SETTINGS:
-                self._weights = str(line["sync"]["merge"]["weights"])
+                self._weights, self._max_steps = str(line["sync"]["merge"]["weights"]), int(line["max_steps"])
                 self._take_epoch(int(line["epoch"]))
             case tapes.EVENT:
                 self.events[str(line["event"])] += 1
@@ -219,8 +221,8 @@ class TapeAudit:
         if self._weights is None:
             self.unweighed += 1
             return
-        tokens, steps = [int(push["tokens"]) for push in pushes], [int(push["steps"]) for push in pushes]
-        due = normalised_weights(self._weights, tokens, steps)
+        works = [Work(int(push["tokens"]), int(push["steps"]), int(push["batch"])) for push in pushes]
+        due = normalised_weights(self._weights, *counted_work(works, self._max_steps))
         for push, weight in zip(pushes, due, strict=True):
             if not math.isclose(push["weight"], weight, rel_tol=_EXACT, abs_tol=_EXACT):
                 words = f"slot {push['slot']} has the weight {push['weight']:.6g}, and {weight:.6g} by tokens and steps"

@@ -8,6 +8,10 @@ The job's state is taken anew at each try. Between two tries of one writer other
 what a restart goes on from: a document that waited through them would bring back a state from before what they made
 durable, and learners were told.
 
+**The scrub.** With each checkpoint the newest record of one fragment is read and verified, of each in turn. One that is
+damaged is written anew from what the syncer has in memory: found at the next start, it would cost its fragment a
+version.
+
 A full disk is waited for without end. A store that fails otherwise for ``PATIENCE`` seconds ends the
 process (exit code 4); a higher epoch ends it at once (3). Example: while a volume is being extended,
 learners train on, and the merges that wait are made when there is space.
@@ -21,7 +25,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +33,7 @@ from typing import Any, TypeVar
 
 from diloco_protocol.common.files import DiskFull
 from diloco_protocol.documents import EventRow
+from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.records import Array, MergeRecord
@@ -58,17 +63,20 @@ class Snapshot:
 class Durability:
     """The one way from the running syncer to its store.
 
-    ``snapshot`` returns the state as it is now; ``on_problem`` is called when ``problem`` has changed.
+    ``snapshot`` returns the state as it is now; ``on_problem`` is called when ``problem`` has changed;
+    ``newest_records`` returns each fragment's newest version, which is durable.
     """
 
     checkpoints: Checkpoints  # its methods block: call them by ``run_write``
     tape: Tape
     snapshot: Callable[[], Snapshot]
     on_problem: Callable[[str], None]
+    newest_records: Callable[[], Sequence[MergeRecord]]
     optimizer: str = ""  # the name in the store of the inner optimizer state; empty: none
     optimizer_bytes: int = 0
     problem: str = ""  # what is wrong with the store, for people
     _optimizers: int = 0  # that were to be written
+    _scrubbed: int = 0  # records
     _persisted: int = -1  # the newest generation whose state is durable
     _blobs: dict[str, Array] = field(default_factory=dict)
     _notes: deque[EventRow] = field(default_factory=deque)  # transitions that the tape is to get
@@ -169,6 +177,23 @@ class Durability:
                 await self.run_write(self.checkpoints.epoch.check)
             else:
                 await self.checkpoint()
+            await self.scrub()
+
+    async def scrub(self) -> None:
+        """Verify the newest record of the next fragment in turn, and write it anew where it is damaged."""
+        newest = self.newest_records()
+        if not newest:
+            return
+        fragment, self._scrubbed = self._scrubbed % len(newest), self._scrubbed + 1
+        record = newest[fragment]
+        try:
+            damage = await asyncio.to_thread(self.checkpoints.find_damage, fragment, record.version)
+        except OSError as error:
+            log.warning("fragment %d could not be verified: %s", fragment, error)
+            return
+        if damage and self.newest_records()[fragment] is record and record.made_in != STAND_IN:
+            await self.run_write(self.checkpoints.write_record_again, record)
+            log.error("the store had damaged fragment %d, which is whole again: %s", fragment, damage)
 
     async def close(self, checkpoint: bool) -> None:
         """End the store's thread; with ``checkpoint``, after a last checkpoint."""

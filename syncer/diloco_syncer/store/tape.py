@@ -94,6 +94,7 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
                 "age": r.age,
                 "tokens": r.header.tokens,
                 "steps": r.header.steps,
+                "batch": r.batch,
                 "weight": r.weight,
                 "norm": r.norm,
             }

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     (workdir / "job.json").write_text(json.dumps({"metadata": {"name": "j"}}))
     (workdir / "store" / "epochs").mkdir()
     tape = Tape(store)
-    tape.append_note(SETTINGS, 1.5e9, {"epoch": 1, "sync": {"merge": {"weights": "tokens"}}})
+    tape.append_note(SETTINGS, 1.5e9, {"epoch": 1, "max_steps": 96, "sync": {"merge": {"weights": "tokens"}}})
     tape.flush()
     state = {"job": "j", "versions": [], "core": {"core": {"job": {"ledger": None}}}}
     store.create("state/s.json", *pack_document(state))
@@ -73,4 +73,5 @@ def test_what_has_no_store_is_refused(tmp_path: Path) -> None:
 
 def test_help_names_what_is_checked() -> None:
     said = CliRunner().invoke(app, ["audit", "--help"]).output
-    assert "merged twice" in said and "exit code is 1" in " ".join(said.split())
+    words = " ".join(said.split())
+    assert "merged twice" in words and "exit code is 1" in words

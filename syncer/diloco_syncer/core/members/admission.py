@@ -288,7 +288,7 @@ class Admission:
         # A slot first taken later starts where the job is.
         together = self._mode.begins_together and state.phase is JobPhase.WAITING
         if together or (first_taken and state.clock.elapsed(now) > 0):
-            slot.step = max(s.step for s in state.members.slots)
+            slot.begin_at(state.members.furthest)
         slot.begin_tenure()
         if state.rounds and state.ledger:
             state.ledger.open_tenure(slot.index, incarnation)

@@ -19,7 +19,8 @@ anything, tokens that learners know to be merged beyond the store's versions are
 Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
 above them, so that one (epoch, version) never has two meanings.
 
-A *rebuild* is the same for a store that came back empty. Version 0 then has stand-ins (``STAND_IN``), from which
+A *rebuild* is the same for a store that came back empty, or that has no whole version of some fragments left. Version
+0 of these then has stand-ins (``STAND_IN``), from which
 the job never goes on: it waits for learners that hold the fragments. A learner that holds nothing but version 0 may
 be the first one back, before those that hold more: it gives version 0 back only when all are there, or none came for
 ``rebuild_seconds``.
@@ -62,6 +63,7 @@ class VersionRecovery:
         self._actions = actions
         self._announced = False  # whether a loss is known
         self._rebuilding = False
+        self._taken_back = False  # whether the saved state told of versions that the store has lost
         self._rebuild_until: float | None = None  # how long a rebuild waits for more learners
         self._made: list[int] = []  # per fragment, the epoch of its newest version
         self._held: dict[int, dict[int, Held]] = {}  # connection -> fragment -> what extends the lineage
@@ -88,12 +90,18 @@ class VersionRecovery:
         """Whether everything waits until it is decided what the store lost."""
         return self._announced and self.can_recover
 
+    def mark_taken_back(self) -> None:
+        """The store has lost a version that the saved state tells of."""
+        self._taken_back = True
+
     def start(self, made: Sequence[int], behind: bool) -> None:
         """The store was read. ``made``: the epoch of each fragment's newest version, empty before version 0;
         ``behind``: the tape tells of more than the store has."""
         self._made = list(made)
         self._rebuilding = STAND_IN in self._made
-        if self._rebuilding:
+        if self._rebuilding and (self._taken_back or any(self._state.versions)):
+            self._announce_loss(f"it has no whole version of fragments {self._stood_in_for()}")
+        elif self._rebuilding:
             self._announce_loss("it was emptied")
             self._actions.record_event(
                 EventKind.LOST_DATA,
@@ -101,8 +109,8 @@ class VersionRecovery:
                 "no learner knows the outer optimizer's momentum, the order of the data, the job's elapsed time and "
                 "scores, or the tokens dropped in tenures that are over: these start anew",
             )
-        elif behind and self.can_recover:
-            self._announce_loss("the tape lists merges that the store does not have")
+        elif (behind or self._taken_back) and self.can_recover:
+            self._announce_loss("its state or its tape tells of merges that it does not have")
 
     def _announce_loss(self, why: str) -> None:
         if self._announced:
@@ -384,12 +392,16 @@ class VersionRecovery:
             )
 
     def _say_what_is_missing(self) -> None:
-        missing = [str(p) for p, epoch in enumerate(self._made) if epoch == STAND_IN]
+        came_back = "has lost fragments" if any(self._state.versions) else "came back empty"
         self._say_what_to_do(
-            f"the store came back empty, and no learner here holds a merged version of fragments {', '.join(missing)}. "
+            f"the store {came_back}, and no learner here holds a merged version of fragments {self._stood_in_for()}. "
             "The syncer waits for one. You can give it its store back, or empty it and restart all learners to start "
             "the job anew"
         )
+
+    def _stood_in_for(self) -> str:
+        """The fragments of which the store has stand-ins, in words."""
+        return ", ".join(str(p) for p, epoch in enumerate(self._made) if epoch == STAND_IN)
 
     def _say_what_to_do(self, message: str) -> None:
         if self._set_message(message):

@@ -12,7 +12,7 @@ from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.tape import line_digest
 
 Line = dict[str, Any]
-SETTINGS: Line = {"kind": tapes.SETTINGS, "epoch": 1, "sync": {"merge": {"weights": "tokens-quality"}}}
+SETTINGS: Line = {"kind": tapes.SETTINGS, "epoch": 1, "max_steps": 96, "sync": {"merge": {"weights": "tokens-quality"}}}
 
 
 def push(slot: int, version: int, *, tenure: int = 1, steps: int = 4, tokens: int = 100, weight: float = 0.5) -> Line:
@@ -21,7 +21,14 @@ def push(slot: int, version: int, *, tenure: int = 1, steps: int = 4, tokens: in
     return {
         **{"slot": slot, "incarnation": tenure, "tenure": tenure, "sequence": version, "base_epoch": 1},
         **{"base_version": version - 1, "oldest_version": version - 1, "age": 0, "offer": False, "norm": 1.0},
-        **{"first_step": last - steps + 1, "last_step": last, "steps": steps, "tokens": tokens, "weight": weight},
+        **{
+            "first_step": last - steps + 1,
+            "last_step": last,
+            "steps": steps,
+            "tokens": tokens,
+            "weight": weight,
+            "batch": 1,
+        },
     }
 
 
@@ -128,6 +135,8 @@ def test_weights_and_ages_are_computed_again() -> None:
         "tape line 3: slot 0 has the weight 0.75, and 0.9 by tokens and steps",
         "tape line 3: slot 1 has the weight 0.25, and 0.1 by tokens and steps",
     ]
+    most = merge(1, push(0, 1, tokens=9000, weight=16 / 17), push(1, 1, tokens=100, weight=1 / 17))
+    assert audit_of(most).wrong == [], "at most four times the tokens per step of the other"
     uniform = {**SETTINGS, "sync": {"merge": {"weights": "uniform"}}}
     assert audit_of(uniform, merge(1, push(0, 1, tokens=9), push(1, 1))).wrong == []
     assert audited(chained([head(), heavy])).wrong == [], "without settings nobody knows"

@@ -32,7 +32,7 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Durability:
     monkeypatch.setattr(durability, "PATIENCE", 0.3)
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    return Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    return Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
 
 
 async def test_a_long_try_that_fails_is_tried_again(waiting: Durability) -> None:
@@ -79,7 +79,11 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
     made = Durability(
-        checkpoints, Tape(store), lambda: Snapshot(generation, {"of": generation}, []), lambda problem: None
+        checkpoints,
+        Tape(store),
+        lambda: Snapshot(generation, {"of": generation}, []),
+        lambda problem: None,
+        newest_records=list,
     )
     (tmp_path / "state").write_bytes(b"")  # where the folder of states belongs
     waiting = asyncio.ensure_future(write(made))
@@ -97,7 +101,7 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
 async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_newer_one(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
     (tmp_path / "optimizer").write_bytes(b"")
     waiting = asyncio.ensure_future(made.write_optimizer(np.full(1, 1, np.uint8)))
     await until(lambda: made.problem)

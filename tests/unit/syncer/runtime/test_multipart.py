@@ -204,7 +204,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_chunk_counts_as_progress_of_its_upload() -> None:
     noted: list[object] = []
-    uploads = MultipartUploads(noted.append)
+    uploads = MultipartUploads(lambda *chunk: noted.append(chunk))
 
     async def run() -> None:
         data = bytes(1000)
@@ -219,7 +219,7 @@ def test_every_chunk_counts_as_progress_of_its_upload() -> None:
         assert await uploads.receive_part("key", header, stream(), lambda: np.empty(1000, np.uint8)) is not None
 
     asyncio.run(run())
-    assert noted == ["key"] * 4
+    assert noted == [("key", "p", 250)] * 4
 
 
 def test_idle_uploads_are_dropped() -> None:
