@@ -237,4 +237,6 @@ def test_idle_uploads_are_dropped() -> None:
 def test_a_clock_that_skips_our_own_standstill() -> None:
     times = iter([10.0, 10.5, 12.0, 100.0, 101.0])
     clock = SteadyClock(limit=3.0, raw=lambda: next(times))
-    assert [clock() for _ in range(4)] == [10.5, 12.0, 15.0, 16.0]
+    assert [clock() for _ in range(3)] == [10.5, 12.0, 15.0]
+    clock.stop()
+    assert [clock() for _ in range(2)] == [16.0, 16.0], "as of the moment at which it was stopped"
