@@ -124,6 +124,9 @@ class SlotRow(Document):
     problem: str = Field(
         "", description="why its learner has not finished a first step, if that takes long; empty: no such problem"
     )
+    sequences_per_step: Number = Field(
+        0.0, description="sequences of its leases that its process has read, for each step that it made"
+    )
 
     @property
     def held(self) -> bool:

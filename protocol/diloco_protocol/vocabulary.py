@@ -58,6 +58,7 @@ class EventKind(StrEnum):
     PHASE = "phase"
     JOINED = "joined"  # a process holds a slot: for the first time, or again
     SPARE = "spare"  # a process stands by
+    REFUSED = "refused"  # a process is refused for good
     FIRST_STEP = "first-step"
     FIRST_MERGE = "first-merge"
     NO_STEPS = "no-steps"  # a learner trains, and has not finished a step for long

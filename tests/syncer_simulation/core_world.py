@@ -77,6 +77,7 @@ class World:
         self.offer_of: dict[int, PushId] = {}  # by handle
         self.down_until = 0.0
         self.tokens_of: dict[tuple[str, int], int] = {}
+        self.offered: dict[tuple[int, int, int, int], tuple[int, Ids]] = {}  # what was taken: fragment, steps
         self.seen: Counter[str] = Counter()
         self.events = 0  # how many calls there were
         self.trace: list[str] | None = None  # what was said to the syncers and by them; None: it is not written down
@@ -241,6 +242,7 @@ class World:
             self.spool = dict(spool)
         self.behind = lost > 0 and self.random.random() < 0.5
         self.seen["losses"] += lost > 0
+        self.offered.clear()
         self.respawn_left()
 
     def respawn_left(self) -> None:
@@ -254,11 +256,25 @@ class World:
         self.seen["wipes"] += 1
         self.records.clear()
         self.spool.clear()
+        self.offered.clear()
         self.older.clear()
         self.state, self.epoch = self.random.choice([(None, 0), *self.first[-1:]])
         self.seen["copies from before version 0"] += self.state is not None
         self.behind = False
         self.respawn_left()
+        self.replace_seated()
+
+    def replace_seated(self) -> None:
+        """With the store went, perhaps, all that had slots; who stands by is left."""
+        if not self.setup.replaced or self.random.random() >= self.setup.replaced:
+            return
+        self.seen["replacements"] += 1
+        for learner in self.seated_learners():
+            self.kill(learner)
+            self.respawn(learner.place)
+
+    def seated_learners(self) -> list[Learner]:
+        return [learner for learner in self.learners if learner.seat is not None]
 
     def crash_syncer(self) -> None:
         self.seen["crashes"] += 1
@@ -310,7 +326,8 @@ class World:
             case ev.Admit():
                 learner = self.connections[action.connection]
                 if action.initialise:
-                    self.at(0.1, lambda c=action.connection: self.initialise(c))
+                    seconds = self.random.uniform(0.1, 4.0) if self.setup.replaced else 0.1
+                    self.at(seconds, lambda c=action.connection: self.initialise(c))
                 learner.withheld = set(action.withheld)
                 self.seated(learner, action.seat, action.merged)
             case ev.RequestVersion():
@@ -549,7 +566,7 @@ class World:
             learner, origins = self.connections[connection], self.core.version_0_origins(connection)
             for p in range(self.setup.fragments):
                 # What stands in for a version holds its steps: the job must never go on from it.
-                ids = learner.base[p] if origins else frozenset()
+                ids = learner.holdings[p][2] if origins else frozenset()
                 self.records[p, 0] = Record(origins[p] if origins else self.epoch, ids, [], self.epoch)
             self.seen["rebuilds"] += bool(origins)
             self.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments))
@@ -678,6 +695,8 @@ class World:
             if verdict.reason is not None:
                 self.spool.pop(self.offer_of.pop(handle, header.id), None)
                 refused = (verdict.reason, verdict.message)
+            elif header.round == 0:
+                self.offered[header.id] = header.fragment, ids
             self.act(actions)
         if refused is not None:
             self.refused[refused[0].value] += 1
@@ -769,19 +788,43 @@ def check_liveness(world: World, share: float = 1.0) -> None:
     assert not world.seen["drained too late"], world.seen
 
 
+NOTHING_MERGED = (
+    "and nothing was merged: fewer than"  # the end of a job whose merges need more learners than there were
+)
+
+
+def check_unmerged_end(world: World) -> None:
+    """A job whose merges need K > 1 may rightly fail at its stop: nothing has ever been merged, and of no fragment is
+    there work of K slots. What was acknowledged is there."""
+    core = world.core
+    assert world.setup.quorum > 1 and not any(v for _, v in world.records), world.records.keys()
+    waiting = core._aggregator.accepted_headers()
+    for p in range(world.setup.fragments):
+        slots = {header.slot for header in waiting if header.fragment == p}
+        assert len(slots) < world.setup.quorum, f"fragment {p} could be merged: slots {slots} have work"
+    seated = {slot.holder.process for slot in core.slots if slot.occupied}
+    assert not seated, f"they have not left: {seated}"
+
+
 def settle(world: World) -> dict[str, int]:
     """The end: everything exact, and what was trained is accounted for."""
     world.check()
     core = world.core
-    # One that is alone until the stop ends a job whose merges need more, and then the job says so.
-    alone = world.setup.quorum > 1 and "nothing was merged" in core.phase_message and not any(core.versions)
-    assert core.phase is (JobPhase.FAILED if alone else JobPhase.COMPLETE), (core.phase, core.phase_message, world.now)
+    unmerged = core.phase is JobPhase.FAILED and NOTHING_MERGED in core.phase_message
+    assert unmerged or core.phase is JobPhase.COMPLETE, (core.phase, core.phase_message, world.now)
+    if unmerged:
+        check_unmerged_end(world)
     assert world.core.ledger is not None
     rows = world.core.ledger.rows()
     trained = world.core.ledger.total_trained()
     for row in rows:
         assert row.merged + row.pending + row.dropped == trained
         assert sum(row.reasons.values()) == row.dropped
+    waiting = [header for header in core._aggregator.accepted_headers() if not header.round]
+    for push_id, (p, ids) in world.offered.items():
+        there = world.records[p, core.versions[p]].ids
+        there = there.union(*(world.offered[one.id][1] for one in waiting if one.id in world.offered))
+        assert ids <= there, f"the offer {push_id} was taken, and is lost"
     for p in range(world.setup.fragments):
         there = {v for q, v in world.records if q == p}
         assert max(there) == world.core.versions[p]

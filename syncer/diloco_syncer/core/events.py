@@ -298,12 +298,14 @@ class ReleasePush:
 
 @dataclass(frozen=True, slots=True)
 class Responder:
-    """One push in a merge; ``weight`` is normalised (section 5)."""
+    """One push in a merge; ``weight`` is normalised (section 5); ``batch``: sequences of its learner's step, by the
+    job."""
 
     header: PushHeader
     handle: int
     weight: float
     age: int
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)

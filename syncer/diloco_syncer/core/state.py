@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from diloco_protocol.vocabulary import JobPhase, SlotState
 from diloco_protocol.wire.records import Receipt, SlotReceipt
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.clock import JobClock
 from diloco_syncer.core.books.leases import LeaseBook
 from diloco_syncer.core.books.ledger import Ledger
@@ -111,6 +112,21 @@ class JobState:
                 bases = tuple(f.base_version for f in report.fragments)
                 learners.append(Progress(slot.index, slot.step, bases))
         return learners
+
+    def batch_of(self, slot: Slot) -> int:
+        """Sequences that a step of the slot's learner has, by the job."""
+        return self.config.batches.get(slot.holder.region, 1)
+
+    def reached_amount(self, now: float) -> float:
+        """What counts toward the job's stop (books/shares.py), once there is a ledger."""
+        assert self.ledger
+        return shares.reached_amount(
+            self.config.stop[0],
+            self.members.slots,
+            self.ledger,
+            self.clock.elapsed(now),
+            batches=[self.batch_of(slot) for slot in self.members.slots],
+        )
 
     def describe_overdue_round(self, opened: Round) -> str:
         """What is said of a round that waits for long: whose pushes it lacks, and why where that is known. Holds

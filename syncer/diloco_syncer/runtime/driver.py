@@ -13,7 +13,8 @@ the versions that the core knew then, not of those that are in force when it is 
 Example: ``driver.on(ev.AnswerPush, pushes.reply)`` makes ``ReceivedPushes.reply`` answer the sender of a push.
 
 Time. Heartbeats are judged by ``SteadyClock``. It does not count a gap in which this process itself
-stood still (stopped, starved, swapped), or every learner would be found silent when it goes on.
+stood still (stopped, starved, swapped), or every learner would be found silent when it goes on. For
+the same reason it stands still from the moment at which this life is to end.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class SteadyClock:
             self._skipped += now - self._last - self._limit
         self._last = now
         return now - self._skipped
+
+    def stop(self) -> None:
+        """Show this moment from now on."""
+        self()
+        stopped = self._last
+        self._raw = lambda: stopped
 
 
 class Driver:
@@ -177,6 +184,8 @@ class Driver:
                 return
             self.outcome = self._loop.create_future()
         self.stop_reason = reason
+        # Learners are away while a life ends, which a slow store may draw out: nobody is given up for it.
+        self.clock.stop()
         log.log(logging.INFO if outcome == 0 else logging.ERROR, "stopping: %s", reason)
         self.outcome.set_result(outcome)
 

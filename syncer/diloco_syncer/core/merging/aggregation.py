@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import median_low
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.merging.push_checks import PushChecks
@@ -68,6 +69,7 @@ class Aggregator:
         slot = state.members.slots[header.slot]
         apply_report(state, self._actions, slot, header.report, now=now)
         slot.pushes.mark_accepted(header.fragment, header.sequence)
+        slot.pushes.pace.record_push(header.last_step, now)
         push = Accepted(header, event.handle, event.norm)
         opened = state.rounds.open.get(header.fragment)
         if opened is None and header.round and state.config.mode.opens_round(header, state.versions[header.fragment]):
@@ -80,6 +82,7 @@ class Aggregator:
             replaced = state.rounds.accept(opened, push, now)
             self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
         else:
+            state.rounds.record_late(header)
             self._let_wait(push)
 
     def _let_wait(self, offer: Accepted) -> None:
@@ -105,7 +108,7 @@ class Aggregator:
         rounds = self._state.rounds
         assert rounds
         active = self._state.progress()
-        while (fragment := rounds.next_due(active)) is not None:
+        while (fragment := rounds.next_due(active, now)) is not None:
             opened = rounds.open_round(fragment, now, active)
             self._add_offers(opened, now)
         if not self._state.config.mode.is_scheduled:
@@ -190,16 +193,19 @@ class Aggregator:
         """Close the round to further pushes, and have it merged. ``last``: see ``ev.Merge``."""
         state = self._state
         assert state.rounds and state.ledger
-        times = [s.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE and s.step_seconds > 0]
+        paces = [s.pushes.pace.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE]
+        known = [pace for pace in paces if pace is not None]
         opened.last = last
-        pushes = state.rounds.begin_merge(opened, median(times) if times else None)
+        pushes = state.rounds.begin_merge(opened, median_low(known) if known else None)
         headers = [push.header for push in pushes]
-        weights = normalised_weights(
-            state.config.weights, [header.tokens for header in headers], [header.steps for header in headers]
-        )
+        batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
+        works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
+        weights = normalised_weights(state.config.weights, *shares.counted_work(works, state.config.max_steps))
         responders = tuple(
-            ev.Responder(push.header, push.handle, float(weight), opened.version - push.header.oldest_version)
-            for push, weight in zip(pushes, weights, strict=True)
+            ev.Responder(
+                push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
+            )
+            for push, weight, batch in zip(pushes, weights, batches, strict=True)
         )
         quorum_at = opened.quorum_at if opened.quorum_at is not None else now
         self._actions.add(
@@ -250,7 +256,7 @@ class Aggregator:
         current = ledger.of_open_tenure(header)
         ledger.count_merge(header)
         slot.merged_pushes += 1
-        slot.merged_last_step[header.fragment] = max(header.last_step, slot.merged_last_step.get(header.fragment, 0))
+        slot.mark_merged(header.fragment, header.last_step, self._state.config.max_steps)
         if current:
             slot.pushes.mark_merged(header.fragment, MergedPush(header.sequence, version))
 
@@ -310,7 +316,7 @@ class Aggregator:
             slot = state.slot(header.slot)
             if slot is None:
                 continue
-            slot.step = max(slot.step, header.report.slot_step)
+            slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
             self._advance_cursors(slot, header)
             if state.ledger.of_open_tenure(header):
                 state.ledger.apply_report(slot.index, header.report)
@@ -336,7 +342,7 @@ class Aggregator:
         if current:
             state.ledger.apply_report(slot.index, header.report)
             slot.pushes.mark_accepted(header.fragment, header.sequence)
-        slot.step = max(slot.step, header.report.slot_step)
+        slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
         self._advance_cursors(slot, header)
         self._let_wait(Accepted(header, handle, norm))
         return True
@@ -344,10 +350,10 @@ class Aggregator:
     def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:
         """Data whose steps are in a version, or will be, are not leased again."""
         if self._state.leases is not None:
-            self._state.leases.advance_cursors(slot.index, header.report.cursors)
+            slot.reported.sequences += self._state.leases.advance_cursors(slot.index, header.report.cursors)
 
 
-def normalised_weights(kind: str, tokens: Sequence[int], steps: Sequence[int]) -> list[float]:
+def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:
     """How much each push counts in a merge (algorithm.md section 5): one weight per push, their sum 1.
 
     ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the paper's); ``tokens``: tokens;

@@ -184,6 +184,12 @@ class VersionRecovery:
         others = any(STAND_IN in each for each in self._origins.values())
         return bool(origins) and not others and self._all_present(now)
 
+    def standby_holders(self, now: float) -> list[int]:
+        """Who may upload version 0 of a store that came back empty though it has no slot: the connections that stand by
+        and hold the model. Empty as long as a learner that may hold it, in a slot, is waited for."""
+        standby = self._state.members.standby if self.is_rebuilding and self._all_present(now) else ()
+        return [connection for connection in standby if self.may_give_version_0(connection, now)]
+
     def _register_for_rebuild(self, join: ev.Join) -> None:
         """Nothing is in the store, and a learner holds versions."""
         self._rebuilding = True
@@ -378,12 +384,6 @@ class VersionRecovery:
                 "You can give it its store back (spec.syncer.storage), or restart it to start the job anew"
             )
         holders = {connection for connection, origins in self._origins.items() if STAND_IN in origins}
-        seated = {slot.holder.connection for slot in self._state.members.slots if slot.occupied}
-        if holders - self._state.members.evaluators and not holders & seated:
-            self._say_what_to_do(
-                "the store is empty, and no learner here holds merged versions in a slot: one that stands by does. "
-                "Stop a learner that has a slot, and the other takes its place"
-            )
         if holders and holders <= self._state.members.evaluators:
             self._say_what_to_do(
                 "the store is empty, and only an evaluator holds merged versions, from which it cannot be rebuilt. "

@@ -196,7 +196,7 @@ def apply_recovered_version(
         _count_merged(state.ledger.books[slot.index].cells[fragment], row, same)
         state.ledger.books[slot.index].forget_sums()
         slot.step = max(slot.step, row.last_step)
-        slot.merged_last_step[fragment] = max(row.last_step, slot.merged_last_step.get(fragment, 0))
+        slot.mark_merged(fragment, row.last_step, state.config.max_steps)
         if same and row.sequence:
             slot.pushes.mark_merged(fragment, MergedPush(row.sequence, row.version))
     state.rounds.apply_recovered_version(fragment, version, {row.slot: row.last_step for row in rows})
