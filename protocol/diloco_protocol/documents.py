@@ -269,6 +269,9 @@ class StatusDocument(Document):
     )
     seconds: MergeSeconds = Field(description="where merges spend their time")
     events: list[EventRow] = Field(description="the last 500 events")
+    large_merges: Count = Field(
+        0, description="merges since the syncer's start whose norm was far above those of their fragment before"
+    )
     ledger_imbalances: Count = Field(
         0, description="rows of the ledger that did not add up at the last checkpoint; above 0: a fault of the syncer"
     )

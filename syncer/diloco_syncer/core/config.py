@@ -12,6 +12,7 @@ from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.wire import limits
 from diloco_syncer.core.books.deterministic import Mode, make_mode
+from diloco_syncer.core.books.norm_gate import GATE_FACTOR
 from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.books.shares import StopKind
 
@@ -74,7 +75,7 @@ class CoreConfig:
             batches={region.name: _step_sequences(spec.in_region(region.name)) for region in spec.regions},
             heartbeat_timeout=sync.heartbeat.timeout_seconds,
             stop=(stop.kind, stop.limit),
-            norm_gate=sync.norm_gate.factor,
+            norm_gate=None if sync.deterministic else sync.norm_gate.factor or GATE_FACTOR,
             region_slots=learners_by_region(job),
             open_places={
                 region.name: region.most_learners - region.learners

@@ -189,6 +189,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         store_problem=shell.store_problem,
         seconds=shell.merge_seconds,
         events=shell.events,
+        large_merges=state.norm_gate.large_merges,
         ledger_imbalances=shell.ledger_imbalances,
         output=shell.output,
     )

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar, get_args
 
+from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.vocabulary import SyncerExit
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
@@ -191,6 +192,4 @@ class Driver:
 
     async def cancel_tasks(self) -> None:
         """Cancel all tasks, the queue among them, and wait until they have ended."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks)

@@ -223,6 +223,7 @@ class MergeRecord:
     job_tokens: int = 0
     digest: str = ""
     recovered: Recovered | None = None
+    norm: float = 0.0  # of the merged outer gradient; not stored
 
     @property
     def follows(self) -> int:

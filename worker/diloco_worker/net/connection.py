@@ -25,6 +25,7 @@ from typing import Any
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
 from diloco_protocol.common.reach import first_answering
+from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
@@ -487,9 +488,7 @@ class SyncerConnection:
 
     async def cancel_tasks(self) -> None:
         """End what runs beside the session."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks)
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

@@ -14,9 +14,13 @@ fastest have made 25 and 24 steps since: a round for fragment 2 opens. Two pushe
 learner has the grace window to push, too.
 
 *Opening.* A round for p opens when K active learners have made H steps since their marks (in the first turn
-(p+1)·H/P, which staggers the fragments), p has no round open, fewer than max(1, ⌈τ·P/H⌉) rounds are open, and the
-K-th fastest learner has made H/P steps since the last opening of any round. The longest due opens first; ties by
+(p+1)·H/P, which staggers the fragments), p has no round open, fewer rounds are open than the limit (exchanges.py), and
+the K-th fastest learner has made H/P steps since the last opening of any round. The longest due opens first; ties by
 index. K is never lowered.
+
+*Lead.* A report takes its way to the syncer and a pull its way back, and a learner has made steps meanwhile. Those
+that it made lately (the median) count as made when the round opens, but for one. So the snapshots are H steps apart,
+and not H and a round trip.
 
 *Waiting.* A round waits for pushes of K different slots, however long. From then on it waits for the other pulled
 learners, but at most the grace window. Offers (pushes of learners that left) count in the next round of their fragment.
@@ -37,6 +41,8 @@ What deterministic mode has in place of the opening rule and the grace window: c
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +53,7 @@ from diloco_syncer.core.books.exchanges import ExchangeLimit
 
 MOST_PULL_WAIT = 6.0  # between two pulls of one push, in ``pull_seconds``
 OVERDUE_SECONDS = 120.0
+LEADS = 9  # answers of a slot of whose leads the median counts
 OVERDUE_TURNS = 3  # a turn: H steps of the median learner
 
 
@@ -171,6 +178,7 @@ class RoundBook:
         self.first_marks: dict[int, int] = {}  # slot -> step at which it began
         self.steps_at_last_opening: dict[int, int] = {}
         self.next_round = 1
+        self._leads: dict[int, deque[int]] = {}  # by slot: steps from what was known at an opening to the snapshot
         self._merged: dict[int, Round] = {}  # by fragment: the last round that was merged
         # By fragment and slot: until when its steps do not count toward the next round, unless a push of it comes.
         self._silent: list[dict[int, float]] = [{} for _ in range(fragments)]
@@ -192,6 +200,7 @@ class RoundBook:
     def begin_progress(self, slot: int, step: int) -> None:
         """A process begins a tenure in the slot at this step: its progress counts from here."""
         self.first_marks[slot] = step
+        self._leads.pop(slot, None)
         for marks, silent in zip(self.marks, self._silent, strict=True):
             marks[slot] = step
             silent.pop(slot, None)
@@ -205,6 +214,11 @@ class RoundBook:
             return None
         mark = self.marks[fragment].get(learner.slot, self.first_marks.get(learner.slot, 0))
         return learner.step - mark
+
+    def _lead(self, slot: int) -> int:
+        """By how many steps a round opens before the slot has made H of them, so that its snapshot is taken then.
+        Everybody answers at the end of the step that is being made: that one is no part of it."""
+        return max(0, statistics.median_low(self._leads.get(slot) or (0,)) - 1)
 
     def steps_needed(self, fragment: int) -> float:
         if self.versions[fragment] == 0:
@@ -222,6 +236,7 @@ class RoundBook:
         )
         if since[rules.quorum - 1] < rules.every / self.fragments:
             return None
+        leads = {learner.slot: self._lead(learner.slot) for learner in learners}
         best: tuple[float, int] | None = None
         for fragment in range(self.fragments):
             if fragment in self.open:
@@ -229,7 +244,11 @@ class RoundBook:
             silent = self._silent[fragment]
             counted = [learner for learner in learners if now >= silent.get(learner.slot, now)] if silent else learners
             done = sorted(
-                (steps for learner in counted if (steps := self.steps_toward(learner, fragment)) is not None),
+                (
+                    steps + leads[learner.slot]
+                    for learner in counted
+                    if (steps := self.steps_toward(learner, fragment)) is not None
+                ),
                 reverse=True,
             )
             if len(done) < rules.quorum:
@@ -351,6 +370,9 @@ class RoundBook:
         self._deliveries[fragment] = Delivery(version, closed, now)
         for slot, step in closed.steps_at_opening.items():
             self._mark(fragment, slot, step)
+            answer = next((push.header for push in closed.pushes if push.header.slot == slot), None)
+            if answer is not None and answer.round == closed.id:
+                self._leads.setdefault(slot, deque(maxlen=LEADS)).append(answer.last_step - step)
         until = closed.opened_at + self.rules.every * (self.step_seconds.value or 0.0)
         self._silent[fragment] = dict.fromkeys(closed.pulled - closed.slots() - closed.late, until)
         self.apply_record(fragment, version, (push.header for push in closed.pushes))
@@ -366,7 +388,7 @@ class RoundBook:
             self.broadcast_seconds.add(now - delivery.announced_at)
             opened, under_way = delivery.opened, len(self.open) + len(self._deliveries)
             self.exchange_seconds.add(now - opened.opened_at)
-            self.exchanges.record(opened.id, under_way, now - opened.opened_at, self.next_round)
+            self.exchanges.record(opened.id, under_way, opened.opened_at, ended=now, next_round=self.next_round)
             del self._deliveries[fragment]
 
     @property

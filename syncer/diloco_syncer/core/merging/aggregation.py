@@ -15,7 +15,7 @@ fragment.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median_low
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal, SlotState
@@ -59,7 +59,8 @@ class Aggregator:
     def receive_push(self, event: ev.PushReceived, now: float) -> None:
         """Check a push whose bytes are all here, answer it, and put it into its round or among the offers."""
         header, state = event.header, self._state
-        refusal = self.checks.check_header(header) or self.checks.check_content(header, event.norm, event.finite)
+        checks = self.checks
+        refusal = checks.check_header(header) or checks.check_content(header, event.norm, event.finite, event.growth)
         if refusal is not None:
             self._record_refusal(header, refusal[0])
             self._actions.add(ev.AnswerPush(event.handle, *refusal))
@@ -225,6 +226,7 @@ class Aggregator:
         """The record of a merge is durable: the version rises, its tokens count, and it is announced."""
         state = self._state
         assert state.rounds
+        self._leave_out(state.rounds.open[event.fragment], event.left_out)
         pushes = state.rounds.open[event.fragment].pushes
         remember_version(state, event.fragment, (push.header.slot for push in pushes))
         closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds, now)
@@ -232,6 +234,8 @@ class Aggregator:
         state.lineage.mark_settled(state.epoch)
         steps = [push.header.steps for push in closed.pushes]
         state.norm_gate.add(event.fragment, zip(event.norms, steps, strict=True))
+        if words := state.norm_gate.record_merge(event.fragment, event.norm):
+            self._actions.record_event(EventKind.LARGE_MERGE, None, f"version {event.version} of {words}")
         for push in closed.pushes:
             slot = state.members.slots[push.header.slot]
             self._count_merged(slot, push.header, event.version)
@@ -243,6 +247,17 @@ class Aggregator:
         self._update_lateness(closed, now)
         self._tell_few_learners(now)
         self._actions.add(state.announcement(event.fragment))
+
+    def _leave_out(self, merged: Round, handles: Collection[int]) -> None:
+        """Pushes with which the merge would have become infinite are not in it; their learners have the work."""
+        for push in [push for push in merged.pushes if push.handle in handles]:
+            merged.pushes.remove(push)
+            slot = self._state.members.slots[push.header.slot]
+            words = (
+                f"the update of {slot.learner} (norm {push.norm:.3g}) would make fragment {merged.fragment} infinite"
+            )
+            self._actions.record_event(EventKind.LEFT_OUT, slot, f"{words}: it is not merged")
+            self._actions.add(ev.ReleasePush(push.handle))
 
     def record_arrival(self, event: ev.VersionSent, now: float) -> None:
         """A process has a version that was announced; evaluators and those who stand by have no slot."""

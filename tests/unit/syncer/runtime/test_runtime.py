@@ -701,6 +701,55 @@ async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_mov
         assert slot.state is SlotState.ACTIVE
 
 
+# ------------------------------------------------------------------ merges that would be infinite
+
+
+@pytest.mark.promise(
+    "A merge that would become infinite leaves out the push with the largest norm, by name, while K are left",
+    section="Syncer",
+)
+@pytest.mark.parametrize("quorum", [1, 2])
+async def test_a_merge_that_would_be_infinite_is_made_without_who_made_it_so(tmp_path: Path, quorum: int) -> None:
+    async with Bench(tmp_path, f"sync.quorum={quorum}", "sync.outer.lr=4") as bench:
+        core = bench.syncer.core
+        for number, process in ((1, "a"), (2, "b")):
+            bench.connect(number, number - 1, process)
+        await bench.initialise("a")
+        for number in (1, 2):
+            bench.report(number)
+        await until(lambda: core.phase is JobPhase.TRAINING)
+        fields = [bench.offer(number) for number in (1, 2)]
+        for process, value, said in zip("ab", (3e38, 1.0), fields, strict=True):
+            assert (await bench.upload(process, np.full(LAYOUT.elements(0), value, np.float32), **said)).accepted
+        await until(lambda: core.versions[0] == 1 or core.phase is JobPhase.FAILED)
+        if quorum == 2:
+            assert core.phase is JobPhase.FAILED and "the largest push is of local-0" in core.phase_message
+            return
+        (record,) = [record for record in bench.syncer.model.newest if record.fragment == 0]
+        assert [(push.header.slot, push.weight) for push in record.responders] == [(1, 1.0)]
+        assert np.array_equal(record.theta, np.full(LAYOUT.elements(0), -4.0, np.float32))
+        (told,) = [row for row in bench.syncer.event_log.events if row.kind == "left-out"]
+        assert "the update of local-0" in told.message and core.phase is JobPhase.TRAINING
+        assert core.ledger is not None and core.ledger.merged(0, 0) == 0 and not core.ledger.imbalances(0)
+
+
+@pytest.mark.promise(
+    "A push that is far larger than the parameters is refused, with all defaults and from the first merge on",
+    section="Syncer",
+)
+async def test_a_push_that_is_far_larger_than_the_parameters_is_refused(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        for record in bench.syncer.model.newest:
+            record.theta[:] = 1.0
+        fields = bench.offer(1)
+        for value in (3e38, 1e18, 20.5):
+            refused = await bench.upload("a", np.full(LAYOUT.elements(0), value, np.float32), **fields)
+            assert (refused.accepted, refused.reason) == (False, "out-of-scale")
+        assert (await bench.upload("a", np.full(LAYOUT.elements(0), 19.5, np.float32), **fields)).accepted
+
+
 # ------------------------------------------------------------------ slow readers
 
 

@@ -12,14 +12,17 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from core_desk import Desk, config, of
-from diloco_protocol.vocabulary import JobPhase
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.norm_gate import GATE_FACTOR, GATE_SAMPLES
 from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.books.shares import MOST
 from diloco_syncer.core.books.slots import TURNS_AHEAD
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
+from diloco_syncer.core.merging.push_checks import MOST_GROWTH
 
 FRAGMENTS, EVERY, TOKENS = 2, 24, 10
 STEP = 0.05  # seconds
@@ -65,6 +68,7 @@ class Job:
         self.broken = broken
         self.desk.begin(honest + 1, FRAGMENTS)
         self.merges: list[ev.Merge] = []
+        self.norm: Callable[[int], float] = lambda fragment: 1.0  # of a merge
         self._read = 0
 
     @property
@@ -120,7 +124,8 @@ class Job:
             learners = {learner.connection: learner for learner in (*self.honest, self.other)}
             if isinstance(action, ev.Merge):
                 self.merges.append(action)
-                self.desk.do(ev.MergeDurable(action.fragment, action.version, 0.0, (1.0,) * len(action.responders)))
+                norms, norm = (1.0,) * len(action.responders), self.norm(action.fragment)
+                self.desk.do(ev.MergeDurable(action.fragment, action.version, 0.0, norms, norm))
             elif isinstance(action, ev.Announce):
                 for connection, learner in learners.items():
                     merged = action.merged.get(connection, ev.MergedPush())
@@ -326,3 +331,45 @@ def test_who_reads_more_sequences_than_it_trains_tokens_is_refused() -> None:
     assert desk.core.slots[0].reported.sequences == most
     again = Desk(desk.core.config, json.loads(json.dumps(desk.core.state(0.0))), epoch=2)
     assert again.core.slots[0].reported.sequences == most
+
+
+# ------------------------------------------------------------------ norms
+
+
+def test_the_gate_is_on_by_default() -> None:
+    text = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: j}
+spec:
+  training: {model: null, data: null, stop: {steps: 10}, evaluation: null}
+  learners: {command: [python, x.py]}
+  regions: [{name: local, learners: 3}]
+"""
+    assert CoreConfig.from_job(parse_job(text)).norm_gate == GATE_FACTOR
+    assert CoreConfig.from_job(parse_job(text, ["sync.normGate.factor=3"])).norm_gate == 3
+    assert CoreConfig.from_job(parse_job(text, ["sync.deterministic=true"])).norm_gate is None
+
+
+def test_pushes_that_are_usual_are_of_scale_however_small_the_parameters_are() -> None:
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    checks = desk.core._aggregator.checks
+    header = desk.header(0, 4)
+    assert checks.check_content(header, 1.0, True, MOST_GROWTH) is None
+    refused = checks.check_content(header, 1.0, True, MOST_GROWTH + 0.1)
+    assert refused is not None and refused[0] is PushRefusal.OUT_OF_SCALE
+    desk.core._state.norm_gate.add(0, [(1.0, 4)] * GATE_SAMPLES)
+    assert checks.check_content(header, GATE_FACTOR, True, MOST_GROWTH + 0.1) is None
+    assert checks.check_content(header, GATE_FACTOR + 0.1, True, MOST_GROWTH + 0.1) is not None
+
+
+@pytest.mark.promise("A merge whose norm is far above those before it is an event, and counted", section="Syncer")
+def test_a_merge_that_leaves_its_fragments_history_is_an_event() -> None:
+    job = Job(honest=1)
+    norms = iter([1.0] * GATE_SAMPLES + [GATE_FACTOR, GATE_FACTOR + 0.1])
+    job.norm = lambda fragment: 1.0 if fragment else next(norms, 1.0)
+    job.run(30.0)
+    told = [note for note in of(job.desk.log, ev.RecordEvent) if note.kind is EventKind.LARGE_MERGE]
+    assert [note.message for note in told] == ["version 7 of fragment 0 moves by 10.1, and 1 is usual"]
+    assert job.core._state.norm_gate.large_merges == 1
