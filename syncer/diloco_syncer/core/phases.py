@@ -33,6 +33,7 @@ from diloco_syncer.core.state import JobState
 _EVALUATING = "the merged model is evaluated"
 _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "enough learners are active"
+_RESUMES = "; started again on its store, the job goes on"
 _AGAIN = "continued: the learners have to join again"
 _NOTHING_MERGED = (
     "and nothing was merged: {who} had work to offer at the end,"
@@ -224,7 +225,7 @@ class Phases:
 
     def _end(self, name: JobPhase, message: str, now: float) -> bool:
         self.state.clock.end(now)
-        return self._set(name, message, now)
+        return self._set(name, message + _RESUMES * (name is JobPhase.FAILED), now)
 
     def stop_progress(self, now: float) -> float:
         """How much of the job's stop is reached, 0 to 1."""
