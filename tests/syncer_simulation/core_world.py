@@ -630,12 +630,16 @@ class World:
 
     def train(self, learner: Learner) -> None:
         assert learner.seat is not None
-        tokens = self.random.choice([1, 7, 100])
+        tokens = self.count_tokens(learner)
         learner.adoption.on_step(tokens, learner.speed)
         step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
         self.tokens_of[step_id] = tokens
         self.count_well_step(learner, step_id)
         learner.theta = [ids | {step_id} for ids in learner.theta]
+
+    def count_tokens(self, learner: Learner) -> int:
+        """The tokens of a step that this learner makes."""
+        return self.random.choice([1, 7, 100])
 
     def report(self, learner: Learner) -> None:
         connection = learner.connection
