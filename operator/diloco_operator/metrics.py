@@ -28,7 +28,8 @@ class Metrics:
         )
         self.apply_errors = self._counter(
             "apply_errors",
-            "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, quota, other.",
+            "Parts of a plan that could not be carried out, by reason: conflict, invalid, forbidden, policy, "
+            "quota, webhook, terminating, unavailable, other.",
             "reason",
         )
         self.leads = self._gauge("leader", "1: this operator is the leader and acts; 0: it stands by.")

@@ -46,7 +46,17 @@ class ClusterEvent:
     time: float
 
 
-Failure = Literal["conflict", "invalid", "forbidden", "quota", "other"]
+Failure = Literal[
+    "conflict", "invalid", "forbidden", "policy", "quota", "webhook", "terminating", "unavailable", "other"
+]
+"""Why a write was not taken. conflict: an object of that name is not the job's; invalid: the API server refuses the
+object (422, 400); forbidden: a right is missing (RBAC); policy: something that was installed in the cluster refuses it
+(PodSecurity, a LimitRange, a webhook, a policy); quota: a ResourceQuota does; webhook: somebody else's webhook does not
+answer; terminating: the namespace is being deleted; unavailable: 5xx, 429 or no answer, while others are answered."""
+
+
+TERMINATING = "because it is being terminated"
+"""What the API server says of a namespace in which nothing can be made any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,6 @@ class ApplyError:
     """Why a part of an earlier plan could not be carried out."""
 
     ref: Ref
-    # conflict: an object of that name is not the job's; invalid: the API server refuses the
-    # object (422, 400); forbidden: RBAC or an admission rule; quota; other
     reason: Failure
     message: str
 
@@ -250,6 +258,7 @@ class PlanMemory:
     # Region and ordinal of learners that the rollout has restarted and that do not take part again yet.
     rollout_restarts: set[tuple[str, int]] = field(default_factory=set)
     force_deletions: list[float] = field(default_factory=list)  # when, for their budget
+    namespace_terminates: bool = False  # nobody can take that back
     # When the newest pod was created of what makes pods, one that is gone included, by the API server's clock.
     newest_pods: dict[Ref, float] = field(default_factory=dict)
     failures: dict[str, PlaceFailures] = field(default_factory=dict)  # by place

@@ -22,6 +22,8 @@ RENDERED = f"{DOMAIN}/rendered"
 """Annotation of pod-carrying objects: their spec as it was rendered then, JSON without replicas."""
 ORIGIN = f"{DOMAIN}/rendered-by"
 """Annotation of pod-carrying objects: which release rendered them, and digests of what they were rendered from."""
+JOB_UID = f"{DOMAIN}/job-uid"
+"""Annotation of every object of a job: the job's UID. By it an object is known whose labels or owners were edited."""
 INPUTS = f"{DOMAIN}/inputs"
 """Annotation of pod templates: a digest of what of the job the program reads when it starts."""
 
@@ -101,13 +103,17 @@ def owner_reference(job: str, uid: str) -> Object:
 
 
 def is_ours(ref: Ref, live: Mapping[str, Any], job: str, uid: str) -> bool:
-    """Whether a live object is this job's: its controller has the job's UID. A claim has no owner, since it
-    outlives jobs; it is the job's by its labels, unless another object controls it."""
+    """Whether a live object is this job's: its controller has the job's UID, or it has no controller any more and was
+    made for this very job. A claim outlives jobs, and has no owner: it is the job's by its labels, too."""
     metadata = live.get("metadata") or {}
     controllers = [o for o in metadata.get("ownerReferences") or [] if o.get("controller")]
     if controllers:
         return any(o.get("uid") == uid for o in controllers)
-    if ref.kind != "PersistentVolumeClaim":
-        return False
-    found = metadata.get("labels") or {}
+    made_for_it = (metadata.get("annotations") or {}).get(JOB_UID) == uid
+    return made_for_it or (ref.kind == "PersistentVolumeClaim" and is_left_by(live, job))
+
+
+def is_left_by(live: Mapping[str, Any], job: str) -> bool:
+    """Whether an operator made the object for a job of this name, by its labels."""
+    found = (live.get("metadata") or {}).get("labels") or {}
     return found.get(LABEL_JOB) == job and found.get("app.kubernetes.io/managed-by") == MANAGER

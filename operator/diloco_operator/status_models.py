@@ -1,7 +1,7 @@
 """``status`` of a DiLoCoJob: the models that the CRD's status schema is generated from.
 
 The plan writes it whole through these models, so nothing is written that the API server would prune. People and
-programs read it; what the plan itself reads back (``release``, ``replacements``, ``startTime``) is marked as such.
+programs read it; the plan itself reads back ``conditions``, ``drain``, ``release``, ``replacements`` and ``startTime``.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ class JobStatus(Spec):
     phase: ResourcePhase | None = Field(None, strict=False, description="For people; nothing decides on it.")
     start_time: str | None = Field(None, max_length=40, description="RFC 3339; set once.")
     completion_time: str | None = Field(None, max_length=40, description="RFC 3339: complete or failed.")
+    drain: Literal["Asked", "Saved", "NotSaved"] | None = Field(
+        None,
+        description="Of a job that is suspended or has failed: the syncer is told; it said that all is saved; it did "
+        "not say so in time. With the latter two the learners are removed.",
+    )
     learners: str | None = Field(None, max_length=24, description="In the quorum / wanted.")
     quorum: str | None = Field(None, max_length=24, description="Active / needed (K).")
     conditions: list[Condition] = Field([], max_length=16, description="What is so and why.")

@@ -59,6 +59,7 @@ class ApiServer:
         self.version = 1000
         self.watchers: list[Callable[[str, str, Object], None]] = []
         self.warnings: list[Object] = []
+        self.refusing: dict[str, tuple[int, str]] = {}  # kinds whose writes fail: status and message
         self.full: frozenset[str] = frozenset()  # kinds of which the namespace's quota is used up
         self._uids = 0
 
@@ -253,12 +254,22 @@ class SimulatedApi:
             raise NotLeading(verb, kind.plural, 0, "this operator does not lead, and writes nothing")
 
         def carry_out() -> Any:
+            if kind.name in self.server.refusing:
+                raise ApiError(verb, kind.plural, *self.server.refusing[kind.name])
             if verb != "try":
                 self.writes += kind is not EVENT
                 self._acted(verb, kind.name, name, body)
             return do()
 
         return await self.send(verb, kind, timeout, carry_out)
+
+    async def answers(self) -> bool:
+        """As ``Api.answers``."""
+        try:
+            await self._ask("get", EVENT, "", None, do=dict)
+        except ApiError:
+            return False
+        return True
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         server = self.server

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from diloco_operator.kube.kinds import JOB, NODE, POD, STATEFUL_SET
+from diloco_operator.kube.kinds import CHILDREN, JOB, NODE, POD, STATEFUL_SET
+from diloco_protocol.vocabulary import LABEL_JOB
 from operator_simulation.kubernetes import Node, Process, now
-from operator_simulation.world import SimulatedOperator, World
+from operator_simulation.world import NAMESPACE, SimulatedOperator, World
 
+WEBHOOK = (
+    'Internal error occurred: failed calling webhook "check.example.com": failed to call webhook: no route to host'
+)
+REFUSALS = [(409, "the object has been modified"), (410, "gone"), (429, "too many requests"), (500, WEBHOOK)]
+"""How the writes of a kind are answered while something in the cluster is wrong."""
 Fault = Callable[[World], Awaitable[None]]
 
 
@@ -216,6 +222,20 @@ async def refuse_what_was_deleted(world: World) -> None:
     world.note(f"the quota of {kubernetes.name} is raised for {kinds}")
 
 
+async def refuse_a_kinds_writes(world: World) -> None:
+    """Somebody's webhook for one kind is down, or refuses for a while in one way or another."""
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    kind = world.rng.choice([*(kind.name for kind in CHILDREN), "Secret", "Event", JOB.name])
+    answer = world.rng.choice(REFUSALS)
+    kubernetes.server.refusing[kind] = answer
+    world.note(f"writes of {kind} are answered with {answer} in {kubernetes.name}")
+    if kind not in (JOB.name, "PersistentVolumeClaim"):
+        world.delete_an_object(kubernetes, kind)
+    await world.sleep(world.rng.uniform(10, 90))
+    kubernetes.server.refusing.pop(kind, None)
+    world.note(f"writes of {kind} are taken again in {kubernetes.name}")
+
+
 async def refuse_pods(world: World) -> None:
     kubernetes = world.rng.choice(list(world.clusters.values()))
     kubernetes.quota = max(1, len(kubernetes.pods()) - 1)
@@ -232,6 +252,28 @@ async def edit_a_template(world: World) -> None:
     value = str(world.rng.randrange(10**6))
     container = {"name": "learner", "env": [{"name": "TRIED", "value": value}]}
     world.edit(learners={"podTemplate": {"spec": {"containers": [container]}}})
+
+
+async def scale_by_hand(world: World) -> None:
+    """Whoever saves costs at night, "restarts the syncer", or edits a number."""
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    replicas = world.rng.choice([0, 0, 1, 7])
+    world.edit_an_object(kubernetes, ["StatefulSet", "Deployment"], {"spec": {"replicas": replicas}})
+
+
+async def scale_everything_to_nothing(world: World) -> None:
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    for kind in ("Deployment", "StatefulSet"):
+        for obj in kubernetes.server.all(kind):
+            kubernetes.server.patch(kind, NAMESPACE, obj["metadata"]["name"], {"spec": {"replicas": 0}}, "")
+    world.note(f"a person scales everything in {kubernetes.name} to 0")
+
+
+async def edit_labels_or_owners(world: World) -> None:
+    """By hand, or by a program that restores a backup."""
+    kubernetes = world.rng.choice(list(world.clusters.values()))
+    metadata = world.rng.choice([{"labels": {LABEL_JOB: None}}, {"ownerReferences": None}, {"labels": None}])
+    world.edit_an_object(kubernetes, [kind.name for kind in CHILDREN], {"metadata": metadata})
 
 
 async def suspend_and_resume(world: World) -> None:
@@ -262,11 +304,15 @@ FAULTS: dict[str, Fault] = {
         stop_an_operator_for_a_while,
         slow_an_api_server_down,
         refuse_what_was_deleted,
+        refuse_a_kinds_writes,
         start_another_operator_beside_one,
         cut_an_operator_off_and_start_another,
         refuse_pods,
         edit_a_setting,
         edit_a_template,
+        scale_by_hand,
+        scale_everything_to_nothing,
+        edit_labels_or_owners,
         suspend_and_resume,
     )
 }

@@ -21,7 +21,7 @@ import contextlib
 import contextvars
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -109,13 +109,12 @@ class _Stream:
 
     def _take(self, what: str, obj: Object) -> None:
         operator, meta = self._operator, obj["metadata"]
+        version = None if what == "DELETED" else meta["resourceVersion"]  # it left the selection, and may come back
         self.heard_at = now()
         if self.kind is JOB:
             operator.job_events.handle({"type": what, "object": copied(obj)})
-        elif self.kind is not NODE and LABEL_JOB not in (meta.get("labels") or {}):
-            return
-        elif what == "DELETED":
-            operator.wake(operator.cache.drop(self.kind, meta.get("namespace", ""), meta["name"], meta["uid"]))
+        elif what == "DELETED" or (self.kind is not NODE and LABEL_JOB not in (meta.get("labels") or {})):
+            operator.wake(operator.cache.drop(self.kind, meta.get("namespace", ""), meta["name"], meta["uid"], version))
         else:
             operator.wake(operator.cache.put(self.kind, copied(obj)))
 
@@ -248,6 +247,12 @@ class SimulatedOperator:
             self.world.violations.append(error)
 
 
+def is_of_a_job(obj: Object) -> bool:
+    """Whether an operator made the object, whatever of it was edited since."""
+    meta = obj["metadata"]
+    return LABEL_JOB in (meta.get("labels") or {}) or names.JOB_UID in (meta.get("annotations") or {})
+
+
 def _named_secrets(job: Object) -> set[str]:
     """Secrets that a person makes."""
     spec = job["spec"]
@@ -272,6 +277,7 @@ class World:
         self.acts = 0  # of operators, that were judged
         self.deletions: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
+        self.before_resume: set[str] = set()  # UIDs of pods that were there while the job was suspended
         self.taken: set[str] = set()  # places whose silent learner an operator deleted
         self.job_name = job["metadata"]["name"]
         for kubernetes in self.clusters.values():
@@ -406,6 +412,8 @@ class World:
         for name, kubernetes in self.clusters.items():
             job = self.job(name)
             assert job is not None
+            if job["spec"].get("suspend"):
+                self.before_resume |= {pod["metadata"]["uid"] for pod in kubernetes.pods()}
             kubernetes.server.patch(JOB.name, NAMESPACE, self.job_name, {"spec": spec}, "")
         self.note(f"a person edits {spec}")
 
@@ -420,6 +428,15 @@ class World:
             meta = self.rng.choice(labelled)["metadata"]
             self.note(f"a person deletes {kind} {meta['name']}")
             kubernetes.server.delete(kind, NAMESPACE, meta["name"], meta["uid"], None)
+
+    def edit_an_object(self, kubernetes: Kubernetes, kinds: Sequence[str], patch: Object) -> None:
+        """One object of the job of one of these kinds, by hand."""
+        every = [(kind, obj) for kind in kinds for obj in kubernetes.server.all(kind)]
+        mine = [(kind, obj["metadata"]["name"]) for kind, obj in every if is_of_a_job(obj)]
+        if mine:
+            kind, name = self.rng.choice(mine)
+            self.note(f"a person edits {kind} {name}: {patch}")
+            kubernetes.server.patch(kind, NAMESPACE, name, patch, "")
 
     def delete_pods(self, pods: list[Object], grace: int | None = None) -> None:
         for pod in pods:
@@ -451,8 +468,10 @@ class World:
         server = operator.kubernetes.server
         obj = server.find(kind, NAMESPACE, name)
         touched = verb in ("apply", "delete") and obj is not None and kind != JOB.name
-        if touched and obj["metadata"]["labels"].get(LABEL_JOB) != self.job_name:
+        if touched and kind != POD.name and not is_of_a_job(obj):
             self._violated(f"{operator.name}: {verb} of the foreign {kind} {name}")
+        if verb == "apply" and kind in ("StatefulSet", "Deployment"):
+            self._judge_scale(operator, kind, name, body["spec"]["replicas"])
         if verb != "delete" or kind != POD.name or obj is None or obj["metadata"]["uid"] != body["uid"]:
             return
         if obj["metadata"].get("deletionTimestamp") and body["grace"] != 0:
@@ -460,6 +479,24 @@ class World:
         self.note(f"{operator.name} deletes {name}{' by force' if body['grace'] == 0 else ''}")
         self.deletions[name] += 1
         self._judge_deletion(operator, obj, body["grace"] == 0)
+
+    def _judge_scale(self, operator: SimulatedOperator, kind: str, name: str, replicas: int) -> None:
+        """The number of pods that an object is to have. One that is scaled down loses those that work."""
+        kubernetes = operator.kubernetes
+        job = self.job(kubernetes.name)
+        ended = self.programs.store.phase in ("complete", "failed") or self.status(kubernetes.name).get(
+            "completionTime"
+        )
+        if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend") or ended:
+            return
+        wanted = {f"{self.job_name}-{r['name']}": r["learners"] + r.get("spares", 0) for r in job["spec"]["regions"]}
+        for pod in kubernetes.pods():
+            meta = pod["metadata"]
+            process, ordinal = kubernetes.process_of(meta["uid"]), int(meta["labels"].get(LABEL_POD_INDEX, 0))
+            held = meta["ownerReferences"][0]["name"] == name and replicas <= ordinal < wanted.get(name, 1)
+            goes = meta.get("deletionTimestamp") or meta["uid"] in self.before_resume
+            if held and not goes and process is not None and process.works:
+                self._violated(f"{operator.name}: {kind} {name} gets {replicas} replicas, and {meta['name']} works")
 
     def _judge_deletion(self, operator: SimulatedOperator, pod: Object, force: bool) -> None:
         meta, kubernetes = pod["metadata"], operator.kubernetes
@@ -491,7 +528,9 @@ class World:
         if syncer is None or not syncer.works or syncer.node.cluster != kubernetes.name:
             return  # it has just gone, and with it the quorum; or this operator, in another cluster, cannot know that
         required = job["spec"]["sync"]["quorum"] if "sync" in job["spec"] else 1
-        left = self.programs.active() - self.programs.taking_part(process)
+        if not self.programs.taking_part(process):
+            return  # one that has not joined yet, or is cut off: the quorum is as before
+        left = self.programs.active() - 1
         if left < required and self.wanted() > required:
             self._violated(f"{operator.name}: {name} is taken, and {left} are left of {required}")
 

@@ -120,7 +120,7 @@ def taken_down(job: Object | None) -> Outcome | None:
     if job is None:
         return FAILED, "was deleted"
     reason = (condition(job, "Suspended") or {}).get("reason")
-    return (COMPLETE, "") if heard(job) and reason in ("Suspending", "Suspended") else None
+    return (COMPLETE, "") if heard(job) and reason in ("Suspending", "Suspended", "Saved", "NotSaved") else None
 
 
 def resumed(job: Object | None) -> Outcome | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from diloco_operator.model import Failure
+from diloco_operator.model import TERMINATING, Failure
 
 UNREADABLE = "Unreadable"
 """``ApiError.reason`` of a reply that is no JSON object, or too long."""
@@ -13,6 +14,11 @@ UNREADABLE = "Unreadable"
 
 LONGEST_PAUSE = 30.0
 """No ``Retry-After`` is taken for more seconds than this."""
+
+
+_WEBHOOK = re.compile(r'failed calling webhook "([^"]{1,253})"')
+_DENIED = re.compile(r"denied (the )?request")  # by a webhook, or a ValidatingAdmissionPolicy
+_NO_RIGHT = re.compile(r"cannot [a-z]+ resource")
 
 
 class ConfigError(Exception):
@@ -46,7 +52,7 @@ class ApiError(Exception):
 
     @property
     def unreachable(self) -> bool:
-        """No answer, or one from something that is not ready: trying again helps."""
+        """No answer, or one from something that is not ready: trying again helps. It may be about one object only."""
         return self.status == 0 or self.status == 429 or self.status >= 500
 
     @property
@@ -78,10 +84,23 @@ def refusal(verb: str, resource: str, status: int, body: bytes, retry_after: str
 
 def classify_failure(error: ApiError) -> Failure:
     """Which kind of trouble (model.py) a failed write is."""
+    message, causes = str(error), (error.document.get("details") or {}).get("causes") or ()
     if error.over_quota:
         return "quota"
+    if TERMINATING in message or any(cause.get("reason") == "NamespaceTerminating" for cause in causes):
+        return "terminating"
+    if failing_webhook(message):
+        return "webhook"
+    if _DENIED.search(message) or (error.status == 403 and not _NO_RIGHT.search(message)):
+        return "policy"
     if error.status in (401, 403):
         return "forbidden"
     if error.status in (400, 422):
         return "invalid"
-    return "other"
+    return "unavailable" if error.unreachable else "other"
+
+
+def failing_webhook(message: str) -> str:
+    """The name of the webhook that the API server could not call; empty: the message is about something else."""
+    found = _WEBHOOK.search(message)
+    return found.group(1) if found else ""

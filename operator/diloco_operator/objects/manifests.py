@@ -174,7 +174,7 @@ def _syncer_service(job: Job) -> Object:
     }
     manifest = _object(job, names.syncer_service(job.name), "syncer", {"spec": spec})
     if asked.annotations:
-        manifest["metadata"]["annotations"] = dict(asked.annotations)
+        manifest["metadata"]["annotations"] = {**asked.annotations, **manifest["metadata"]["annotations"]}
     return manifest
 
 
@@ -238,7 +238,7 @@ def claim_manifest(job: Job, live: Mapping[str, Any] | None) -> Object | None:
     manifest = _object(job, names.claim(job.name), "syncer", {"spec": spec})
     del manifest["metadata"]["ownerReferences"]
     # By its labels Argo CD may take it for a part of an Application of the job's name that is not in git any more.
-    manifest["metadata"]["annotations"] = {
+    manifest["metadata"]["annotations"] |= {
         "argocd.argoproj.io/sync-options": "Prune=false",
         "argocd.argoproj.io/compare-options": "IgnoreExtraneous",
     }
@@ -348,7 +348,7 @@ def pod_holder_manifest(
     if ref.kind == "Deployment":
         role, region = region, ""
     manifest = _object(job, ref, role, {"spec": {**spec, "replicas": replicas}}, region=region or None)
-    manifest["metadata"]["annotations"] = {
+    manifest["metadata"]["annotations"] |= {
         GENERATION: str(generation),
         RENDERED: json.dumps(spec, sort_keys=True, separators=(",", ":")),
     }
@@ -365,6 +365,7 @@ def _object(job: Job, ref: Ref, role: str, body: Object, region: str | None = No
             "name": ref.name,
             "namespace": job.namespace,
             "labels": names.labels(job.name, role, region),
+            "annotations": {names.JOB_UID: job.uid},
             "ownerReferences": [names.owner_reference(job.name, job.uid)],
         },
         **body,

@@ -143,17 +143,16 @@ def _rendered(view: View) -> list[Ref]:
 def _rendering(
     view: View, decision: LifecycleDecision, ref: Ref, frozen: bool, out: DesiredObjects
 ) -> tuple[int, Object, Origin | None]:
-    """The generation, the rendering and its origin to apply. Changes the view's memory."""
+    """The generation, the rendering and its origin to apply. Changes the view's memory. While pods are taken down, what
+    they were made of stays: it is of no use to them, and a fault in it must not keep them."""
     live, generation = view.live(ref), view.job.generation
     before, origin = manifests.stored_rendering(live), manifests.stored_origin(live)
-    if before is not None and frozen:
+    if before is not None and (frozen or decision.stage in ("suspending", "restarting")):
         return *before, origin
     fresh, made_of = _render(view, ref, before, origin)
     if before is None or before[1] == fresh:
         return generation, fresh, made_of
     is_syncer = ref == names.syncer_deployment(view.job.name)
-    if is_syncer and decision.stage == "suspending" and decision.scale.syncer:
-        return *before, origin  # the syncer stops soon, and learners drain to it
     if is_syncer and decision.training and syncer_change_waits(view, ref, fresh):
         out.syncer_waits = True
         return *before, origin

@@ -39,6 +39,7 @@ def build_status(
         "observedGeneration": job.generation,
         "phase": _phase(view, found),
         "startTime": started,
+        "drain": found.decision.drain or None,
         "completionTime": completed if ended else None,
         "conditions": conditions.rows(),
         "syncer": _syncer_status(view),

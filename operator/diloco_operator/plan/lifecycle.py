@@ -6,10 +6,11 @@
      before its   │  └── restarting ◀── resumed ── suspending ──▶ suspended
      start)       └──▶ failing ──▶ failed
 
-Every stage is read off what is there, at every turn anew, so a restart of the operator loses
-nothing. Complete and Failed stand in the job's own conditions. Complete is final. A job that has
-failed goes on after it was suspended and resumed: that it was is in the reason of Suspended.
-Whether a suspension has got as far as removing pods is seen by the objects: they ask for no pods.
+Every stage is read at every turn anew off what only the operator and the syncer write. So a restart of the operator
+loses nothing, and nobody else begins a stage, whoever scales an object to nothing or deletes it. Complete and Failed
+stand in the job's own conditions. Complete is final. A job that has failed goes on after it was suspended and resumed:
+that it was is in the reason of Suspended. Whether a suspension or a failure has got as far as removing pods is in
+``status.drain``. A suspension writes that word before it removes the first pod.
 
 A resume that comes while old pods are still there waits until they are gone. Their learners were
 told of a suspension, and idle until they are removed; they would never train again.
@@ -18,8 +19,8 @@ The syncer is told by level, too: as long as its status does not say what it sho
 again. Where it cannot be told, patience ends the wait, and learners drain by SIGTERM alone.
 
 Example: ``suspend: true`` on a running job. Stage ``suspending``: each turn calls ``announce``
-until the syncer's phase is ``suspended`` (or patience ends), then the objects ask for no pods.
-When the last pod is gone, the stage is ``suspended``.
+until the syncer's phase is ``suspended`` (or patience ends). Then ``status.drain`` is ``Saved`` (or ``NotSaved``), and
+from the next turn on the objects ask for no pods. When the last pod is gone, the stage is ``suspended``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from diloco_operator import names
 from diloco_operator.job import seconds_of
 from diloco_operator.model import Call, Fact
 from diloco_operator.objects.manifests import Scale
@@ -63,6 +63,17 @@ OUTPUT_UNANSWERED_SECONDS = 600.0
 answer."""
 
 
+Drain = Literal["", "Asked", "Saved", "NotSaved"]
+"""``status.drain``: the syncer was told to drain; it said that it has; it did not say so in time. With the latter two
+the job's learners are being removed, or are gone."""
+ASKED: Drain = "Asked"
+SAVED: Drain = "Saved"
+NOT_SAVED: Drain = "NotSaved"
+SUSPENSION_REASONS = frozenset({"Suspending", "Suspended", SAVED, NOT_SAVED, "Restarting"})
+"""Reasons of the condition Suspended from the beginning of a suspension until the job trains again."""
+ALL_SAVED = "Everything is saved; set suspend: false to continue."
+
+
 class StageWords(NamedTuple):
     """How status names a stage in which the job does not train."""
 
@@ -93,6 +104,7 @@ class LifecycleDecision:
     scale: Scale = field(default_factory=Scale)
     calls: list[Call] = field(default_factory=list)
     message: str = ""  # what is waited for, in words
+    drain: Drain = ""  # the ``status.drain`` to write
 
     @property
     def training(self) -> bool:
@@ -114,7 +126,7 @@ def outcome(view: View) -> Literal["complete", "failed", ""]:
 def _is_resumed(view: View, phase: str) -> bool:
     """Whether the job had failed, was suspended then, and is not any more. The syncer of before says that it has
     failed, until its pod is gone."""
-    asked = view.condition("Suspended").get("reason") in ("Suspending", "Suspended", "Restarting")
+    asked = view.condition("Suspended").get("reason") in SUSPENSION_REASONS
     return asked and not view.job.spec.suspend and (view.is_true("Failed") or phase == JobPhase.FAILED)
 
 
@@ -138,7 +150,7 @@ def decide(view: View, failure: str = "") -> LifecycleDecision:
 def _deleting(view: View) -> LifecycleDecision:
     deleted, syncer = view.job.deleted_at, view.pod_of("syncer")
     assert deleted is not None
-    calls = _announce(view, JobPhase.DELETED, "the job was deleted")
+    calls = announce(view, JobPhase.DELETED, "the job was deleted")
     reachable = view.begun and syncer is not None and not syncer.over
     if not calls or not reachable or view.now - deleted >= DELETE_SECONDS:
         return LifecycleDecision("deleting")
@@ -156,13 +168,14 @@ def _failed(view: View, failure: str) -> LifecycleDecision:
     told = view.job_phase == JobPhase.FAILED or silent
     since = view.now if failure else view.condition_since("Failed")
     # What an earlier turn has taken down stays down, whatever the next call brings.
-    gone = _asks_for_no_workers(view) or _asks_for_no_pods(view)
+    gone = has_drained(view)
     down = told or gone or view.now - since > FAIL_SECONDS
     found = LifecycleDecision("failed" if down and not _has_pods(view, "learner") else "failing")
+    found.drain = drain_of(view) if gone else ASKED if not down else _drained(view, JobPhase.FAILED)
     found.scale = _ended_scale(view) if down else _full_scale(view)
     found.message = "" if down else "The syncer informs its learners that the job has failed."
     if view.job_phase not in ENDED_PHASES:
-        found.calls = _announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
+        found.calls = announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
     return found
 
 
@@ -190,37 +203,57 @@ def _ended_scale(view: View) -> Scale:
 def _suspended(view: View) -> LifecycleDecision:
     if not view.begun:
         return LifecycleDecision("waiting", message="The job was created suspended; nothing was started.")
-    if not _asks_for_no_pods(view):
-        answers = view.document is not None
-        told = view.job_phase == JobPhase.SUSPENDED
-        unanswered = view.observe(Fact.SUSPENDING_UNANSWERED, holds=not answers)
-        waited = view.observe(Fact.SUSPENDING)
-        if not told and unanswered < UNREACHABLE_SECONDS and waited < SUSPEND_SECONDS:
-            found = LifecycleDecision("suspending", _full_scale(view))
-            found.calls = _announce(view, JobPhase.SUSPENDED, "the job is suspended")
-            found.message = (
-                "Learners offer their work and the syncer makes a checkpoint."
-                if answers
-                else f"The syncer does not answer; the pods are removed without it after {UNREACHABLE_SECONDS:.0f} s."
-            )
-            return found
-    else:
+    if has_drained(view):
         view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
-    if _has_pods(view) or not _asks_for_no_pods(view):
-        return LifecycleDecision("suspending", message="Learners drain, and pods are removed.")
-    return LifecycleDecision("suspended")
+        found = LifecycleDecision("suspending" if _has_pods(view) else "suspended", drain=drain_of(view))
+        said = view.condition("Suspended")
+        kept = str(said.get("message") or "") if said.get("reason") == NOT_SAVED else ""
+        found.message = ALL_SAVED if found.drain == SAVED else kept or _explain_not_saved()
+        return found
+    found = LifecycleDecision("suspending", _full_scale(view), drain=ASKED)
+    answers = view.document is not None
+    unanswered = view.observe(Fact.SUSPENDING_UNANSWERED, holds=not answers)
+    waited = view.observe(Fact.SUSPENDING)
+    if view.job_phase == JobPhase.SUSPENDED:
+        found.drain, found.message = SAVED, ALL_SAVED
+    elif unanswered < UNREACHABLE_SECONDS and waited < SUSPEND_SECONDS:
+        found.calls = announce(view, JobPhase.SUSPENDED, "the job is suspended")
+        found.message = (
+            "Learners offer their work and the syncer makes a checkpoint."
+            if answers
+            else f"The syncer does not answer; the pods are removed without it after {UNREACHABLE_SECONDS:.0f} s."
+        )
+    elif unanswered >= UNREACHABLE_SECONDS:
+        found.drain = NOT_SAVED
+        found.message = _explain_not_saved(f": the syncer did not answer for {UNREACHABLE_SECONDS:.0f} s")
+    else:
+        found.drain = NOT_SAVED
+        found.message = _explain_not_saved(f": the syncer was not done within {SUSPEND_SECONDS:.0f} s")
+    return found
+
+
+def _explain_not_saved(why: str = "") -> str:
+    return (
+        f"The pods were removed before all was saved{why}. What learners had trained since the last merge may be lost. "
+        "Set suspend: false to continue from the last checkpoint."
+    )
 
 
 def _running(view: View) -> LifecycleDecision:
     view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
-    if view.begun:
-        if view.job_phase == JobPhase.SUSPENDED and view.here.syncer:
-            return LifecycleDecision("restarting", message="The suspension is finished first; then the job continues.")
-        if _is_resumed(view, view.job_phase) and not (_asks_for_no_pods(view) and not _has_pods(view)):
-            return LifecycleDecision("restarting", message="The pods of the failed job are removed first.")
-        if _asks_for_no_pods(view) and _has_pods(view):
-            return LifecycleDecision("restarting", message="The pods from before the suspension are removed first.")
-    return LifecycleDecision("running", _full_scale(view))
+    if not view.begun or not _has_pods(view):
+        return LifecycleDecision("running", _full_scale(view))
+    if has_drained(view):
+        message = "The pods from before the suspension are removed first."
+        return LifecycleDecision("restarting", message=message, drain=drain_of(view))
+    message = ""
+    if view.job_phase == JobPhase.SUSPENDED and view.here.syncer:
+        message = "The suspension is finished first; then the job continues."
+    elif _is_resumed(view, view.job_phase):
+        message = "The pods of the failed job are removed first."
+    if not message:
+        return LifecycleDecision("running", _full_scale(view))
+    return LifecycleDecision("restarting", _full_scale(view), message=message, drain=_drained(view, *ENDED_PHASES))
 
 
 # ------------------------------------------------------------------ parts
@@ -235,25 +268,25 @@ def _full_scale(view: View) -> Scale:
     )
 
 
-def _asks_for_no_pods(view: View) -> bool:
-    """Whether the objects ask for no pods, as a suspension makes them. Missing objects say nothing: another
-    program has deleted them."""
-    if view.here.syncer:
-        return view.replicas(names.syncer_deployment(view.job.name)) == 0
-    return _asks_for_no_workers(view)
+def drain_of(view: View) -> Drain:
+    """``status.drain``, as the job's status has it."""
+    words: dict[str, Drain] = {ASKED: ASKED, SAVED: SAVED, NOT_SAVED: NOT_SAVED}
+    return words.get(str(view.job.status.get("drain")), "")
 
 
-def _asks_for_no_workers(view: View) -> bool:
-    """Whether the objects ask for no learners and no evaluator, as the end of a job makes them."""
-    refs = [names.stateful_set(view.job.name, region.name) for region in view.here.regions]
-    refs += [names.evaluator_deployment(view.job.name)] if view.here.syncer else []
-    asked = [view.replicas(ref) for ref in refs]
-    return 0 in asked and not any(asked)
+def has_drained(view: View) -> bool:
+    """Whether an earlier turn has ended the drain, so that learners are being removed, or are gone."""
+    return drain_of(view) in (SAVED, NOT_SAVED)
+
+
+def _drained(view: View, *phases: str) -> Drain:
+    """How a drain ends now: all is saved where the syncer's word is one of these phases."""
+    return SAVED if view.job_phase in phases else NOT_SAVED
 
 
 def waits_for_resume(view: View) -> bool:
     """Whether a job that has failed is suspended, and nothing of it is left."""
-    return view.job.spec.suspend and _asks_for_no_pods(view) and not _has_pods(view)
+    return view.job.spec.suspend and has_drained(view) and not _has_pods(view)
 
 
 def _has_pods(view: View, role: str = "") -> bool:
@@ -261,7 +294,7 @@ def _has_pods(view: View, role: str = "") -> bool:
     return any(role in ("", pod.role) and not pod.over and not view.stuck(pod) for pod in view.pods)
 
 
-def _announce(view: View, phase: str, message: str) -> list[Call]:
+def announce(view: View, phase: str, message: str) -> list[Call]:
     """The call that tells the syncer of an end; none where no syncer runs here, or it knows an end already."""
     syncer = view.pod_of("syncer") if view.here.syncer else None
     if syncer is None or not syncer.running or view.job_phase in ENDED_PHASES:

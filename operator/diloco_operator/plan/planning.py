@@ -28,6 +28,7 @@ import math
 from diloco_operator import names
 from diloco_operator.job import Job, Placement, find_unsupported, place_job, read_job
 from diloco_operator.model import (
+    TERMINATING,
     CountedFailure,
     Delete,
     Fact,
@@ -77,6 +78,8 @@ def plan_job(observed: Observed, memory: PlanMemory, settings: PlanSettings) -> 
 
 def _plan_readable(view: View) -> JobPlan:
     """The plan for a job whose spec could be read and that is not being deleted."""
+    if _namespace_terminates(view):
+        return _plan_namespace_end(view)
     # Observe: the stage, pods and regions.
     found = TurnFindings(
         lifecycle.decide(view), RegionReport(), apply_errors=view.observed.apply_errors, refused=_refusal(view)
@@ -157,6 +160,23 @@ def _status_not_ready(job: Job, now: float, phase: str, reason: str, message: st
     conditions.set("Reconciling", not wrong, "AsWanted" if wrong else reason)
     conditions.keep_undecided()
     return {**job.status, "observedGeneration": job.generation, "phase": phase, "conditions": conditions.rows()}
+
+
+def _namespace_terminates(view: View) -> bool:
+    """Whether the job's namespace is being deleted, by what was refused in it. Changes the view's memory."""
+    refused = any(error.reason == "terminating" for error in view.observed.apply_errors)
+    refused = refused or any(TERMINATING in event.message for event in view.observed.cluster_events)
+    view.memory.namespace_terminates = view.memory.namespace_terminates or refused
+    return view.memory.namespace_terminates
+
+
+def _plan_namespace_end(view: View) -> JobPlan:
+    """The plan for a job whose namespace is being deleted, which deletes the job itself last: its learners hear of it
+    now, and nothing is made any more, nor told in Events, which could not be written."""
+    message = "The namespace is being deleted, and the job with it."
+    status = _status_not_ready(view.job, view.now, "Deleting", "NamespaceTerminating", message=message)
+    calls = lifecycle.announce(view, JobPhase.DELETED, "the job's namespace is being deleted")
+    return JobPlan(FINALIZER in view.job.finalizers, calls=tuple(calls), status=status, poll_syncer=POLL_SOON)
 
 
 def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSettings, job: Job) -> JobPlan:
@@ -350,6 +370,8 @@ def _wake_in(view: View, found: TurnFindings, ttl: float | None, poll: float, de
     # What cannot be made now, as over a quota, is tried less and less often.
     refused = view.observe(Fact.APPLY_REFUSED, holds=bool(view.observed.apply_errors))
     waits += [refused / 2] if desired.more else []
+    # What follows from a word of the status is done by the turn that reads it.
+    waits += [BRIEFLY] if found.decision.drain != lifecycle.drain_of(view) else []
     deadline = lifecycle.seconds_to_deadline(view) if found.decision.training else None
     waits += [deadline] if deadline is not None else []
     patience = view.job.spec.failure_policy.region_lost_seconds

@@ -21,13 +21,15 @@ from diloco_operator.model import EventWanted, Object, PlanMemory, Topic
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, explain_small_resources
 from diloco_operator.plan.conditions.region_conditions import DRAINED
+from diloco_operator.plan.lifecycle import NOT_SAVED, SAVED
 from diloco_operator.plan.pod_status import ObstacleKind
 from diloco_operator.plan.regions import ROLLING
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import JOB_REFUSED_REASONS
 
-_REFUSALS = JOB_REFUSED_REASONS | {"InvalidSpec"}
-"""Reasons of Ready with which the job itself, or an object that it cannot do without, is refused."""
+_REFUSALS = (JOB_REFUSED_REASONS | {"InvalidSpec"}) - {"NameConflict"}
+"""Reasons of Ready with which the job itself, or an object that it cannot do without, is refused. The condition
+NameConflict has an Event of its own."""
 FAULT_OVER = {
     "NameConflict": "The names that the job needs are free.",
     "SpecDrift": "No learner is refused for another copy of the job any more.",
@@ -39,6 +41,8 @@ FAULT_OVER = {
 }
 """Conditions that have an Event when they begin to say a fault and one when it is over: the latter's sentence."""
 
+_SUSPENDING = ("Suspending", SAVED, NOT_SAVED)
+"""Reasons of Suspended while it is False, and the job is on its way there."""
 _SYNCER_FAULTS = frozenset(get_args(ObstacleKind)) - {"Crashing"} | {
     "NotCreated",
     "NodeLost",
@@ -274,15 +278,16 @@ def _report_end(
         for kind in ("Failed", "Complete", "Suspended"):
             if conditions.get(kind, {}).get("status") == "True":
                 return kind
-        return "suspending" if conditions.get("Suspended", {}).get("reason") == "Suspending" else ""
+        return "suspending" if conditions.get("Suspended", {}).get("reason") in _SUSPENDING else ""
 
     old, new = state(before, view.job.status.get("phase") == "Deleting"), state(now, stage == "deleting")
-    kind: Literal["Normal", "Warning"] = "Warning" if new == "Failed" else "Normal"
+    lost = new == "Suspended" and now["Suspended"]["reason"] == NOT_SAVED
+    kind: Literal["Normal", "Warning"] = "Warning" if new == "Failed" or lost else "Normal"
     reason, message = {
         "deleting": ("Deleting", "The job is being deleted: learners are informed, then its objects are removed."),
         "suspending": ("Suspending", now.get("Suspended", {}).get("message", "")),
         "": ("Resumed", "The job continues.")
         if old in ("Suspended", "suspending", "Failed") and view.begun
         else ("", ""),
-    }.get(new, (new, str(now.get(new, {}).get("message", ""))))
+    }.get(new, (NOT_SAVED if lost else new, str(now.get(new, {}).get("message", ""))))
     event_log.transition(Topic.JOB_END, old, new, kind, reason, message)

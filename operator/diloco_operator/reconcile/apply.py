@@ -6,8 +6,9 @@ An object that the cache does not have is read before it is applied. If there is
 to somebody else, it is left alone, and the plan gets the ApplyError ``conflict``. What is sent then has the UID of the
 object that was looked at, so that another of its name is not taken for it.
 
-The objects with pods of a new generation are first applied as a dry run. If the API server refuses one, nothing
-of this generation that pods use is applied, so the old pods run on. The plan gets the ApplyError ``invalid``.
+The objects with pods of a new generation are first applied as a dry run. If the API server or a policy refuses one,
+nothing of this generation that pods use is applied, so the old pods run on. What else fails, such as a webhook that
+does not answer, costs the object that it fails for. That one is tried less and less often.
 
 Some objects do not become what was applied: the API server writes a value in another form, or another program
 changes it back. Such an object is applied again only when what is wanted or what is there changes.
@@ -22,17 +23,21 @@ from dataclasses import dataclass, field
 
 from diloco_operator.informer.cache import Cache
 from diloco_operator.job import digest
-from diloco_operator.kube.api import Api
-from diloco_operator.kube.errors import ApiError, classify_failure
+from diloco_operator.kube.api import Api, NotLeading
+from diloco_operator.kube.errors import ApiError, classify_failure, failing_webhook
 from diloco_operator.kube.kinds import BY_NAME, WITH_PODS
 from diloco_operator.logs import about
-from diloco_operator.model import ApplyError, Key, Object, Ref
-from diloco_operator.names import GENERATION, is_ours, ref_of
+from diloco_operator.model import ApplyError, Failure, Key, Object, Ref
+from diloco_operator.names import GENERATION, is_left_by, is_ours, ref_of
 from diloco_operator.reconcile.diff import APPLIED, differences, marked, state
 
 log = logging.getLogger(__name__)
 
 TRY_AGAIN_SECONDS = 300.0  # a dry run that found a fault is repeated after this, whatever was wanted
+LASTING: frozenset[Failure] = frozenset({"invalid", "policy"})
+"""Faults of what is wanted: they end when that changes, or the policy does."""
+LONGEST_PAUSE_SECONDS = 20.0
+"""The longest pause before a write is tried again that failed; it is half as long as that has lasted."""
 UNCHANGED_SECONDS = 600.0  # likewise an object that does not become what was wanted
 
 
@@ -46,6 +51,8 @@ class ApplyMemory:
     unchanged_by_apply: dict[Ref, tuple[str, str, float]] = field(default_factory=dict)
     # digest of the pod-carrying manifests of a generation -> their fault (None: tried and fine), and when
     tried: dict[str, tuple[tuple[ApplyError, ...], float]] = field(default_factory=dict)
+    # object -> digest of what was sent and failed, since when it fails, when it was tried last, and how it failed
+    failing: dict[Ref, tuple[str, float, float, ApplyError]] = field(default_factory=dict)
 
 
 def _annotation(obj: Object, name: str) -> str | None:
@@ -82,7 +89,7 @@ class Applier:
         self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory
     ) -> dict[Ref, ApplyError]:
         """Apply what is not in order. ``live``: the job's objects as the cache has them. Returns what could
-        not be; raises ApiError where the API server is not there."""
+        not be; raises ApiError where the API server answers nobody."""
         now = time.monotonic()
         apply_errors: dict[Ref, ApplyError] = {}
         pending: list[Object] = []
@@ -90,9 +97,13 @@ class Applier:
             wanted, ref = marked(manifest), ref_of(manifest)
             there = live.get(ref)
             if there is not None and not is_ours(ref, there, key[1], uid):
-                apply_errors[ref] = _conflict(ref, there)
+                apply_errors[ref] = _conflict(ref, there, key[1])
             elif there is None or not is_in_order(wanted, there, memory, now):
-                pending.append(wanted)
+                failed = _recent_failure(wanted, memory, now)
+                if failed is None:
+                    pending.append(wanted)
+                else:
+                    apply_errors[ref] = failed
         if not pending:
             return apply_errors
         held, faults = await self._try_dry(key, uid, pending, live, memory=memory, now=now)
@@ -103,6 +114,7 @@ class Applier:
                 apply_error = await self._one(key, uid, wanted, live.get(ref), memory=memory, now=now)
                 if apply_error is not None:
                     apply_errors[ref] = apply_error
+            _remember_failure(wanted, apply_errors.get(ref), memory, now)
         return apply_errors
 
     async def _one(
@@ -113,13 +125,13 @@ class Applier:
         try:
             there = there or await self._api.get(kind, key[0], ref.name)
             if there is not None and not is_ours(ref, there, key[1], uid):
-                return _conflict(ref, there)
+                return _conflict(ref, there, key[1])
             why = "it is not there" if there is None else ", ".join(differences(wanted, there)) or "rendered anew"
             made = await self._api.apply(kind, _addressed(wanted, there))
         except ApiError as error:
             if cached and _is_gone(error):
                 return await self._one(key, uid, wanted, None, memory=memory, now=now)
-            return apply_error_of(ref, error)
+            return await apply_error_of(self._api, ref, error)
         self._cache.put(kind, made)
         if there is None or _version(made) != _version(there):
             log.info("%s %s applied (%s)", *ref, why, extra=about(key))
@@ -139,11 +151,12 @@ class Applier:
         faults, at = memory.tried.get(what, ((), now - 2 * TRY_AGAIN_SECONDS))
         if now - at > TRY_AGAIN_SECONDS:
             faults = tuple([e for wanted in new if (e := await self._dry(key, uid, wanted, live)) is not None])
-            memory.tried = {what: (faults, now)}
+            if all(fault.reason in LASTING for fault in faults):
+                memory.tried = {what: (faults, now)}
             for fault in faults:
                 log.warning("%s %s would be refused: %s", *fault.ref, fault.message, extra=about(key))
-        if not faults:
-            return set(), ()
+        if not any(fault.reason in LASTING for fault in faults):
+            return set(), faults
         # The old programs go on with the old settings: these would reach them at their next restart.
         held = {ref_of(wanted) for wanted in pending if wanted["kind"] in WITH_PODS or wanted["kind"] == "ConfigMap"}
         return held, faults
@@ -159,8 +172,23 @@ class Applier:
                     return None  # the conflict is found, and said, where it is applied
             await self._api.apply(kind, _addressed(wanted, there), dry_run=True)
         except ApiError as error:
-            return apply_error_of(ref, error)
+            return await apply_error_of(self._api, ref, error)
         return None
+
+
+def _recent_failure(wanted: Object, memory: ApplyMemory, now: float) -> ApplyError | None:
+    """How the same object failed a short while ago; None: it did not, or is due again."""
+    sent, since, at, failed = memory.failing.get(ref_of(wanted), ("", 0.0, 0.0, None))
+    pause = min(LONGEST_PAUSE_SECONDS, (at - since) / 2)
+    return failed if sent == _annotation(wanted, APPLIED) and now - at < pause else None
+
+
+def _remember_failure(wanted: Object, failed: ApplyError | None, memory: ApplyMemory, now: float) -> None:
+    ref, sent = ref_of(wanted), _annotation(wanted, APPLIED) or ""
+    before = memory.failing.pop(ref, None)
+    if failed is not None and not (failed.reason in LASTING and ref.kind in WITH_PODS):  # a dry run is remembered
+        since = before[1] if before is not None and before[0] == sent else now
+        memory.failing[ref] = (sent, since, now, failed)
 
 
 def _version(obj: Object) -> str:
@@ -183,28 +211,39 @@ def _is_new(wanted: Object, there: Object | None) -> bool:
     return there is None or _annotation(there, GENERATION) != _annotation(wanted, GENERATION)
 
 
-def _conflict(ref: Ref, there: Object) -> ApplyError:
+def _conflict(ref: Ref, there: Object, job: str) -> ApplyError:
     owners = [
         f"{owner.get('kind')} {owner.get('name')} (UID {owner.get('uid')})"
         for owner in there["metadata"].get("ownerReferences") or ()
         if owner.get("controller")
     ]
     whose = f"belongs to {owners[0]}" if owners else "is not this job's"
-    cure = "it is left as it is. Delete or rename it, or give the job another name"
-    return ApplyError(ref, "conflict", f"{ref.kind} {ref.name} {whose}; {cure}")
+    cure = "Delete or rename it, or give the job another name"
+    if not owners and is_left_by(there, job):
+        whose = "was left by an earlier job of this name"
+        # Without that flag its pods, which may still train, would go with it.
+        cure = (
+            f"Delete it (kubectl delete --cascade=orphan {ref.kind.lower()} {ref.name}), or give the job another name"
+        )
+    return ApplyError(ref, "conflict", f"{ref.kind} {ref.name} {whose}; it is left as it is. {cure}")
 
 
-def apply_error_of(ref: Ref, error: ApiError) -> ApplyError:
-    """A refused write of an object. Raises ``error`` again where only another turn can help."""
-    if error.unreachable:
+async def apply_error_of(api: Api, ref: Ref, error: ApiError) -> ApplyError:
+    """A write of an object that failed. It costs that object, whatever the answer was. Raises ``error`` again where
+    this operator may not write any more, or the API server answers nobody."""
+    if isinstance(error, NotLeading) or (error.status == 0 and not await api.answers()):
         raise error
     return ApplyError(ref, classify_failure(error), explain_refusal(error))
 
 
 def explain_refusal(error: ApiError) -> str:
     """A refusal in one sentence; of a forbidden request the verb and resource."""
-    message = str(error).strip()
-    if classify_failure(error) == "forbidden" and "cannot " in message:
+    message, reason = str(error).strip(), classify_failure(error)
+    if reason == "webhook":
+        return f"the webhook {failing_webhook(message)} does not answer the API server. {message}"[:1000]
+    if reason == "unavailable" and error.status:
+        return f"the API server answers {error.status}: {message}"[:1000]
+    if reason == "forbidden" and "cannot " in message:
         # "… is forbidden: User "system:serviceaccount:…" cannot patch resource …": the part for people
         return (
             f"the operator may not {error.verb} {error.resource}: grant it that right (docs/operator.md, "

@@ -3,7 +3,9 @@
 Theory of operation. Whatever woke it, a turn looks at all that is known of the job (``observe.py``), has it
 planned, and carries the plan out in its order. What the API server refuses becomes an ``ApplyError``: the next
 plan takes it into account, and the status shows it. If these errors have changed, the next turn comes at once.
-If the API server does not answer, the turn ends with an error, and the work queue repeats it with backoff.
+A write that fails costs its own object, whatever the answer was: somebody's webhook that is down must not stop calls,
+deletions and the status. Only where the API server answers nobody, the turn ends with an error, and the work queue
+repeats it with backoff.
 
 What the plan counts is kept in the status. So a status that could not be written is remembered, and the next turn reads
 it as the job's. Events are remembered until they are written or refused, since the plan names each only once.
@@ -17,7 +19,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +32,7 @@ from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import (
     ApplyError,
+    Call,
     ClusterEvent,
     Delete,
     EventWanted,
@@ -78,8 +81,17 @@ class Record:
     status: Written = field(default_factory=Written)
     events: list[EventWanted] = field(default_factory=list)
     read_at: float = -math.inf  # when its pods, StatefulSets and nodes were read anew (monotonic)
+    conflicts: int = 0  # turns in a row with a write on an old version
     phase: str = ""
     replacements: int | None = None
+
+
+@dataclass(slots=True)
+class CarriedOut:
+    """What came of a plan."""
+
+    apply_errors: list[ApplyError] = field(default_factory=list)
+    conflict: bool = False  # a write was on an old version: the next look is soon
 
 
 @dataclass
@@ -123,12 +135,6 @@ class Reconciler:
         began = time.monotonic()
         try:
             return await self._turn(key)
-        except ApiError as error:
-            if error.status == 409:
-                self.metrics.reconcile_errors.labels("conflict").inc()
-                log.debug("%s", error, extra=about(key))
-                return CONFLICT_SECONDS
-            raise
         finally:
             self.metrics.reconcile_seconds.observe(time.monotonic() - began)
 
@@ -169,7 +175,8 @@ class Reconciler:
             return AT_ONCE_SECONDS
         record.status.planned(plan.status)
         self._count(record, plan.status)
-        apply_errors = await self._carry_out(key, record, seen, plan, target=target)
+        done = await self._carry_out(key, record, seen, plan, target=target)
+        apply_errors = tuple(done.apply_errors)
         root = self.keys.key
         self.poller.schedule(
             key,
@@ -185,8 +192,11 @@ class Reconciler:
             log.warning("%s %s: %s", *apply_error.ref, apply_error.message, extra=about(key))
         record.apply_errors = apply_errors
         read = plan.wants_fresh_view and await self._read_anew(key, record, seen)
+        record.conflicts = record.conflicts + 1 if done.conflict else 0
         if changed or read:
             return AT_ONCE_SECONDS
+        if done.conflict:
+            return min(CONFLICT_SECONDS * 2.0 ** (record.conflicts - 1), self.settings.resync_seconds)
         unsent = EVENTS_AGAIN_SECONDS if record.events else math.inf
         return min(plan.wake_in, self.settings.resync_seconds, unsent)
 
@@ -214,42 +224,52 @@ class Reconciler:
 
     async def _carry_out(
         self, key: Key, record: Record, seen: Observed, plan: JobPlan, target: tuple[str, str] | None
-    ) -> tuple[ApplyError, ...]:
+    ) -> CarriedOut:
         meta, job_ref = seen.job["metadata"], Ref(JOB.name, key[1])
-        has = FINALIZER in (meta.get("finalizers") or ())
-        apply_errors: list[ApplyError] = []
+        has, done = FINALIZER in (meta.get("finalizers") or ()), CarriedOut()
+        may_make = True
         if plan.finalizer and not has and not meta.get("deletionTimestamp"):
-            await self._trying(apply_errors, job_ref, self._finalizer(key, seen.job, True))
-        await self._make_secrets(key, record, seen, plan, apply_errors=apply_errors)
-        applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
-        apply_errors += applied.values()
-        root = self.keys.key
-        if target is not None and root is not None:
-            calls = await keep_confirmed(self.api, self.cache, key, seen, calls=plan.calls)
-            await self.poller.call(key, target[1], root.control_key(record.uid), calls)
+            may_make = await self._trying(done, job_ref, self._finalizer(key, seen.job, True))
+        if may_make:
+            await self._make_secrets(key, record, seen, plan, apply_errors=done.apply_errors)
+            applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
+            done.apply_errors += applied.values()
+        if target is not None and self.keys.key is not None:
+            calling = self._call(key, target[1], self.keys.key.control_key(record.uid), seen, calls=plan.calls)
+            await self._trying(done, job_ref, calling)
         for delete in plan.deletes:
-            await self._trying(apply_errors, delete.ref, self._delete(key, delete))
+            await self._trying(done, delete.ref, self._delete(key, delete))
         writing = write_status(self.api, self.cache, key, record.uid, written=record.status)
-        await self._trying(apply_errors, job_ref, writing)
+        await self._trying(done, job_ref, writing)
         await self.events.record(key, seen.job, record.events, seen.now)
         if plan.delete_job:
             over = Delete(job_ref, record.uid, "its time to live is over")
-            await self._trying(apply_errors, job_ref, self._delete(key, over))
+            await self._trying(done, job_ref, self._delete(key, over))
         if has and not plan.finalizer:
             job = self.cache.get(JOB, *key)
             if job is not None and job["metadata"]["uid"] == record.uid:
-                await self._trying(apply_errors, job_ref, self._finalizer(key, job, False))
-        return tuple(apply_errors)
+                await self._trying(done, job_ref, self._finalizer(key, job, False))
+        return done
 
-    async def _trying(self, apply_errors: list[ApplyError], ref: Ref, doing: Awaitable[None]) -> None:
-        """Await a write; what is refused becomes an ApplyError. Raises ApiError where trying again helps."""
+    async def _trying(self, done: CarriedOut, ref: Ref, doing: Awaitable[None]) -> bool:
+        """Await a write, and return whether it was taken. What is refused becomes an ApplyError. Raises ApiError where
+        the API server answers nobody."""
         try:
             await doing
         except ApiError as error:
             if error.status == 409:
-                raise
-            if error.status != 404:
-                apply_errors.append(apply_error_of(ref, error))
+                self.metrics.reconcile_errors.labels("conflict").inc()
+                log.debug("%s %s: %s", *ref, error)
+                done.conflict = True
+            elif error.status != 404:
+                done.apply_errors.append(await apply_error_of(self.api, ref, error))
+            return False
+        return True
+
+    async def _call(self, key: Key, ip: str, control_key: bytes, seen: Observed, calls: Sequence[Call]) -> None:
+        """Make those calls to the syncer that the API server confirms."""
+        confirmed = await keep_confirmed(self.api, self.cache, key, seen, calls=calls)
+        await self.poller.call(key, ip, control_key, confirmed)
 
     async def _finalizer(self, key: Key, job: Object, wanted: bool) -> None:
         meta = job["metadata"]
@@ -288,7 +308,7 @@ class Reconciler:
                 log.info("Secret %s made", wanted.name, extra=about(key))
             except ApiError as error:
                 if error.status != 409:
-                    apply_errors.append(apply_error_of(ref, error))
+                    apply_errors.append(await apply_error_of(self.api, ref, error))
                     continue
             record.made[wanted.name] = now
 

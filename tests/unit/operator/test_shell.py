@@ -27,6 +27,7 @@ from diloco_operator.reconcile import observe, status_writer
 from diloco_operator.reconcile.apply import explain_refusal
 from diloco_operator.reconcile.event_reader import _cluster_event, find_waiting
 from diloco_protocol.common.logs import MAX_MESSAGE
+from operator_simulation.faults import WEBHOOK
 from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -122,7 +123,11 @@ def test_progress_waits_and_everything_else_does_not() -> None:
     [
         (403, 'pods is forbidden: User "x" cannot list resource "pods"', "forbidden"),
         (403, 'persistentvolumeclaims "c" is forbidden: exceeded quota: small, requested: 1', "quota"),
-        (403, 'violates PodSecurity "restricted:latest"', "forbidden"),
+        (403, 'pods "p" is forbidden: violates PodSecurity "restricted:latest"', "policy"),
+        (403, 'persistentvolumeclaims "c" is forbidden: maximum storage usage is 1Gi, but request is 10Gi', "policy"),
+        (400, 'admission webhook "x.kyverno.svc" denied the request: no labels', "policy"),
+        (422, "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: too many", "policy"),
+        (403, "unable to create new content in namespace n because it is being terminated", "terminating"),
         (401, "Unauthorized", "forbidden"),
         (422, 'StatefulSet "x" is invalid: spec.template.spec.containers[0].image: Required value', "invalid"),
         (400, "strict decoding error: unknown field", "invalid"),
@@ -135,6 +140,15 @@ def test_refusals_by_kind(status: int, message: str, reason: str) -> None:
     assert classify_failure(error) == reason
     assert not error.unreachable
     assert message[:40] in explain_refusal(error)
+
+
+@pytest.mark.parametrize(("status", "message", "reason"), [(500, WEBHOOK, "webhook"), (429, "wait", "unavailable")])
+def test_what_is_not_available_is_told_with_who_it_is(status: int, message: str, reason: str) -> None:
+    error = ApiError("patch", "statefulsets", status, message)
+    assert classify_failure(error) == reason and error.unreachable
+    assert explain_refusal(error).startswith(
+        "the webhook check.example.com" if "webhook" in reason else "the API server"
+    )
 
 
 @pytest.mark.parametrize("status", [0, 429, 500, 503, 504])

@@ -7,19 +7,24 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.kube.kinds import POD
+from diloco_operator import names
+from diloco_operator.kube.kinds import CHILDREN, JOB, POD
 from diloco_operator.leadership.election import Election
 from diloco_operator.objects import manifests
-from diloco_operator.plan import desired, planning
+from diloco_operator.plan import desired, lifecycle, planning
 from diloco_operator.plan.pods import replacement, silence
 from diloco_operator.plan.view import View
-from diloco_operator.reconcile import reconciler
+from diloco_operator.reconcile import apply, reconciler
+from diloco_protocol.vocabulary import LABEL_JOB
+from operator_simulation.faults import REFUSALS, scale_everything_to_nothing
 from operator_simulation.kubernetes import now
 from operator_simulation.random_faults import run_random_faults
 from operator_simulation.world import SimulatedOperator, World, simulate
 from operator_world import SPREAD, job_object
 
 IN_CI = [pytest.mark.slow]
+BUDGET = "PodDisruptionBudget"
+OTHER_KINDS = [kind.name for kind in CHILDREN if kind.name != BUDGET]
 Scenario = Callable[[World], Awaitable[None]]
 Patch = pytest.MonkeyPatch
 
@@ -230,6 +235,84 @@ async def the_syncers_node_is_lost_for_good(world: World) -> None:
     assert forced._value.get() == len(pods) == world.events["PodForceDeleted"], world.story()
 
 
+async def everything_is_scaled_to_nothing(world: World) -> None:
+    """`kubectl scale --all --replicas=0`, of Deployments first, as what saves costs at night does."""
+    world.start_operator()
+    await world.until(World.whole, 120)
+    learners = {pod["metadata"]["uid"] for pod in world.pods("learner")}
+    for replicas in (0, 0, 7):
+        world.edit_an_object(world.clusters["hub"], ["Deployment"], {"spec": {"replicas": replicas}})
+        await world.run(20)
+        await world.until(World.whole, 120)
+    assert {pod["metadata"]["uid"] for pod in world.pods("learner")} == learners, world.story()
+    await scale_everything_to_nothing(world)
+    await world.run(20)
+    await world.until(World.whole, 120)
+    assert not world.events["Suspending"] and not world.events["Resumed"]
+
+
+async def labels_and_owners_are_edited(world: World) -> None:
+    operator = world.start_operator()
+    await world.until(World.whole, 120)
+    before = {pod["metadata"]["uid"] for pod in world.pods("learner") + world.pods("syncer")}
+    server = operator.kubernetes.server
+    metadata: list[dict[str, Any]] = [
+        {"labels": None},
+        {"ownerReferences": None},
+        {"labels": None, "ownerReferences": None},
+    ]
+    for kind in CHILDREN:
+        for edit in metadata:
+            world.edit_an_object(operator.kubernetes, [kind.name], {"metadata": edit})
+            await world.run(5)
+        for obj in server.all(kind.name):
+            owned = kind.name == "PersistentVolumeClaim" or obj["metadata"].get("ownerReferences")
+            assert owned and obj["metadata"]["labels"][LABEL_JOB] == "job", (obj["metadata"], world.story())
+    assert world.whole() and not world.events["NameConflict"]
+    assert before == {pod["metadata"]["uid"] for pod in world.pods("learner") + world.pods("syncer")}
+
+
+def _is_hung(world: World, pod: dict[str, Any]) -> bool:
+    process = world.clusters["hub"].process_of(pod["metadata"]["uid"])
+    return process is not None and process.hung
+
+
+def writes_are_refused(kind: str, answer: tuple[int, str]) -> Scenario:
+    """An object of the kind is deleted and cannot be made again. A learner is killed; then the job is suspended."""
+
+    async def scenario(world: World) -> None:
+        operator = world.start_operator()
+        await world.until(World.whole, 120)
+        server = operator.kubernetes.server
+        server.refusing[kind] = answer
+        if kind not in (JOB.name, "PersistentVolumeClaim", "StatefulSet", "Deployment"):
+            world.delete_an_object(operator.kubernetes, kind)
+        await world.run(5)
+        operator.kubernetes.quota = 3  # or a successor would take the slot over
+        world.processes("learner")[0].hung = True  # nor does it say itself that it leaves
+        world.delete_pods([pod for pod in world.pods("learner") if _is_hung(world, pod)], 0)
+        at = len(world.log)
+        await world.until(lambda w: any("calls process-ended" in line for line in w.log[at:]), 9)
+        if kind != JOB.name:
+            await world.until(lambda w: w.status()["learners"] != "3/3", 10)
+            await world.until(lambda w: w.condition("QuorumMet").get("message", "").startswith("2 learners"), 10)
+        turns = operator.turns
+        world.edit(suspend=True)
+        await world.until(lambda w: w.programs.store.phase == "suspended", 30)
+        await world.run(60)
+        assert operator.turns - turns < 200, world.story()
+        if kind not in ("StatefulSet", "Deployment"):
+            assert not world.pods("learner") and not world.pods("syncer"), world.story()
+        del server.refusing[kind]
+        operator.kubernetes.quota = None
+        await world.until(lambda w: w.condition("Suspended").get("reason") == "Saved", 60)
+        world.edit(suspend=False)
+        await world.run(5)
+        await world.until(World.whole, 120)
+
+    return scenario
+
+
 def eight_learners() -> World:
     return World(job_object(count=8), nodes=4, seed=3)
 
@@ -304,7 +387,53 @@ def test_a_job_whose_pods_are_all_killed_at_once_goes_on(clusters: tuple[str, ..
     simulate(lambda: World(job, clusters, seed=6), all_pods_of_the_job_killed_at_once)
 
 
+@pytest.mark.promise(
+    "Whoever scales a job's Deployments or StatefulSets: no learner that works is removed by the operator"
+)
+def test_what_is_scaled_by_hand_is_scaled_back_and_nobody_is_taken() -> None:
+    simulate(three_learners, everything_is_scaled_to_nothing)
+
+
+@pytest.mark.promise(
+    "Labels and owners of a job's objects that are edited by hand are put back, and no process restarts"
+)
+def test_labels_and_owners_that_are_edited_are_put_back() -> None:
+    simulate(three_learners, labels_and_owners_are_edited)
+
+
+@pytest.mark.promise(
+    "While the writes of one kind of object are refused, whatever the answer, lost learners are reported to the "
+    "syncer, the status goes on, and a suspension ends"
+)
+@pytest.mark.parametrize("answer", REFUSALS, ids=lambda answer: str(answer[0]))
+@pytest.mark.parametrize("kind", [BUDGET, JOB.name, *(pytest.param(k, marks=IN_CI) for k in OTHER_KINDS)])
+def test_refused_writes_of_a_kind_cost_that_kind_alone(kind: str, answer: tuple[int, str]) -> None:
+    simulate(three_learners, writes_are_refused(kind, answer))
+
+
 # ------------------------------------------------------------------ and that they are found here
+
+
+def end_the_turn_at_the_first_failure(patch: Patch) -> None:
+    """A write that is answered with 429 or 5xx says that the API server is not there."""
+    of_one_object = apply.apply_error_of
+
+    async def raise_it(api: Any, ref: Any, error: Any) -> Any:
+        if error.unreachable:
+            raise error
+        return await of_one_object(api, ref, error)
+
+    patch.setattr(apply, "apply_error_of", raise_it)
+    patch.setattr(reconciler, "apply_error_of", raise_it)
+
+
+def take_no_replicas_for_a_suspension(patch: Patch) -> None:
+    """A syncer's Deployment without replicas is what a suspension leaves."""
+
+    def has_drained(view: View) -> bool:
+        return view.replicas(names.syncer_deployment(view.job.name)) == 0
+
+    patch.setattr(lifecycle, "has_drained", has_drained)
 
 
 def believe_every_silence(patch: Patch) -> None:
@@ -370,6 +499,8 @@ def render_when_the_generation_changes(patch: Patch) -> None:
         (believe_the_cache, three_learners, frozen_view_of_pods),
         (trust_the_lease_for_too_long, eight_learners, zombie_operator),
         (render_when_the_generation_changes, three_learners, edit_after_an_upgrade),
+        (end_the_turn_at_the_first_failure, three_learners, writes_are_refused(BUDGET, REFUSALS[-1])),
+        (take_no_replicas_for_a_suspension, three_learners, everything_is_scaled_to_nothing),
         (count_all_losses, sixty_learners, sixty_pods_deleted_at_once),
     ],
 )

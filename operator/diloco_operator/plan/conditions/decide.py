@@ -27,6 +27,10 @@ _APPLY_ERRORS = {
     "forbidden": ("Forbidden", "The operator tries again; grant it that right."),
     "quota": ("QuotaExceeded", "Raise the namespace's quota, or ask for less."),
     "invalid": ("Refused", "Correct the job; what runs already continues unchanged."),
+    "policy": ("Refused", "Change what is asked for, or have the policy changed; what runs already continues."),
+    "webhook": ("WebhookUnavailable", "Mend that webhook, or exclude the namespace from it."),
+    "terminating": ("NamespaceTerminating", ""),
+    "unavailable": ("ApplyFailed", "The operator tries again."),
     "other": ("ApplyFailed", ""),
 }
 """For each reason of an ApplyError the reason of Ready, and the fix."""
@@ -35,7 +39,9 @@ _ESSENTIAL = frozenset({"ConfigMap", "Secret", "Service", "PersistentVolumeClaim
 
 
 # Refusals that may end without anybody changing the job.
-_TRIED_AGAIN = frozenset({"QuotaExceeded", "Forbidden", "ApplyFailed"})
+_TRIED_AGAIN = frozenset({"QuotaExceeded", "Forbidden", "ApplyFailed", "WebhookUnavailable"})
+STALLED_SECONDS = 120.0
+"""So long such a refusal may last before a person is asked to act. A quota may be free again at any time."""
 
 HANDOVER_SECONDS = 15.0
 """A successor may wait so long for the volume that the pod before it still has; two seconds are usual."""
@@ -325,7 +331,9 @@ def _explain_fixed_volume(view: View) -> str:
 def _decide_ends(view: View, found: TurnFindings, out: ConditionSet) -> None:
     stage, message = found.decision.stage, found.decision.message
     if stage in ("waiting", "suspended"):
-        out.set("Suspended", True, "Suspended", message or "Everything is saved; set suspend: false to continue.")
+        out.set("Suspended", True, found.decision.drain or "Suspended", message)
+    elif stage == "suspending" and found.decision.drain != lifecycle.ASKED:
+        out.set("Suspended", False, found.decision.drain, message)
     elif stage in ("suspending", "restarting"):
         out.set("Suspended", False, stage.capitalize(), message)
     elif stage in ("failing", "failed") and view.job.spec.suspend:
@@ -390,7 +398,11 @@ def _decide_progress(view: View, found: TurnFindings, out: ConditionSet) -> None
     """The two conditions of kstatus, from which Flux, `helm --wait` and others tell what is under way from what
     waits for a person."""
     ready, stage = out.found["Ready"], found.decision.stage
-    refused = ready["status"] == "False" and ready["reason"] in JOB_REFUSED_REASONS - _TRIED_AGAIN
+    refused = ready["status"] == "False" and ready["reason"] in JOB_REFUSED_REASONS
+    if refused and ready["reason"] in _TRIED_AGAIN:
+        known = view.is_true("Stalled") and view.condition("Stalled").get("reason") == ready["reason"]
+        lasts = known or view.seconds(Fact.APPLY_REFUSED) >= STALLED_SECONDS
+        refused = lasts and ready["reason"] != "QuotaExceeded"
     stalled = refused or stage == "failed"
     out.set("Stalled", stalled, ready["reason"] if stalled else "NotStalled", ready["message"] if stalled else "")
     starts = found.decision.training and ready["status"] == "False" and view.job_phase in ("", JobPhase.WAITING)

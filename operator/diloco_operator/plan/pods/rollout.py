@@ -222,7 +222,7 @@ def syncer_change_waits(view: View, ref: Ref, wanted: Object) -> bool:
     if ref != names.syncer_deployment(view.job.name):
         return False
     found = stored_rendering(view.live(ref))
-    if found is None or found[1] == wanted or view.replicas(ref) == 0:
+    if found is None or found[1] == wanted:
         return False
     syncer = view.pod_of("syncer")
     works = syncer is not None and syncer.alive and syncer.ready

@@ -5,7 +5,9 @@ Theory of operation (algorithm.md section 4; arXiv 2604.21428, section on the sy
 *Progress.* Every slot has a mark per fragment: the slot step from which its steps toward the fragment's next merge
 count. It is the snapshot that the last merge took from it, or, for a slot that the last merge left out, its step when
 that round opened; the period H is thus counted from snapshot to snapshot, not from adoption to adoption. A slot
-counts only while its base is the current version.
+counts only while its base is the current version. Steps are what a learner says, and open rounds for all. So a slot
+that was asked in the fragment's last round and has pushed nothing for it since counts no steps, for as long as H steps
+of the usual pace take from that round's opening. A push that came too late for its merge makes it count at once.
 
 Example. H = 24, P = 4, K = 2, three learners at slot steps 31, 30 and 12, all marks of fragment 2 at 6. The two
 fastest have made 25 and 24 steps since: a round for fragment 2 opens. Two pushes come; from then on the third
@@ -145,6 +147,7 @@ class Round:
     merging: bool = False
     last: bool = False  # all learners had left when its merge began
     in_time: set[int] = field(default_factory=set)  # slots whose push came within the window, after the merge had begun
+    late: set[int] = field(default_factory=set)  # slots whose push came after the merge had begun
 
     def slots(self) -> set[int]:
         return {push.header.slot for push in self.pushes}
@@ -177,6 +180,8 @@ class RoundBook:
         self.next_round = 1
         self._leads: dict[int, deque[int]] = {}  # by slot: steps from what was known at an opening to the snapshot
         self._merged: dict[int, Round] = {}  # by fragment: the last round that was merged
+        # By fragment and slot: until when its steps do not count toward the next round, unless a push of it comes.
+        self._silent: list[dict[int, float]] = [{} for _ in range(fragments)]
         self.step_seconds = MovingAverage()
         self.quorum_seconds = MovingAverage()
         self.merge_seconds = MovingAverage()
@@ -196,8 +201,9 @@ class RoundBook:
         """A process begins a tenure in the slot at this step: its progress counts from here."""
         self.first_marks[slot] = step
         self._leads.pop(slot, None)
-        for marks in self.marks:
+        for marks, silent in zip(self.marks, self._silent, strict=True):
             marks[slot] = step
+            silent.pop(slot, None)
         self.steps_at_last_opening[slot] = step
 
     # ------------------------------------------------------------- opening
@@ -219,7 +225,7 @@ class RoundBook:
             return (fragment + 1) * self.rules.every / self.fragments
         return float(self.rules.every)
 
-    def next_due(self, active: Iterable[Progress]) -> int | None:
+    def next_due(self, active: Iterable[Progress], now: float = 0.0) -> int | None:
         """The fragment whose round should open now, or None."""
         rules, learners = self.rules, list(active)
         has_room = len(self.open) < self.exchanges.value
@@ -230,15 +236,17 @@ class RoundBook:
         )
         if since[rules.quorum - 1] < rules.every / self.fragments:
             return None
-        leads = [self._lead(learner.slot) for learner in learners]
+        leads = {learner.slot: self._lead(learner.slot) for learner in learners}
         best: tuple[float, int] | None = None
         for fragment in range(self.fragments):
             if fragment in self.open:
                 continue
+            silent = self._silent[fragment]
+            counted = [learner for learner in learners if now >= silent.get(learner.slot, now)] if silent else learners
             done = sorted(
                 (
-                    steps + lead
-                    for learner, lead in zip(learners, leads, strict=True)
+                    steps + leads[learner.slot]
+                    for learner in counted
                     if (steps := self.steps_toward(learner, fragment)) is not None
                 ),
                 reverse=True,
@@ -287,6 +295,13 @@ class RoundBook:
                     sync=self.sync_seconds,
                 )
         return replaced
+
+    def record_late(self, header: PushHeader) -> None:
+        """A push waits for its fragment's next round: the steps of its slot count toward that."""
+        self._silent[header.fragment].pop(header.slot, None)
+        opened = self.open.get(header.fragment)
+        if opened is not None:
+            opened.late.add(header.slot)
 
     def came_in_time(self, header: PushHeader, now: float) -> bool:
         """Whether a push that came after its round's merge had begun still came within the round's window."""
@@ -358,6 +373,8 @@ class RoundBook:
             answer = next((push.header for push in closed.pushes if push.header.slot == slot), None)
             if answer is not None and answer.round == closed.id:
                 self._leads.setdefault(slot, deque(maxlen=LEADS)).append(answer.last_step - step)
+        until = closed.opened_at + self.rules.every * (self.step_seconds.value or 0.0)
+        self._silent[fragment] = dict.fromkeys(closed.pulled - closed.slots() - closed.late, until)
         self.apply_record(fragment, version, (push.header for push in closed.pushes))
         return closed
 
@@ -390,6 +407,10 @@ class RoundBook:
         self.versions[fragment] = version
         for header in headers:
             self._mark(fragment, header.slot, header.last_step)
+
+    def take_back(self, fragment: int, version: int) -> None:
+        """The store has lost the fragment's versions above. The marks stay: nobody is asked sooner for it."""
+        self.versions[fragment] = version
 
     def apply_recovered_version(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
         """A version came from a learner; ``last_steps``: per slot, the last step that is in it."""

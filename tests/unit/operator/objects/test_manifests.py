@@ -292,6 +292,7 @@ def test_as_many_learners_may_be_evicted_at_once_as_the_job_can_be_without(
 def test_argo_cd_does_not_prune_the_claim() -> None:
     claim = everything(job())[names.claim("job")]["metadata"]
     assert claim["annotations"] == {
+        names.JOB_UID: job().uid,
         "argocd.argoproj.io/sync-options": "Prune=false",
         "argocd.argoproj.io/compare-options": "IgnoreExtraneous",
     }
@@ -316,13 +317,13 @@ def test_a_service_is_as_clouds_ask() -> None:
     }
     given = job(syncer={"endpoint": {"type": "LoadBalancer", "service": asked}})
     service = everything(given)[names.syncer_service("job")]
-    assert service["metadata"]["annotations"] == asked["annotations"]
+    assert service["metadata"]["annotations"] == {**asked["annotations"], names.JOB_UID: job().uid}
     assert service["spec"]["loadBalancerClass"] == "service.k8s.aws/nlb"
     assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
     assert service["spec"]["externalTrafficPolicy"] == "Local"
     assert service["spec"]["ipFamilyPolicy"] == "PreferDualStack"
     plain = everything(job())[names.syncer_service("job")]
-    assert set(plain["spec"]) == {"type", "selector", "ports"} and "annotations" not in plain["metadata"]
+    assert set(plain["spec"]) == {"type", "selector", "ports"} and len(plain["metadata"]["annotations"]) == 1
 
 
 def test_labels_of_the_job_are_not_its_objects() -> None:

@@ -255,6 +255,7 @@ def test_suspend_and_resume() -> None:
     world.until(lambda w: w.truth("Suspended") == "True", 60)
     assert not world.pods and world.status["phase"] == "Suspended"
     assert world.syncer.phase == "suspended" and world.status["progress"]["tokens"] > 0
+    assert world.condition("Suspended")["reason"] == "Saved"
     idle(world)
     tokens = world.syncer.tokens
     world.edit(suspend=False)
@@ -264,6 +265,16 @@ def test_suspend_and_resume() -> None:
     assert reasons == ["Started", "QuorumMet", "Suspending", "Suspended", "Resumed", "QuorumMet"]
     assert not world.status.get("replacements")
     idle(world)
+
+
+def test_the_turn_after_the_drains_end_is_soon() -> None:
+    """The word is written first; the pods go by the turn that reads it."""
+    world = started()
+    world.edit(suspend=True)
+    world.until(lambda w: w.status.get("drain") == "Saved", 30)
+    assert not any(pod.terminating for pod in world.pods.values()) and world.plans[-1].wake_in <= 0.5
+    world.run(2)
+    assert all(pod.terminating for pod in world.pods.values())
 
 
 def test_pods_stay_until_the_syncer_says_that_all_is_saved() -> None:
@@ -294,6 +305,9 @@ def test_a_syncer_that_does_not_answer_cannot_hold_up_a_suspension() -> None:
     world.run(50)
     assert len(world.pods) == 4, "patience first"
     world.until(lambda w: w.truth("Suspended") == "True", 60)
+    suspended = world.condition("Suspended")
+    assert suspended["reason"] == "NotSaved" and "did not answer" in suspended["message"]
+    assert world.told("NotSaved") == 1 and world.told("Suspended") == 0
 
 
 def test_suspension_with_a_changed_spec_restarts_nothing_before() -> None:

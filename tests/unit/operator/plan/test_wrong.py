@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diloco_operator import names
-from diloco_operator.model import ClusterEvent, PlanMemory, Ref
+from diloco_operator.model import ApplyError, ClusterEvent, PlanMemory, Ref
 from diloco_operator.plan.conditions import decide
 from diloco_operator.plan.conditions.condition_set import ConditionSet
+from diloco_operator.plan.conditions.decide import STALLED_SECONDS
 from diloco_operator.plan.planning import plan_job
 from diloco_protocol.vocabulary import LABEL_JOB
 from operator_world import SETTINGS, World, job_object, started
@@ -30,6 +32,52 @@ def test_a_foreign_object_stops_the_job_and_is_never_touched() -> None:
     del world.foreign[ref]
     world.until(World.whole)
     assert world.truth("NameConflict") == "False" and world.told("NameConflictOver") == 1
+
+
+def refused(world: World, kind: str, name: str, reason: Any, seconds: float) -> None:
+    """The writes of one object are not taken for so long."""
+    take, world.objects = world._apply, {r: o for r, o in world.objects.items() if r != (kind, name)}
+
+    def apply(made: Any) -> None:
+        kept = tuple(m for m in made.apply if (m["kind"], m["metadata"]["name"]) != (kind, name))
+        take(replace(made, apply=kept))
+        world.objects.pop(Ref(kind, name), None)
+        world.apply_errors = (*world.apply_errors, ApplyError(Ref(kind, name), reason, "the webhook w does not answer"))
+
+    world._apply = apply  # type: ignore[method-assign]
+    world.run(seconds)
+    world._apply = take  # type: ignore[method-assign]
+
+
+@pytest.mark.promise("Stalled is True where a person has to act, and names who refuses what")
+def test_a_webhook_that_stays_away_is_stalled_after_a_patience_and_a_quota_is_not() -> None:
+    for reason, word, stalled in (("webhook", "WebhookUnavailable", "True"), ("quota", "QuotaExceeded", "False")):
+        world = World(job_object())
+        refused(world, "StatefulSet", "job-local", reason, STALLED_SECONDS - 10)
+        assert world.condition("Ready")["reason"] == word and world.truth("Stalled") == "False"
+        refused(world, "StatefulSet", "job-local", reason, 20)
+        assert world.truth("Stalled") == stalled, world.condition("Stalled")
+        world.apply_errors = ()
+        world.until(World.whole)
+        assert world.truth("Stalled") == "False"
+
+
+def test_a_name_that_is_taken_needs_a_person() -> None:
+    world = World(job_object())
+    ref = names.settings_map("job")
+    world.foreign[ref] = {"metadata": {"name": ref.name, "uid": "f", "labels": {}}}
+    world.run(30)
+    assert world.condition("Stalled")["reason"] == "NameConflict" and world.truth("Stalled") == "True"
+
+
+@pytest.mark.promise("In a namespace that is being deleted nothing is made any more, and learners hear of the end")
+def test_in_a_namespace_that_ends_nothing_is_made_and_learners_are_told() -> None:
+    world = started()
+    told = len(world.events)
+    world.apply_errors = (ApplyError(Ref("Service", "job-syncer"), "terminating", "it is being terminated"),)
+    world.run(30)
+    assert world.syncer.phase == "deleted" and not world.plans[-1].apply
+    assert world.condition("Ready")["reason"] == "NamespaceTerminating" and len(world.events) == told
 
 
 def test_an_object_with_our_label_and_another_owner_is_foreign() -> None:

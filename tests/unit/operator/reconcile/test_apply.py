@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import POD, Kind
 from diloco_operator.model import Object, Ref
-from diloco_operator.names import GENERATION, is_ours, owner_reference, ref_of
+from diloco_operator.names import GENERATION, JOB_UID, is_ours, owner_reference, ref_of
 from diloco_operator.reconcile import apply
-from diloco_operator.reconcile.apply import Applier, ApplyMemory
+from diloco_operator.reconcile.apply import Applier, ApplyMemory, _conflict
 from diloco_protocol.vocabulary import LABEL_JOB
 
 KEY, UID = ("ns", "job"), "job-uid"
@@ -124,6 +125,24 @@ def test_no_dry_run_is_made_of_an_object_that_is_not_the_jobs() -> None:
     assert [error.reason for error in errors.values()] == ["conflict"] and not api.sent
 
 
+class Failing(ScriptedApi):
+    """Some webhook for its object is down."""
+
+    tries = 0
+
+    async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
+        self.tries += 1
+        raise ApiError("patch", kind.plural, 500, "failed calling webhook")
+
+
+def test_a_write_that_fails_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, memory, seconds = Failing(), ApplyMemory(), iter(range(600))
+    monkeypatch.setattr(apply, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for _ in range(600):
+        assert len(applied(api, config("mine"), memory, None)) == 1
+    assert 30 <= api.tries <= 40
+
+
 def test_an_object_that_does_not_become_what_was_wanted_is_sent_again_only_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,7 +170,24 @@ def test_what_nobody_controls_is_the_jobs_only_if_it_is_a_claim_that_the_operato
     claim = Ref("PersistentVolumeClaim", "job-syncer")
     assert is_ours(claim, {"metadata": {"labels": labels}}, "job", UID)
     assert not is_ours(claim, {"metadata": {"labels": labels | {"app.kubernetes.io/managed-by": "a"}}}, "job", UID)
-    assert not is_ours(Ref("ConfigMap", "job-settings"), {"metadata": {"labels": labels}}, "job", UID)
+    settings = Ref("ConfigMap", "job-settings")
+    assert not is_ours(settings, {"metadata": {"labels": labels}}, "job", UID)
+
+
+def test_what_was_made_for_this_very_job_is_the_jobs_without_labels_and_owner() -> None:
+    for ref in (Ref("ConfigMap", "job-settings"), Ref("PersistentVolumeClaim", "job-syncer")):
+        for uid in (UID, "another"):
+            assert is_ours(ref, {"metadata": {"annotations": {JOB_UID: uid}}}, "job", UID) == (uid == UID)
+
+
+def test_what_an_earlier_job_of_the_name_left_is_not_touched_and_the_cure_ends_no_pod() -> None:
+    labels = {LABEL_JOB: "job", "app.kubernetes.io/managed-by": "diloco-operator"}
+    meta = {"name": "job-local", "labels": labels, "annotations": {JOB_UID: "another"}}
+    error = _conflict(Ref("StatefulSet", "job-local"), {"metadata": meta}, "job")
+    assert "earlier job" in error.message and "--cascade=orphan statefulset job-local" in error.message
+    assert (
+        "orphan" not in _conflict(Ref("StatefulSet", "job-local"), {"metadata": {"name": "job-local"}}, "job").message
+    )
 
 
 class AnsweringApi(Api):

@@ -131,7 +131,8 @@ def test_a_report_counts_only_on_the_current_version() -> None:
 
 
 def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
-    """Its old steps are above its base still, but its progress counts from the opening."""
+    """Its old steps are above its base still, but its progress counts from the opening; and only once a push of it
+    has come, or a turn of the usual pace is over."""
     book = RoundBook(1, rules(every=4, quorum=1), Mode())
     book.begin_progress(0, 0)
     book.begin_progress(1, 0)
@@ -140,8 +141,36 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
     book.begin_merge(opened, 0.1)
     book.complete_merge(0, 1, 0.0, 0.0)
-    assert book.next_due([at(0, 5, [1]), at(1, 5, [1])]) is None
-    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])]) == 0
+    turn = 4 * 0.1
+    assert book.next_due([at(0, 5, [1]), at(1, 6, [1])], turn) is None
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], turn - 0.01) is None
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], turn) == 0
+    book.record_late(push(1, 0, opened.id, 1, last=3).header)
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], 0.0) == 0
+
+
+def test_whose_push_comes_while_its_round_is_merged_counts_at_once() -> None:
+    book = RoundBook(1, rules(every=4), Mode())
+    for slot in (0, 1):
+        book.begin_progress(slot, 0)
+    opened = book.open_round(0, 0.0, [at(0, 4, [0]), at(1, 3, [0])])
+    book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
+    book.begin_merge(opened, 0.1)
+    book.record_late(push(1, 0, opened.id, 1, last=3).header)
+    book.complete_merge(0, 1, 0.0, 0.0)
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], 0.0) == 0
+
+
+def test_a_new_process_counts_though_the_one_before_it_owed_a_push() -> None:
+    book = RoundBook(1, rules(every=4), Mode())
+    for slot in (0, 1):
+        book.begin_progress(slot, 0)
+    opened = book.open_round(0, 0.0, [at(0, 4, [0]), at(1, 3, [0])])
+    book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
+    book.begin_merge(opened, 0.1)
+    book.complete_merge(0, 1, 0.0, 0.0)
+    book.begin_progress(1, 3)
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], 0.0) == 0
 
 
 @pytest.mark.promise(
