@@ -58,6 +58,7 @@ def definition() -> dict[str, Any]:
         "plural": JOB.plural,
         "singular": JOB.name.lower(),
         "shortNames": ["dj"],
+        "categories": ["all"],
     }
     columns = [
         {"name": name, "type": kind, "jsonPath": path} | ({"priority": priority} if priority else {})
