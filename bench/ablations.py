@@ -35,7 +35,7 @@ import common
 from trials.cells import Cache, Trial, common_losses, run_trials
 from trials.options import add_trial_options, check_cache, check_shown
 from trials.reports import ablation_report, show_trials
-from trials.search import INNER_RATES, SEARCH_ROUND, best_rate, of_seeds, tuned
+from trials.search import INNER_RATES, SEARCH_ROUND, best_rate, learners_in_merges, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
 
 LENGTHS = {"outer": (6, 40), "adoption": (6, 40), "visitors": (6, 40)}  # of a group, in merges of each fragment
@@ -256,6 +256,7 @@ def ablation_rows(arms: Sequence[Arm], seeds: int, cache: Cache) -> list[TrialRo
             edge = "*" if rate in (GRID[0], GRID[-1]) else ""
             name = f"{one.trial.merges} merges: {one.name}, outer rate {rate:g}{edge}"
             place: dict[str, Any] = {"group": one.group, "merges": one.trial.merges, "arm": one.name}
+            place["learners"] = learners_in_merges(of_seeds(one.at(rate), seeds), cache)
             row = make_row(name, values, "data-parallel", base, **place, rate=reference.rate)
             rows.append(_with_default(row, one, rate, search, seeds=seeds))
     return rows

@@ -109,6 +109,7 @@ class Cell:
     merges_due: float
     dropped_tokens: int
     cores_share: float  # of the machine's, by all processes of the cell
+    learners_in_merges: float | None = None  # of ours
 
 
 class CellFailed(Exception):
@@ -289,6 +290,7 @@ def counted(arm: str, megabits: float, job: DiLoCoJob, first: Moment, last: Mome
         hub=last.hub - first.hub,
         merges=versions[1] - versions[0],
         merges_due=steps / learners * sync.fragments / sync.every if ours else 0.0,
+        learners_in_merges=(last.status.get("learners_in_merges") or {}).get("recent"),
         dropped_tokens=dropped[1] - dropped[0],
         cores_share=(last.cpu_seconds - first.cpu_seconds) / seconds / len(os.sched_getaffinity(0)),
     )
@@ -551,6 +553,7 @@ def row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Scalar]:
         "link up, kB a step": round(cell.link.up / cell.steps / 1000, 1),
         "link down, kB a step": round(cell.link.down / cell.steps / 1000, 1),
         "merges of due": round(cell.merges / cell.merges_due, 3) if ours and cell.merges_due else None,
+        "learners in a merge": cell.learners_in_merges,
         "tokens dropped": cell.dropped_tokens if ours else None,
         "cores used": round(cell.cores_share, 3),
     }

@@ -35,7 +35,12 @@ SPEEDS = {"whole": 1.0, "half": 0.5, "quarter": 0.25}
 
 
 POINTS = 24  # of a curve
-FIGURES = {"goodput": ("goodput", ""), "tokens": ("merged tokens", "/s"), "loss": ("final loss", "nats")}
+FIGURES = {
+    "goodput": ("goodput", ""),
+    "learners": ("learners in a merge", ""),
+    "tokens": ("merged tokens", "/s"),
+    "loss": ("final loss", "nats"),
+}
 
 
 def speed_arms(seconds: float, seeds: Sequence[int]) -> list[Arm]:
@@ -135,7 +140,7 @@ def report(found: Mapping[str, Mapping[str, Sequence[Found]]], conditions: str) 
 
 
 def figures(part: str, found: Mapping[str, Sequence[Found]]) -> list[dict[str, Scalar]]:
-    """Goodput, merged tokens per second and loss of each kind of run, beside the first kind's."""
+    """Goodput, learners in a merge, merged tokens per second and loss of each kind of run, beside the first kind's."""
     first = next(iter(found))
     rows: list[dict[str, Scalar]] = []
 

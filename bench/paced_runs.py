@@ -108,20 +108,22 @@ class Arm:
         return {"apiVersion": "diloco.io/v1alpha1", "kind": "DiLoCoJob", "metadata": {"name": "paced"}, "spec": spec}
 
     def digest(self) -> str:
-        """Of what makes the run: the job, the paces, who comes when, the learner's program, and what trains."""
-        code = [source_digest([HERE / "paced_learner.py"]), training_digest()]
+        """Of what makes the run and reads it: the job, the paces, who comes when, these programs, and what trains."""
+        code = [source_digest([HERE / "paced_learner.py", Path(__file__)]), training_digest()]
         text = json.dumps([self.job(), dict(self.paces), self.visitors, code], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of a run. ``share``: of the merged tokens, by region. ``joined``: seconds from a visitor's Join to its
-    first merge; None: nobody came. ``curve``: seconds, trained tokens and loss of each score of the merged model."""
+    """What came of a run. ``learners``: in a merge, the mean. ``share``: of the merged tokens, by region. ``joined``:
+    seconds from a visitor's Join to its first merge; None: nobody came. ``curve``: seconds, trained tokens and loss of
+    each score of the merged model."""
 
     goodput: float
     tokens: float  # merged, per second
     loss: float  # nats per token of the merged model at the end
+    learners: float
     share: Mapping[str, float]
     curve: Sequence[Sequence[float]]
     joined: float | None = None
@@ -172,7 +174,8 @@ def read_report(arm: Arm, report: Mapping[str, Any], watch: StatusWatch, joined:
         report["goodput"],
         report["tokens"]["merged"] / arm.seconds,
         report["final_loss"],
-        {region: count / sum(tokens.values()) for region, count in tokens.items()},
+        report["learners_in_merges"] or 0.0,
+        share={region: count / sum(tokens.values()) for region, count in tokens.items()},
         curve=[(watch.seconds_at(trained), trained, loss) for trained, loss in report["eval_loss"] if loss is not None],
         joined=joined,
     )

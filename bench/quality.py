@@ -50,7 +50,7 @@ from diloco_protocol.spec.load import JobError, job_to_json, parse_job
 from trials.cells import Cache, Trial, choice_losses, common_losses, run_trials
 from trials.options import add_trial_options, check_cache, check_shown
 from trials.reports import quality_report, show_trials
-from trials.search import INNER_RATES, SEARCH_ROUND, of_seeds, searched_seeds, tuned
+from trials.search import INNER_RATES, SEARCH_ROUND, learners_in_merges, of_seeds, searched_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
 from trials.tasks import make_job
 
@@ -141,6 +141,7 @@ def quality_rows(chosen: argparse.Namespace, cache: Cache, *, inner: str = "adam
             if values:
                 name = f"{model}, {merges} merges: {arm}"
                 place: dict[str, Any] = {"group": model, "merges": merges, "arm": arm}
+                place["learners"] = learners_in_merges(of_seeds(trial, chosen.seeds), cache)
                 own = None if trial.ddp else trial.rate
                 row = make_row(name, values, "data-parallel", base, **place, rate=beside.rate, own_rate=own)
                 if one is not None and trial.learners > 1:

@@ -86,6 +86,13 @@ MEMBERS = (
         "the newcomer begins with a fresh optimizer",
     ),
     Limit(
+        "the syncer",
+        "an optimizer state from one slot whose sessions break under it",
+        ("syncer.core.members.state_donors:MOST_TRIES",),
+        "it asks others, and tells the newcomer if there is none",
+        time="{0} sessions",
+    ),
+    Limit(
         "a learner",
         "a step of its own training",
         ("spec.learners.stallSeconds", "worker.core.stall_rule:FACTOR", "worker.core.stall_rule:FIRST_STEP"),
@@ -94,10 +101,9 @@ MEMBERS = (
     ),
     Limit(
         "a learner",
-        "another learner's optimizer state, when it joins",
-        ("worker.sync.optimizer_handover:WAIT_SECONDS",),
-        "it begins with a fresh optimizer",
-        time="at least {0}",
+        "an optimizer state, when it joins, without a session or without a byte that the state needs",
+        ("protocol.wire.limits:REJOIN_SECONDS",),
+        "it turns to the next source, and after the last one begins with a fresh optimizer",
     ),
     Limit(
         "a learner that leaves",
@@ -289,7 +295,9 @@ def shown(name: str) -> str:
 
 def is_count(name: str) -> bool:
     """Whether it counts something other than seconds, as its name says."""
-    return name.endswith(("TURNS", "ROUNDS", "FACTOR", "FIRST_STEP", "IN_VAIN", "BYTES_PER_SECOND", "_BYTES"))
+    return name.endswith(
+        ("TURNS", "ROUNDS", "TRIES", "MERGES", "FACTOR", "FIRST_STEP", "IN_VAIN", "BYTES_PER_SECOND", "_BYTES")
+    )
 
 
 def module_of(name: str) -> str:

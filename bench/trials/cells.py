@@ -41,6 +41,7 @@ from diloco_protocol.merging import choose_merge
 CODE = {"dense": 2, "moe": 3, "vision": 3}
 PUBLISHED = {"dense": 1, "moe": 2, "vision": 2}
 CODE_OF_DEATHS = 1  # likewise, of trials in which learners die
+CODE_OF_EXCHANGES = 2  # likewise, of trials with longer exchanges, or with paces of learners
 EVERY = 24  # H, by which a trial's length is stated in merges of each fragment
 DEATHS = 2.0  # of each learner in a trial with faults, on average
 AWAY = 0.05  # of the trial's steps that a learner is gone each time
@@ -128,6 +129,8 @@ class Trial:
         }
         if self.deaths:
             own["deaths"] = CODE_OF_DEATHS
+        if (self.exchange > SHORT_EXCHANGE or self.pace) and not self.published:
+            own["exchanges"] = CODE_OF_EXCHANGES
         on_gpu = tasks.TASKS[self.kind, self.size].device != "cpu"
         document = {"code": self.code, "torch": None if on_gpu else version("torch"), "job": made_by, **own}
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]

@@ -10,6 +10,7 @@ the batch among them, and each is compared at its own.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,12 @@ def searched_seeds(trial: Trial) -> int:
 
 def of_seeds(trial: Trial, seeds: int) -> list[Trial]:
     return [replace(trial, seed=seed) for seed in range(seeds)]
+
+
+def learners_in_merges(trials: Sequence[Trial], cache: Cache) -> float | None:
+    """The mean over those of the trials that the cache knows; None: there are none, or nothing is merged."""
+    found = [result["responders"] for one in trials if (result := cache.find(one)) and "responders" in result]
+    return statistics.mean(found) if found else None
 
 
 def best_rate(

@@ -44,7 +44,7 @@ class TrialRow:
     the rows of one plot of the report (reports.py), which has ``arm`` and ``merges`` as its places; empty: in none.
     ``own_rate`` and ``rate``: the arm's and the reference's inner rate, where they were looked for. ``default``: the
     arm that has the default in the place of what this one varies; ``default_ratio`` and ``default_interval`` are as
-    those of the reference, over the seeds that both arms have."""
+    those of the reference, over the seeds that both arms have. ``learners``: of a merge, the mean; None: not known."""
 
     name: str
     value: float
@@ -62,6 +62,7 @@ class TrialRow:
     default: str = ""
     default_ratio: float | None = None
     default_interval: float | None = None
+    learners: float | None = None
 
 
 def make_row(
@@ -75,6 +76,7 @@ def make_row(
     arm: str = "",
     rate: float | None = None,
     own_rate: float | None = None,
+    learners: float | None = None,
 ) -> TrialRow:
     """The arm's row: ``values`` and ``reference`` are losses of the same seeds."""
     over = excess(values, reference)
@@ -82,7 +84,7 @@ def make_row(
     ratio = 1 + over.value / 100
     value, other = mean(values).value, mean(reference).value
     found = TrialRow(name, value, "nats", against, baseline=other, ratio=ratio, interval=interval, seeds=over.seeds)
-    return replace(found, group=group, merges=merges, arm=arm, rate=rate, own_rate=own_rate)
+    return replace(found, group=group, merges=merges, arm=arm, rate=rate, own_rate=own_rate, learners=learners)
 
 
 def beside_default(row: TrialRow, default: str, values: Sequence[float], others: Sequence[float]) -> TrialRow:
@@ -109,4 +111,5 @@ def row_lines(rows: Sequence[TrialRow]) -> Iterator[str]:
         beside = f" of {row.against}" if row.against else ""
         default = difference(row.default_ratio, row.default_interval, 2)
         default = f"  {default} of {row.default}" if default else ""
-        yield f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}{default}  ({row.seeds} seeds)"
+        learners = f"  {row.learners:.2f} learners in a merge" if row.learners is not None else ""
+        yield f"{row.name:{width}}  {row.value:.4f} {row.unit}{over}{beside}{default}{learners}  ({row.seeds} seeds)"

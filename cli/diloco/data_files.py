@@ -203,7 +203,9 @@ def _record_problem(file: Path, field: str) -> str:
             unpacked = gzip.GzipFile(fileobj=raw) if packed else raw
             said = head_problem(format, unpacked.read(HEAD_BYTES), field)
     except (OSError, EOFError, zlib.error, csv.Error) as error:
-        said = f"it cannot be read: {error}"
+        broken = packed and not isinstance(error, csv.Error)
+        said = f"it cannot be {'unpacked' if broken else 'read'}: {error}"
+        said += ": get it anew, or name it without .gz if it is not packed" * broken
     return f"would not be read as {format.value} with textField {field}: {said}" if said else ""
 
 
@@ -213,9 +215,15 @@ def _shortage(data: DataSpec, directory: Path) -> str:
     if not (is_text_file(data, directory) or (data.source == "text" and len(names) == len(data.paths))):
         return ""  # some of the data are elsewhere
     most = count = whole = 0
+    left_out: list[str] = []
     try:
         for file in itertools.chain.from_iterable(local_files(name, directory) for name in names):
             size = file.stat().st_size
+            if record_format(file.name) is None and (kind := binary_kind(_head(file))):
+                left_out.append(f"{_shown(file, directory)} ({kind})")
+                if len(left_out) >= MOST_FILES:
+                    return ""
+                continue
             packed = is_gzipped(file.name) or record_format(file.name) in TABLES
             most += size + 1 if data.tokenizer == "bytes" else MOST_TOKENS_A_BYTE * size + 2
             count, whole = count + 1, whole + size
@@ -223,6 +231,8 @@ def _shortage(data: DataSpec, directory: Path) -> str:
                 return ""
     except (NothingThere, OSError):
         return ""
+    if count == 0 and left_out:
+        return f"hold no text: {len(left_out)} left out, the first {left_out[0]}"
     if whole == 0:
         return f"{'the file is' if count == 1 else f'the {count} files are'} empty: name data with text"
     holder = "the file holds" if count == 1 else f"the {count} files hold"

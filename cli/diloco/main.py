@@ -416,6 +416,35 @@ def list_jobs(
 
 @app.command()
 @command
+def audit(
+    what: Annotated[str, typer.Argument(metavar="WORKDIR|STORE", help="A run's directory, or a store's URI.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one object, with every fault, for programs.")] = False,
+) -> int:
+    """Check a run's books against its tape and records: is what was reported what is in the model?
+
+    The tape has a line for each merge, with the digest of the line before. This chain is checked, and that
+    versions have no gaps. Weights and ages are computed again from tokens and versions. No step of a learner
+    may be merged twice. Each record is read, and compared with its digest on the tape; each row of the ledger,
+    with the sums of the tape.
+
+    It reads beside a run that goes on, and changes nothing. The exit code is 1 where something does not hold.
+
+    Examples:
+
+        diloco audit runs/tiny-gpt
+
+        diloco audit s3://bucket/stores/tiny-gpt --json
+    """
+    from diloco.packages import require_packages
+
+    require_packages("diloco audit", ["syncer"])
+    from diloco.audit import audit as audit_run
+
+    return audit_run(what, as_json)
+
+
+@app.command()
+@command
 def export(
     what: Annotated[
         str,

@@ -124,6 +124,9 @@ class SlotRow(Document):
     problem: str = Field(
         "", description="why its learner has not finished a first step, if that takes long; empty: no such problem"
     )
+    sequences_per_step: Number = Field(
+        0.0, description="sequences of its leases that its process has read, for each step that it made"
+    )
 
     @property
     def held(self) -> bool:
@@ -266,6 +269,9 @@ class StatusDocument(Document):
     )
     seconds: MergeSeconds = Field(description="where merges spend their time")
     events: list[EventRow] = Field(description="the last 500 events")
+    large_merges: Count = Field(
+        0, description="merges since the syncer's start whose norm was far above those of their fragment before"
+    )
     ledger_imbalances: Count = Field(
         0, description="rows of the ledger that did not add up at the last checkpoint; above 0: a fault of the syncer"
     )
@@ -323,6 +329,9 @@ class LedgerRow(Document):
     pending: Count = Field(description="tokens in a learner or on their way")
     dropped: Count = Field(description="tokens that are lost for good")
     reasons: dict[str, int] = Field(description="the dropped tokens by reason")
+    imbalance: str = Field(
+        "", description="which slot's figures do not add up, a fault of the syncer; empty: they are exact"
+    )
 
 
 class ReportLearner(Document):

@@ -58,12 +58,15 @@ class EventKind(StrEnum):
     PHASE = "phase"
     JOINED = "joined"  # a process holds a slot: for the first time, or again
     SPARE = "spare"  # a process stands by
+    REFUSED = "refused"  # a process is refused for good
     FIRST_STEP = "first-step"
     FIRST_MERGE = "first-merge"
     NO_STEPS = "no-steps"  # a learner trains, and has not finished a step for long
     OPTIMIZER_FRESH = "optimizer-fresh"  # a newcomer's inner optimizer begins without the state of a peer or a disk
     STARVED = "starved"
     FEW_LEARNERS = "few-learners"  # merges have fewer learners than there are
+    LEFT_OUT = "left-out"  # a push with which a merge would have become infinite
+    LARGE_MERGE = "large-merge"  # the norm of a merge is far above those before it
     ROUND_OVERDUE = "round-overdue"  # it has waited for its pushes for long
     SUSPECT = "suspect"
     LOST = "lost"
@@ -162,6 +165,7 @@ class PushRefusal(StrEnum):
     WRONG_ENCODING = "wrong-encoding"
     NOT_FINITE = "not-finite"
     NORM_GATE = "norm-gate"
+    OUT_OF_SCALE = "out-of-scale"  # a piece is far larger than the parameters
     NO_STEPS = "no-steps"
     NO_TOKENS = "no-tokens"
     INCONSISTENT = "inconsistent"  # the header contradicts itself

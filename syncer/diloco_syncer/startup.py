@@ -11,8 +11,10 @@ import asyncio
 import json
 import logging
 import os
+import platform
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,8 @@ from diloco_syncer.store.checkpoint import Checkpoints, Restored
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch, find_successor
 from diloco_syncer.store.open import open_store
-from diloco_syncer.store.replay import replay_records
-from diloco_syncer.store.tape import Tape
+from diloco_syncer.store.replay import replay_records, take_back_versions
+from diloco_syncer.store.tape import SETTINGS, Tape
 from diloco_syncer.syncer import Syncer
 
 log = logging.getLogger(__name__)
@@ -92,10 +94,13 @@ def restore(
             "the tape is damaged (%s): that segment is in discarded/, and the tape continues without it", tape.damage
         )
     complete_tape(tape, checkpoints, restored)
+    tape.append_note(SETTINGS, time.time(), settings_line(job, epoch.number, restored))
+    tape.flush()
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()
     _tell_of_a_clock_ahead(core_state)
     core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, wall=time.time())
+    restored.newest = take_back_versions(core, restored.newest)
     model = GlobalModel(job, options.threads)
     if restored.layout is not None:
         model.begin(restored.layout, restored.newest, restored.frozen, restored.frozen_digest)
@@ -148,7 +153,19 @@ def complete_tape(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> N
             restored.behind = True
             why = reasons.get(fragment, "newer records are not in the store")
             tape.discard(fragment, version, checkpoints.epoch.number, why, time.time())
-    tape.flush()
+
+
+def settings_line(job: DiLoCoJob, epoch: int, restored: Restored) -> dict[str, Any]:
+    """What the tape says of a start: by which rules, release and processor merges are made from now on."""
+    return {
+        "epoch": epoch,
+        "release": metadata.version("decoupled-diloco"),
+        "machine": f"{platform.machine()}, numpy {np.__version__}",
+        "layout": restored.layout.digest if restored.layout is not None else "",
+        "learners": {region.name: region.learners for region in job.spec.regions},
+        "sync": job.spec.sync.model_dump(mode="json"),
+        "max_steps": job.spec.max_steps_alone,
+    }
 
 
 def replay(syncer: Syncer, restored: Restored) -> None:

@@ -111,6 +111,7 @@ class Syncer:
             tape,
             self._snapshot,
             self._on_store_problem,
+            newest_records=lambda: model.newest,
             optimizer=restored.optimizer,
             optimizer_bytes=restored.optimizer_bytes,
         )
@@ -217,7 +218,7 @@ class Syncer:
         on(ev.Merge, self.merger.queue_merge)
         on(ev.AnswerPush, self.pushes.reply)
         on(ev.ReleasePush, self.pushes.release)
-        on(ev.RecordEvent, self.event_log.record)
+        on(ev.RecordEvent, lambda note: self.durability.note_event(self.event_log.record(note)))
         on(ev.RestartFromStore, self._restart)
         on(ev.SetPhase, self._set_phase)
         on_with(ev.Admit, lambda: tuple(self.model.broadcasts), sessions.admit)
@@ -282,7 +283,7 @@ class Syncer:
             "seconds": self.merger.seconds,
         }
         document = {"core": self.core.state(self.driver.clock(), time.time()), "runtime": runtime}
-        return Snapshot(self.driver.generation, document, list(self.core.versions))
+        return Snapshot(self.driver.generation, document, list(self.core.versions), dict(self._refused))
 
     async def _check_ledger_every(self, seconds: float) -> None:
         """Every so many seconds look whether the ledger is exact. That it is not is a fault of this program, which
@@ -302,8 +303,8 @@ class Syncer:
 
     # ------------------------------------------------------------- the job's end
 
-    def _note_chunk(self, key: Hashable) -> None:
-        self.relay.note_chunk(key)
+    def _note_chunk(self, key: Hashable, process: str, count: int) -> None:
+        self.relay.note_chunk(key, process, count)
         self.pushes.note_chunk(key)
         self.versions.note_chunk(key)
 

@@ -13,6 +13,7 @@ import math
 import random
 import re
 import statistics
+import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,6 +113,15 @@ def delete_and_follow(job: Job, victim: str, forced: bool) -> Timeline:
     return told
 
 
+def keep_seconds(kind: str, timelines: list[Timeline]) -> None:
+    """Add a line to the file of all measured runs, of which docs/results/cluster.md shows some."""
+    words = ("git", "describe", "--always", "--dirty", "--abbrev=8")
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    line = {"commit": commit, "cluster": kind, "seconds": [asdict(one) for one in timelines]}
+    with (ROOT / "bench" / "results" / "deletions.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 @pytest.mark.promise(
     "Deleted learner pods are replaced and merged again, also while the operator restarts; the others are "
     "not restarted and merge meanwhile"
@@ -154,10 +164,7 @@ def test_learners_are_deleted(cluster: Cluster, start: Any, count: int) -> None:
     trained = job.training()["tokens"]["trained"]
     until("the operator tells of now", lambda: job.status()["progress"]["tokens"] >= trained, 150)
     job.wait_condition("Ready", timeout=60)
-    (ROOT / "build" / "e2e").mkdir(parents=True, exist_ok=True)
-    (ROOT / "build" / "e2e" / f"deletions-{count}.json").write_text(
-        json.dumps([asdict(t) for t in timelines], indent=1)
-    )
+    keep_seconds(type(cluster).__name__, timelines)
     for name in ("gone", "fenced", "running", "joined", "merged", "slower", "without"):
         values = [value for t in timelines if not math.isnan(value := getattr(t, name))] or [math.nan]
         print(f"{name:8} median {statistics.median(values):6.2f}  greatest {max(values):6.2f}")

@@ -557,7 +557,9 @@ class World:
         if syncer is None or not syncer.works or syncer.node.cluster != kubernetes.name:
             return  # it has just gone, and with it the quorum; or this operator, in another cluster, cannot know that
         required = job["spec"]["sync"]["quorum"] if "sync" in job["spec"] else 1
-        left = self.programs.active() - self.programs.taking_part(process)
+        if not self.programs.taking_part(process):
+            return  # one that has not joined yet, or is cut off: the quorum is as before
+        left = self.programs.active() - 1
         if left < required and self.wanted() > required:
             self._violated(f"{operator.name}: {name} is taken, and {left} are left of {required}")
 

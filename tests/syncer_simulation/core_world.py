@@ -24,7 +24,7 @@ from itertools import count
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
 from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat, StepReport
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.books.ledger import header_from_json, header_to_json
+from diloco_syncer.core.books.ledger import PushId, header_from_json, header_to_json
 from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
@@ -55,6 +55,7 @@ class World:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.random = random.Random(setup.seed)
+        self.removals = random.Random(setup.seed)  # apart, so that what is recorded of a seed stays
         self.now = 0.0
         self.queue: list[tuple[float, int, object]] = []
         self.order = count()
@@ -68,13 +69,15 @@ class World:
         self.older: list[tuple[str, list[int], dict]] = []  # states written, with versions and spool
         self.first: list[tuple[str, int]] = []  # states written before version 0, with their epochs
         self.behind = False
-        self.spool: dict[tuple[int, int, int, int], tuple[str, Ids]] = {}
+        self.spool: dict[PushId, tuple[str, Ids]] = {}
         self.epoch = 0
         # What the present syncer holds in memory.
         self.life = 0
         self.payload: dict[int, Ids] = {}
+        self.offer_of: dict[int, PushId] = {}  # by handle
         self.down_until = 0.0
         self.tokens_of: dict[tuple[str, int], int] = {}
+        self.offered: dict[tuple[int, int, int, int], tuple[int, Ids]] = {}  # what was taken: fragment, steps
         self.seen: Counter[str] = Counter()
         self.events = 0  # how many calls there were
         self.trace: list[str] | None = None  # what was said to the syncers and by them; None: it is not written down
@@ -135,7 +138,7 @@ class World:
             self.rescale()
         state = None if self.state is None else json.loads(self.state)
         self.core = Core(self.config, state, self.epoch, self.now, wall=self.now)
-        self.payload = {}
+        self.payload, self.offer_of = {}, {}
         if self.records and not self.core.initialised:
             self.core.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments), self.now)
         if self.core.initialised:
@@ -152,7 +155,7 @@ class World:
             for push_id, (text, ids) in list(self.spool.items()):
                 handle = next(self.numbers)
                 if self.core.restore_offer(header_from_json(json.loads(text)), handle, 1.0):
-                    self.payload[handle] = ids
+                    self.payload[handle], self.offer_of[handle] = ids, push_id
                 else:
                     del self.spool[push_id]
         made = [self.records[p, v].made for p, v in enumerate(self.core.versions)]
@@ -239,6 +242,7 @@ class World:
             self.spool = dict(spool)
         self.behind = lost > 0 and self.random.random() < 0.5
         self.seen["losses"] += lost > 0
+        self.offered.clear()
         self.respawn_left()
 
     def respawn_left(self) -> None:
@@ -252,11 +256,25 @@ class World:
         self.seen["wipes"] += 1
         self.records.clear()
         self.spool.clear()
+        self.offered.clear()
         self.older.clear()
         self.state, self.epoch = self.random.choice([(None, 0), *self.first[-1:]])
         self.seen["copies from before version 0"] += self.state is not None
         self.behind = False
         self.respawn_left()
+        self.replace_seated()
+
+    def replace_seated(self) -> None:
+        """With the store went, perhaps, all that had slots; who stands by is left."""
+        if not self.setup.replaced or self.random.random() >= self.setup.replaced:
+            return
+        self.seen["replacements"] += 1
+        for learner in self.seated_learners():
+            self.kill(learner)
+            self.respawn(learner.place)
+
+    def seated_learners(self) -> list[Learner]:
+        return [learner for learner in self.learners if learner.seat is not None]
 
     def crash_syncer(self) -> None:
         self.seen["crashes"] += 1
@@ -308,7 +326,8 @@ class World:
             case ev.Admit():
                 learner = self.connections[action.connection]
                 if action.initialise:
-                    self.at(0.1, lambda c=action.connection: self.initialise(c))
+                    seconds = self.random.uniform(0.1, 4.0) if self.setup.replaced else 0.1
+                    self.at(seconds, lambda c=action.connection: self.initialise(c))
                 learner.withheld = set(action.withheld)
                 self.seated(learner, action.seat, action.merged)
             case ev.RequestVersion():
@@ -355,7 +374,9 @@ class World:
                 for connection, learner in self.told():
                     learner.withheld.discard(action.fragment)
                     self.announce(learner, action.fragment, action.merged.get(connection, ev.MergedPush()))
-            case ev.AnswerPush() | ev.ReleasePush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
+            case ev.ReleasePush():
+                self.remove_offer(action.handle)
+            case ev.AnswerPush() | ev.SetPhase() | ev.RecordEvent() | ev.GrantLease():
                 self.seen["given up"] += isinstance(action, ev.RecordEvent) and "continuing from" in action.message
                 self.seen["drained too late"] += isinstance(action, ev.RecordEvent) and "in time" in action.message
                 if isinstance(action, ev.SetPhase) and action.phase is JobPhase.DRAINING:
@@ -382,14 +403,22 @@ class World:
             assert not ids & after, "a step was merged twice"
             after |= ids
         self.records[p, v] = Record(self.epoch, after, headers, self.epoch)
-        for responder in action.responders:
-            self.spool.pop(responder.header.id, None)
         if self.chance(0.01 * self.setup.crashes):
             self.crash_syncer()
             return
         self.handle(ev.MergeDurable(p, v, 0.05, tuple(1.0 for _ in content)))
         if life == self.life:
             self.check()
+
+    def remove_offer(self, handle: int) -> None:
+        """An offer was merged or replaced. Its file goes a while later, and not at all if the syncer crashes before."""
+        push_id, life = self.offer_of.pop(handle, None), self.life
+
+        def remove() -> None:
+            if life == self.life and push_id is not None:
+                self.spool.pop(push_id, None)
+
+        self.at(self.removals.uniform(0.0, 2.0), remove)
 
     def swallows(self, kind: str) -> bool:
         return self.setup.swallowed == kind
@@ -537,7 +566,7 @@ class World:
             learner, origins = self.connections[connection], self.core.version_0_origins(connection)
             for p in range(self.setup.fragments):
                 # What stands in for a version holds its steps: the job must never go on from it.
-                ids = learner.base[p] if origins else frozenset()
+                ids = learner.holdings[p][2] if origins else frozenset()
                 self.records[p, 0] = Record(origins[p] if origins else self.epoch, ids, [], self.epoch)
             self.seen["rebuilds"] += bool(origins)
             self.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments))
@@ -660,11 +689,14 @@ class World:
             self.payload[handle] = ids
             if header.round == 0:  # spooled before it is accepted: durable before it is acknowledged
                 self.spool[header.id] = (json.dumps(header_to_json(header)), ids)
+                self.offer_of[handle] = header.id
             actions = self.core.handle(ev.PushReceived(header, 1.0, True, handle), self.now)
             verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
             if verdict.reason is not None:
-                self.spool.pop(header.id, None)
+                self.spool.pop(self.offer_of.pop(handle, header.id), None)
                 refused = (verdict.reason, verdict.message)
+            elif header.round == 0:
+                self.offered[header.id] = header.fragment, ids
             self.act(actions)
         if refused is not None:
             self.refused[refused[0].value] += 1
@@ -756,19 +788,43 @@ def check_liveness(world: World, share: float = 1.0) -> None:
     assert not world.seen["drained too late"], world.seen
 
 
+NOTHING_MERGED = (
+    "and nothing was merged: fewer than"  # the end of a job whose merges need more learners than there were
+)
+
+
+def check_unmerged_end(world: World) -> None:
+    """A job whose merges need K > 1 may rightly fail at its stop: nothing has ever been merged, and of no fragment is
+    there work of K slots. What was acknowledged is there."""
+    core = world.core
+    assert world.setup.quorum > 1 and not any(v for _, v in world.records), world.records.keys()
+    waiting = core._aggregator.accepted_headers()
+    for p in range(world.setup.fragments):
+        slots = {header.slot for header in waiting if header.fragment == p}
+        assert len(slots) < world.setup.quorum, f"fragment {p} could be merged: slots {slots} have work"
+    seated = {slot.holder.process for slot in core.slots if slot.occupied}
+    assert not seated, f"they have not left: {seated}"
+
+
 def settle(world: World) -> dict[str, int]:
     """The end: everything exact, and what was trained is accounted for."""
     world.check()
     core = world.core
-    # One that is alone until the stop ends a job whose merges need more, and then the job says so.
-    alone = world.setup.quorum > 1 and "nothing was merged" in core.phase_message and not any(core.versions)
-    assert core.phase is (JobPhase.FAILED if alone else JobPhase.COMPLETE), (core.phase, core.phase_message, world.now)
+    unmerged = core.phase is JobPhase.FAILED and NOTHING_MERGED in core.phase_message
+    assert unmerged or core.phase is JobPhase.COMPLETE, (core.phase, core.phase_message, world.now)
+    if unmerged:
+        check_unmerged_end(world)
     assert world.core.ledger is not None
     rows = world.core.ledger.rows()
     trained = world.core.ledger.total_trained()
     for row in rows:
         assert row.merged + row.pending + row.dropped == trained
         assert sum(row.reasons.values()) == row.dropped
+    waiting = [header for header in core._aggregator.accepted_headers() if not header.round]
+    for push_id, (p, ids) in world.offered.items():
+        there = world.records[p, core.versions[p]].ids
+        there = there.union(*(world.offered[one.id][1] for one in waiting if one.id in world.offered))
+        assert ids <= there, f"the offer {push_id} was taken, and is lost"
     for p in range(world.setup.fragments):
         there = {v for q, v in world.records if q == p}
         assert max(there) == world.core.versions[p]

@@ -30,6 +30,7 @@ class Setup:
     refusals: float = 0.1  # how often somebody who is asked for a lost version has it no more
     losses: float = 0.0  # share of the crashes after which the store's newest content is gone
     wipes: float = 0.0  # share of the crashes after which the store is empty
+    replaced: float = 0.0  # share of those after which all that had slots are other processes
     scales: float = 0.0  # share of the syncer's starts that have other places
     spares: int = 0  # processes that stand by
     visitors: int = 0  # processes that come beyond the slots, train for a while and go; the region has places for them

@@ -122,7 +122,7 @@ class Oracle:
         there = _records_of(whole)
         for p, v in list(self.records):
             newest = max((w for q, w in there if q == p), default=0)
-            if v > newest or (v == 0 and "initial.json" not in now):
+            if v > newest or (v == 0 and not {"initial.json", "initial.copy.json"} & now.keys()):
                 del self.records[p, v]
         for name in whole:  # what was removed may be there again
             self.records.update(self._made.get((name, now[name]), {}))

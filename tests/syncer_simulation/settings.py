@@ -42,6 +42,7 @@ HARSH = Setup(0, steps=80, crashes=6.0, refusals=0.6, losses=0.7)
 SCALED = Setup(0, steps=80, crashes=5.0, scales=0.7)
 WIPED = Setup(0, steps=80, crashes=3.0, refusals=0.3, wipes=0.6)
 MOVED = replace(WIPED, deaths=2.0, spares=2, scales=0.5)  # and who comes back may have had another slot
+SPARES = replace(WIPED, spares=2, replaced=0.7)  # and those that stand by may be all that is left
 VISITED = Setup(0, steps=60, slots=2, visitors=2, crashes=5.0)
 CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
 LOSSY = Setup(0, every=8, steps=160, latency=0.3, deaths=0.0, crashes=0.0)  # messages are lost, nobody dies
@@ -93,6 +94,7 @@ CORE: dict[str, Kind[Setup, World]] = {
     "SCALED": of_core(SCALED),
     "WIPED": of_core(WIPED, settle_rebuilt),
     "MOVED": of_core(MOVED, settle_rebuilt),
+    "SPARES": of_core(SPARES, settle_rebuilt),
     "VISITED": of_core(VISITED),
     "CROSSINGS": of_core(CROSSINGS),
     "DRAWN": Kind(drawn_setup, World, settle),
@@ -124,6 +126,8 @@ TROUBLE = ShellSetup(
 )
 # And the store goes back, as a whole or here and there, or is emptied.
 LOSING = replace(TROUBLE, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
+# And a learner stands by, which may be the only one that holds what an emptied store had.
+STANDING_BY = replace(LOSING, spares=1, wipes=0.6, deaths=3.0, replaced=0.5)
 QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
 # One syncer after the other is succeeded, at the end too.
 SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
@@ -136,5 +140,6 @@ def of_shell(setup: ShellSetup) -> Kind[ShellSetup, ShellWorld]:
 SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
+    "STANDING_BY": of_shell(STANDING_BY),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
 }

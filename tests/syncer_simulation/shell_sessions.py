@@ -85,7 +85,9 @@ class ShellWorld(SyncerProcesses):
                 self.connections[action.connection].leases.add(action.lease)
             case ev.RequestPeerState():
                 assert self.acting is not None and self.acting.syncer is not None
-                self.acting.syncer.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
+                process = self.connections[action.connection].process
+                relay = self.acting.syncer.relay
+                relay.expect_upload(action.transfer, action.connection, process, checkpoint=action.checkpoint)
                 self.at(self.delay(0.5), lambda: self.give_state(action))
             case ev.OfferPeerState():
                 self.take_state(action)
@@ -96,7 +98,8 @@ class ShellWorld(SyncerProcesses):
         connection = learner.connection
         if learner.evaluator:
             for p in range(len(self.known.versions)):
-                self.announce(learner, p, ev.MergedPush())
+                if p not in learner.withheld:
+                    self.announce(learner, p, ev.MergedPush())
         if seat is not None:
             self.oracle.take_seat(seat, learner.process)
             if not (seat.continuing and learner.seat is not None):
@@ -232,7 +235,8 @@ class ShellWorld(SyncerProcesses):
         if learner is None:
             return
         initial = sync_pb2.Initial
-        versions = [self.oracle.upload_version(ids).view(np.uint8) for ids in learner.base]
+        held = [learner.holdings[p][2] for p in range(self.setup.fragments)] if self.held_by(learner) else learner.base
+        versions = [self.oracle.upload_version(ids).view(np.uint8) for ids in held]
         parts = [(initial.LAYOUT, 0, np.frombuffer(self.layout.to_json().encode(), np.uint8))]
         parts += [(initial.FRAGMENT, p, values) for p, values in enumerate(versions)]
         parts.append((initial.DONE, 0, np.empty(0, np.uint8)))
@@ -268,11 +272,18 @@ class ShellWorld(SyncerProcesses):
     def want_state(self, connection: int | None) -> None:
         if connection in self.connections:
             self.states_wanted[connection] = self.now
-            self.handle(ev.PeerStateRequested(connection, patient=self.random.random() < 0.5))
-            self.at(STATE_SECONDS, lambda: self.expect_state(connection))
+            patient = self.random.random() < 0.5
+            self.handle(ev.PeerStateRequested(connection, patient=patient))
+            waits = self.config.rejoin_seconds if patient else 0.0  # for learners that may bring one
+            self.at(STATE_SECONDS + waits, lambda: self.expect_state(connection))
 
     def expect_state(self, connection: int) -> None:
         late = connection in self.states_wanted and connection in self.connections
+        if late and self.life_of[connection].serving and self.core.is_recovering:
+            self.at(
+                STATE_SECONDS, lambda: self.expect_state(connection)
+            )  # nobody trains, and it may have to be patient
+            return
         assert not late or not self.life_of[connection].serving, f"{connection} has no answer to what it wants"
 
     def give_state(self, ask: ev.RequestPeerState) -> None:

@@ -24,6 +24,8 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
 from diloco_protocol.wire.records import Receipt
+from diloco_syncer.audit.store_audit import audit_store
+from diloco_syncer.audit.tape_audit import CHAIN, VERSIONS
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.leases import LeaseBook
 from diloco_syncer.core.books.rounds import RoundRules
@@ -31,14 +33,15 @@ from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.driver import RESTART, SteadyClock
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.startup import complete_tape, replay
+from diloco_syncer.startup import complete_tape, replay, settings_line
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
+from diloco_syncer.store.replay import take_back_versions
 from diloco_syncer.store.restore import StoreUnusable
-from diloco_syncer.store.tape import Tape
+from diloco_syncer.store.tape import SETTINGS, Tape
 from diloco_syncer.syncer import Syncer
-from syncer_simulation.core_world import World, settle
+from syncer_simulation.core_world import NOTHING_MERGED, World, settle
 from syncer_simulation.learners import Setup
 from syncer_simulation.memory_store import MemoryStore
 from syncer_simulation.oracle import Oracle
@@ -194,7 +197,9 @@ class SyncerProcesses(World):
         if outcome == SyncerExit.OK and self.suspended:
             self.seen["suspensions"] += 1
             self.remove_learners()
-        self.ended = outcome == SyncerExit.OK and life.syncer is not None and self.phase_of(life) is JobPhase.COMPLETE
+        # One that is told to stop while the job ends leaves the report to the next.
+        reason = life.syncer.driver.stop_reason if life.syncer is not None and outcome != SyncerExit.SUPERSEDED else ""
+        self.ended = reason.startswith((f"{JobPhase.COMPLETE.value}:", f"{JobPhase.FAILED.value}:"))
         self.end_life_of(life, restart=life is self.lives[-1] and not self.ended)
 
     async def serve_to_the_end(self, life: Life) -> int:
@@ -202,6 +207,7 @@ class SyncerProcesses(World):
         state = None if restored.core is None else restored.core["core"]
         life.epoch = checkpoints.epoch.number
         core = Core(self.config, state, life.epoch, self.now, wall=time.time())
+        restored.newest = take_back_versions(core, restored.newest)
         model = GlobalModel(self.job, threads=1)
         if restored.layout is not None:
             model.begin(restored.layout, restored.newest)
@@ -214,12 +220,15 @@ class SyncerProcesses(World):
         self.check()
         outcome = await syncer.driver.outcome
         fine = (RESTART, SyncerExit.OK, SyncerExit.SUPERSEDED, SyncerExit.STORE)
-        assert outcome in fine, syncer.driver.stop_reason
+        unmerged = (
+            outcome == SyncerExit.FAILED and NOTHING_MERGED in syncer.driver.stop_reason
+        )  # ``settle`` looks at it
+        assert outcome in fine or unmerged, syncer.driver.stop_reason
         life.stopping = True
         await self.stop_servers(life)
         if outcome == RESTART:
             self.min_epoch = syncer.min_epoch
-        await syncer.close(checkpoint=outcome == SyncerExit.OK)
+        await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
         await life.loop.finish_threads()
         return outcome
 
@@ -239,11 +248,17 @@ class SyncerProcesses(World):
             self.objects, self.random, setup.store_seconds, faults, out=self.out, on_change=self.oracle.read_object
         )
         checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
+        self.identify(checkpoints)
         restored = checkpoints.load()
         tape = Tape(store)
         complete_tape(tape, checkpoints, restored)
+        tape.append_note(SETTINGS, BEGUN + self.now, settings_line(self.job, checkpoints.epoch.number, restored))
+        tape.flush()
         assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
         return checkpoints, restored, tape
+
+    def identify(self, checkpoints: Checkpoints) -> None:
+        """As startup.py does, where it matters whose store it is."""
 
     def phase_of(self, life: Life) -> JobPhase:
         assert life.syncer is not None
@@ -340,6 +355,8 @@ class SyncerProcesses(World):
         self.objects.clear()
         self.objects.update(now)
         self.respawn_left()
+        if not now:
+            self.replace_seated()
 
     # ------------------------------------------------------------ what a syncer hears and says
 
@@ -412,13 +429,18 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     state = world.core.state(world.now)["job"]["leases"]
     waiting = world.core._aggregator.accepted_headers() if world.setup.quorum > 1 else ()
     world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
-    tape = Tape(MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object))
+    store = MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object)
+    wrong = [check for check in audit_store(store, "shell").checks if check.wrong]
+    # A store that loses objects loses lines of its tape, which the audit tells; everything else holds.
+    assert not wrong or (world.setup.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
+    tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])
-    assert report.outcome == "complete" and world.core.ledger is not None
+    assert report.outcome == world.core.phase.value and world.core.ledger is not None
     # By fragment: who was given up may come back and say more, and then the totals round otherwise.
     merged, newest = ([row.merged for row in rows] for rows in (report.ledger or (), world.core.ledger.rows()))
     assert merged == newest, (report.ledger, newest)
     assert report.tokens.trained <= totals["trained"], (report.tokens, totals)
-    assert (report.final_loss is not None) == world.setup.evaluated
+    complete = world.core.phase is JobPhase.COMPLETE
+    assert (report.final_loss is not None) == (world.setup.evaluated and complete)
     return totals

@@ -31,6 +31,8 @@ RESTARTS = replace(
 )
 # And the store goes back, as a whole or here and there, or is emptied.
 GOING_BACK = replace(RESTARTS, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
+# And a learner stands by, which may be the only one that holds what an emptied store had.
+STANDING_BY = replace(GOING_BACK, spares=1, wipes=0.6, deaths=3.0, replaced=0.5)
 # Nothing breaks, and one learner after the other is told to end.
 LEAVING = replace(LINKS, deaths=0.0, breaks=0.0, lost_answers=0.0, broken_calls=0.0, terminations=6.0, faithful=True)
 
@@ -47,7 +49,7 @@ def drawn_workers(seed: int) -> WorkerSetup:
         rng.choice([LINKS, RESTARTS]),
         seed=seed,
         slots=slots,
-        quorum=min(rng.randint(1, slots), max(1, slots - 1)),  # with all of them a job may rightly end unmerged
+        quorum=rng.randint(1, slots),
         latency=rng.choice([1.0, 3.0]),
         bytes_per_second=rng.choice([(1e6,), (1e6, 1e5, 2e4), (1e5, 5e3, 2e3)]),
         fragments=rng.randint(1, 4),
@@ -64,6 +66,7 @@ WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {
     "LINKS": of_workers(LINKS),
     "RESTARTS": of_workers(RESTARTS),
     "GOING_BACK": of_workers(GOING_BACK),
+    "STANDING_BY": of_workers(STANDING_BY),
     "LEAVING": of_workers(LEAVING),
     "DRAWN": Kind(drawn_workers, WorkerWorld, settle_shell, 600.0),
 }

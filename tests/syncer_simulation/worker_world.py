@@ -60,7 +60,7 @@ spec:
     heartbeat: {{intervalSeconds: 0.5, timeoutSeconds: 3}}
   syncer: {{checkpoint: {{everySeconds: 3, keep: 1}}}}
   learners: {{command: [python, x.py]}}
-  regions: [{{name: r, learners: {slots}}}]
+  regions: [{{name: r, learners: {slots}, spares: {spares}}}]
 """
 
 
@@ -211,6 +211,9 @@ class WorkerWorld(SyncerProcesses):
         if process.error is not None or process.told_to_end or not over:
             cast(list[Any], self.learners).remove(process)
             self.at(1.0, lambda: self.respawn(process.place))
+
+    def seated_learners(self) -> list[Learner]:
+        return [learner for learner in self.learners if cast(WorkerProcess, learner).seated]
 
     def held_by(self, learner: Learner) -> tuple[Held, ...]:
         return tuple(cast(WorkerProcess, learner).held())

@@ -116,6 +116,7 @@ def read_record(plan: Comparison, workdir: Workdir, meter: CpuMeter) -> Record:
             "goodput_of_its_report": report.goodput,
             "uptime_of_its_report": report.uptime,
             "merges": report.merges,
+            "learners_in_merges": report.learners_in_merges,
             "dropped_tokens": report.tokens.dropped,
         },
         cpu=lambda start, end: meter.share(start, end, cores),

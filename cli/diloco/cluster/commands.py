@@ -80,7 +80,11 @@ def in_cluster(taken_for_job: str | None = None) -> Iterator[None]:
     except ClusterError as error:
         if taken_for_job is None or error.reason != "Settings":
             raise
-        raise CommandError(f"nothing on this machine is called {taken_for_job}; {error}", error.code) from None
+        raise CommandError(
+            f"there is no run {taken_for_job} here: name its directory, such as runs/{taken_for_job}. Nor is it known"
+            f" as a job in a cluster: {error}",
+            error.code,
+        ) from None
 
 
 def apply(

@@ -52,8 +52,8 @@ class ExportFailed(CommandError):
 @dataclass(frozen=True, slots=True)
 class MergedModel:
     """The merged model of a job. ``tensors``: every parameter by name, float32, in its shape. ``directory``: where the
-    job's relative paths start; ``workdir``: the run's; ``score``: the job's last, with the tokens that were trained
-    then. None: not known."""
+    job's relative paths start; ``workdir``: the run's; ``score``: the job's last, after the tokens that were trained
+    and the merges that were made until then. None: not known."""
 
     job: DiLoCoJob
     layout: Layout
@@ -61,7 +61,7 @@ class MergedModel:
     versions: Sequence[int]  # of the fragments
     directory: Path | None = None
     workdir: Path | None = None
-    score: tuple[int, float] | None = None
+    score: tuple[int, float, int] | None = None
 
 
 def read_merged(what: str, progress: Callable[[int, int], None] = lambda done, total: None) -> MergedModel:
@@ -98,11 +98,12 @@ def read_run(workdir: Workdir) -> MergedModel:
     )
 
 
-def _last_score(store: Store) -> tuple[int, float] | None:
+def _last_score(store: Store) -> tuple[int, float, int] | None:
     for name in reversed(store.list("state")):
         with contextlib.suppress(Damaged, ObjectNotFound, KeyError, IndexError, TypeError, ValueError):
-            tokens, loss = read_document(store, name)["core"]["core"]["job"]["scores"]["rows"][-1]
-            return int(tokens), float(loss)
+            scores = read_document(store, name)["core"]["core"]["job"]["scores"]
+            tokens, loss = scores["rows"][-1]
+            return int(tokens), float(loss), int(scores["newest_merges"])
     return None
 
 
@@ -225,9 +226,18 @@ def _use(model: MergedModel, out: Path) -> tuple[str, dict[str, Any]]:
         return f"{words}; not scored: {found.why}{last}", facts
     part = "" if found.batches == found.of else f" ({found.batches} of {found.of} batches)"
     words = f"{words}; loss {found.loss:.4f} nats on held-out data{part}{last}"
-    if model.score is not None and not part and abs(found.loss - model.score[1]) > MOST_DIFFERENCE * model.score[1]:
-        words += "\nwarning: they differ: that score is of an older model, or what was written is not what was trained"
+    if model.score is not None and not part:
+        words += difference(found.loss, model.score, sum(model.versions))  # a merge makes one version of one fragment
     return words, facts
+
+
+def difference(loss: float, score: tuple[int, float, int], merges: int) -> str:
+    """What to say where the loss of an exported model of so many merges is not the job's last score."""
+    if abs(loss - score[1]) <= MOST_DIFFERENCE * score[1]:
+        return ""
+    if score[2] < merges:
+        return f"; {merges - score[2]:,} merges were made since"
+    return "\nwarning: they differ, and are of the same merges: what was written is not what was trained"
 
 
 def _write_adapter(model: MergedModel, out: Path) -> int:

@@ -98,7 +98,8 @@ def _running(where: str | None, usage: str) -> tuple[Workdir, int]:
     workdir = find(where)
     pid = workdir.runner()
     if pid is None or not workdir.is_held():
-        raise CommandError(f"the run in {workdir.path} is not running; its figures: {program_name()} status")
+        figures = f"{program_name()} status {_short(workdir.path)}"
+        raise CommandError(f"the run in {workdir.path} is not running; its figures: {figures}")
     return workdir, pid
 
 

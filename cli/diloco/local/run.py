@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -150,9 +151,10 @@ def check_listen(address: str, option: str = "--http") -> None:
         number = error.errno or 0
         if number < 0:  # getaddrinfo's
             raise CommandError(f"{option} {address}: there is no such host; write 127.0.0.1:0") from error
+        cure = "an address of this machine" if number == errno.EADDRNOTAVAIL else "another port"
         raise CommandError(
             f"{option} {address}: cannot listen there ({os.strerror(number) if number else error});"
-            " choose another port, or leave it out"
+            f" choose {cure}, or leave it out"
         ) from error
 
 

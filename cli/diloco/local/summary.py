@@ -64,7 +64,8 @@ def summary(report: Report, outcome: str = "") -> Table:
     if report.output is not None:
         row("model", output_text(report.output))
     began_earlier = (report.syncer.epoch or 1) > report.syncer.restarts + 1  # `diloco run` counts those of this run
-    row("time", duration_text(report.wall_seconds or 0) + " in this run" * began_earlier)
+    whole = report.outcome in ("killed", "running")  # the last figures seen are of the job's own clock
+    row("time", duration_text(report.wall_seconds or 0) + " in this run" * (began_earlier and not whole))
     for fault in report.faults:
         row("fault", fault_text(fault, report))
     return table

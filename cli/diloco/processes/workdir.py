@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_REPORT_BYTES = 64 << 20
 
 # What a store holds before version 0 is in it; deleting it loses nothing.
-_NOT_BEGUN = frozenset({"job.json", "epochs", "state", "manifests", "report.json"})
+_NOT_BEGUN = frozenset({"job.json", "job.copy.json", "epochs", "state", "manifests", "report.json"})
 
 
 class WorkdirError(CommandError):

@@ -38,6 +38,7 @@ from weakref import WeakValueDictionary
 from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Call, Key, ProgramAnswer
+from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.documents import D, DocumentError, LearnerPage, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import CONTROL_PORT, WORKER_PORT, ControlMethod, JobPhase
 from diloco_protocol.wire.control_client import ControlClient, ControlError
@@ -198,9 +199,7 @@ class SyncerPoller:
         """Stop asking."""
         for key in list(self._jobs):
             self.forget(key)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks)
 
     # ------------------------------------------------------------------ asking
 

@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from diloco_operator.model import Key
+from diloco_protocol.common.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +112,7 @@ class WorkQueue:
                 task.add_done_callback(self._tasks.discard)
         finally:
             self._running_since = None
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_tasks(self._tasks)
 
     # ------------------------------------------------------------------ inside
 

@@ -282,7 +282,7 @@ def explain(model: type[Spec], error: Any) -> str:
     if kind == "value_error":
         return str(error["ctx"]["error"])
     said = f"must be {words(annotation, metadata)}{_sample(model, path, annotation, error['input'])}"
-    said += _scalar_cure(unwrap(annotation)[0], error["input"])
+    said += _scalar_cure(annotation, metadata, str(path[-1]), error["input"])
     split = _split(error["input"]) if typing.get_origin(unwrap(annotation)[0]) is list else None
     if split is not None and _takes(annotation, metadata, split):
         said += f". Such as {path[-1]}: {_flow(split)}"
@@ -297,15 +297,26 @@ def explain(model: type[Spec], error: Any) -> str:
     return said
 
 
-def _scalar_cure(kind: Any, written: Any) -> str:
-    """How to write a number with a unit behind it, and a text that YAML reads as something else; empty: it is none."""
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def _scalar_cure(annotation: Any, metadata: list[Any], name: str, written: Any) -> str:
+    """How to write a number with a unit behind it or in quotes, and a text that YAML reads as something else; empty:
+    the field would not take that either."""
+    kind = unwrap(annotation)[0]
     if kind is str and isinstance(written, bool | int | float):
-        return ": put it into quotes"
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt])", written.strip().lower()) if isinstance(written, str) else None
-    if kind not in (int, float) or found is None:
+        return ": put it into quotes" * _takes(annotation, metadata, str(written).lower())
+    if kind not in (int, float) or not isinstance(written, str):
         return ""
-    number = float(found[1]) * {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[found[2]]
-    return f": write {number:.15g}" if number < 1e15 else ""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]*)", written.strip().lower())
+    units = _SECONDS if "seconds" in name.lower() else _UNITS
+    if found is None or (found[2] and found[2] not in units):
+        return ""
+    number = float(found[1]) * units.get(found[2], 1)
+    meant = int(number) if kind is int and number.is_integer() else number
+    said = f": write {number:.15g}{'' if found[2] else ', without quotes'}"
+    return said * _takes(annotation, metadata, meant)
 
 
 def _split(written: Any) -> list[str] | None:

@@ -7,6 +7,7 @@ default, and what a rule says about it is left out. So one run shows every probl
 
 from __future__ import annotations
 
+import codecs
 import copy
 import json
 import logging
@@ -234,7 +235,9 @@ def _read(path: FilePath) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise refuse(f"it is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
+        other = data.count(b"\0") and data[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        cure = "it is no text: name the job file" if other else "save it as UTF-8"
+        raise refuse(f"it is not UTF-8 text (byte {error.start}): {cure}") from None
 
 
 # ------------------------------------------------------------------ overrides

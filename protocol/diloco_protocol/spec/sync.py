@@ -119,7 +119,7 @@ class NormGateSpec(Spec):
     factor: Annotated[float, Field(gt=1, le=1e6)] | None = Field(
         None,
         description="Refuse a push whose norm, for its steps, is above this multiple of the running median; "
-        "null: never.",
+        "null: 10, and never in a deterministic job.",
     )
 
 

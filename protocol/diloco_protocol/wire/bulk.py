@@ -27,6 +27,7 @@ import xxhash
 from grpc import aio
 
 from diloco_protocol.common.meter import Meter
+from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError, transfer_seconds
@@ -265,9 +266,7 @@ async def _run_parts(lanes: Lanes, parts: list[Part], one: Callable[[aio.Channel
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(tasks)
         # What failed holds this frame: without this a cycle would keep the call, and its channel, alive.
         tasks.clear()
 

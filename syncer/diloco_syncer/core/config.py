@@ -9,9 +9,12 @@ from typing import Literal
 
 from diloco_protocol import resources
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
+from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.wire import limits
-from diloco_syncer.core.books.deterministic import Mode, StopKind, make_mode
+from diloco_syncer.core.books.deterministic import Mode, make_mode
+from diloco_syncer.core.books.norm_gate import GATE_FACTOR
 from diloco_syncer.core.books.rounds import RoundRules
+from diloco_syncer.core.books.shares import StopKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class CoreConfig:
     mode: Mode = field(default_factory=Mode)
     weights: str = "tokens-quality"
     max_versions: int = 16
+    max_steps: int = 96  # that a learner makes alone
+    batches: Mapping[str, int] = field(default_factory=dict)  # by region: sequences of a learner's step
     heartbeat_timeout: float = 10.0
     stop: tuple[StopKind, float] = ("steps", 1)
     norm_gate: float | None = None
@@ -66,9 +71,11 @@ class CoreConfig:
             mode=make_mode(job),
             weights=sync.merge.weights,
             max_versions=sync.staleness.max_versions,
+            max_steps=spec.max_steps_alone,
+            batches={region.name: _step_sequences(spec.in_region(region.name)) for region in spec.regions},
             heartbeat_timeout=sync.heartbeat.timeout_seconds,
             stop=(stop.kind, stop.limit),
-            norm_gate=sync.norm_gate.factor,
+            norm_gate=None if sync.deterministic else sync.norm_gate.factor or GATE_FACTOR,
             region_slots=learners_by_region(job),
             open_places={
                 region.name: region.most_learners - region.learners
@@ -82,6 +89,10 @@ class CoreConfig:
             digests=immutable_digests(job),
             most_rounds=partial(resources.most_rounds, spec),
         )
+
+
+def _step_sequences(spec: JobSpec) -> int:
+    return spec.training.batch.sequences * spec.training.batch.accumulation
 
 
 def learners_by_region(job: DiLoCoJob) -> dict[str, int]:

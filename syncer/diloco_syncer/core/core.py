@@ -212,8 +212,14 @@ class Core:
 
     # ================================================================ start
 
+    def take_back_version(self, fragment: int, version: int) -> bool:
+        """The store has lost the version that the state tells of, and goes on from ``version``. Call it before anything
+        else. False: nothing is known of that one, and the fragment is to be stood in for."""
+        self._recovery.mark_taken_back()
+        return receipts.take_back_version(self._state, fragment, version)
+
     def close_superseded_tenures(self, headers: Iterable[PushHeader], rows: Iterable[Receipt]) -> None:
-        """Call first, with the headers of all records and offers that are newer than the state, and the receipts of
+        """Call next, with the headers of all records and offers that are newer than the state, and the receipts of
         versions that came from learners."""
         receipts.close_superseded_tenures(self._state, headers, rows)
 

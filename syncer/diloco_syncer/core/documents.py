@@ -117,6 +117,7 @@ def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> S
         bytes_down=bytes_down,
         link=shell.links.get(slot.index),
         problem=slot.told.problem,
+        sequences_per_step=slot.reported.sequences / max(1, slot.step - slot.reported.step_at_seat),
     )
 
 
@@ -147,7 +148,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         epoch=state.epoch,
         elapsed_seconds=state.clock.elapsed(now),
         stop=StopGoal.model_validate({"kind": kind, "limit": limit}),
-        step=max((slot.step for slot in slots), default=0),
+        step=state.members.furthest,
         loss=newest_loss(state),
         quorum=Quorum(active=sum(slot.in_quorum for slot in slots), required=state.config.rules.quorum),
         standby=len(state.members.standby),
@@ -188,6 +189,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         store_problem=shell.store_problem,
         seconds=shell.merge_seconds,
         events=shell.events,
+        large_merges=state.norm_gate.large_merges,
         ledger_imbalances=shell.ledger_imbalances,
         output=shell.output,
     )
@@ -211,7 +213,7 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
         spec_digest=spec_digest,
         layout_digest=state.layout_digest,
         wall_seconds=end,
-        steps=max((slot.step for slot in slots), default=0),
+        steps=state.members.furthest,
         merges=state.merges,
         learners_in_merges=None if merged is None else merged.overall,
         versions=VersionRange(min=min(versions), max=max(versions)),

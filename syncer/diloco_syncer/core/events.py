@@ -36,12 +36,14 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class PushReceived:
-    """All bytes of a push are here, decoded; ``norm`` is the L2 norm of the whole fragment."""
+    """All bytes of a push are here, decoded; ``norm`` is the L2 norm of the whole fragment, ``growth`` the size of its
+    greatest piece beside the parameters (numerics/merge.py)."""
 
     header: PushHeader
     norm: float
     finite: bool
     handle: int  # the shell's number for the decoded bytes (and an offer's spool file)
+    growth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ class MergeDurable:
     fragment: int
     version: int
     merge_seconds: float  # merge, outer step, durability
-    norms: tuple[float, ...]  # per push, in the order of the Merge action
+    norms: tuple[float, ...]  # per push, in the order of the Merge action, without those that were left out
+    norm: float = 0.0  # of the merged outer gradient; 0: not known
+    left_out: tuple[int, ...] = ()  # handles of pushes with which it would have become infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +302,14 @@ class ReleasePush:
 
 @dataclass(frozen=True, slots=True)
 class Responder:
-    """One push in a merge; ``weight`` is normalised (section 5)."""
+    """One push in a merge; ``weight`` is normalised (section 5); ``batch``: sequences of its learner's step, by the
+    job."""
 
     header: PushHeader
     handle: int
     weight: float
     age: int
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)

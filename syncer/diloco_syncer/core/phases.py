@@ -25,7 +25,7 @@ from typing import Any
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
-from diloco_syncer.core.books.deterministic import reached_amount
+from diloco_syncer.core.books import shares
 from diloco_syncer.core.members.state_donors import StateDonors
 from diloco_syncer.core.merging.aggregation import Aggregator
 from diloco_syncer.core.state import JobState
@@ -228,18 +228,20 @@ class Phases:
 
     def stop_progress(self, now: float) -> float:
         """How much of the job's stop is reached, 0 to 1."""
-        state, (kind, limit) = self.state, self.state.config.stop
+        state, (_, limit) = self.state, self.state.config.stop
         if state.ledger is None:
             return 0.0
-        return min(1.0, reached_amount(kind, state.members.slots, state.ledger, state.clock.elapsed(now)) / limit)
+        return min(1.0, state.reached_amount(now) / limit)
 
     def _stop_reached(self, now: float) -> bool:
         state = self.state
         if state.ledger is None:
             return False
         kind, limit = self.state.config.stop
-        elapsed = state.clock.elapsed(now)
-        return self.state.config.mode.is_stop_reached(kind, limit, state.members.slots, state.ledger, elapsed)
+        slots, ledger = state.members.slots, state.ledger
+        if shares.claimed_amount(kind, slots, ledger, state.clock.elapsed(now)) < limit:
+            return False  # what counts is less still, and takes longer to find
+        return state.config.mode.is_stop_reached(kind, limit, slots, ledger, count=lambda: state.reached_amount(now))
 
     # ------------------------------------------------------------- durable
 

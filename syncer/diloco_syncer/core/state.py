@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import astuple
+from typing import Any, NamedTuple
 
 from diloco_protocol.vocabulary import JobPhase, SlotState
+from diloco_protocol.wire.records import Receipt, SlotReceipt
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.clock import JobClock
 from diloco_syncer.core.books.leases import LeaseBook
 from diloco_syncer.core.books.ledger import Ledger
@@ -23,6 +26,14 @@ from diloco_syncer.core.books.slots import MergedPush, Slot, SlotTable
 from diloco_syncer.core.config import CoreConfig
 
 NAMED = 4  # slots in a message
+
+
+class VersionBefore(NamedTuple):
+    """Of a fragment the version before the newest; ``rows``: what the books said of the slots that the newest version
+    changed. By it the books go back where the store has lost the newest."""
+
+    version: int
+    rows: Receipt
 
 
 class JobState:
@@ -43,6 +54,7 @@ class JobState:
         self.ledger: Ledger | None = None
         self.norm_gate = NormGate(config.norm_gate)
         self.epochs: list[tuple[int, list[int]]] = []  # (epoch, versions when it began)
+        self.before: list[VersionBefore] = []  # by fragment
         self.merges = 0  # durable ones, of all fragments
         self.lineage = Lineage()
         self.slots_with_unknown_tenure: set[int] = set()  # they had tenures that the restored state never saw
@@ -76,6 +88,7 @@ class JobState:
         )
         self.ledger = Ledger(fragments, len(self.members.slots))
         self.epochs = [(self.epoch, [0] * fragments)]
+        self.before = [VersionBefore(0, ())] * fragments
 
     def announcement(self, fragment: int) -> ev.Announce:
         """The action that announces the fragment's version to all, with their own newest merged pushes."""
@@ -99,6 +112,21 @@ class JobState:
                 bases = tuple(f.base_version for f in report.fragments)
                 learners.append(Progress(slot.index, slot.step, bases))
         return learners
+
+    def batch_of(self, slot: Slot) -> int:
+        """Sequences that a step of the slot's learner has, by the job."""
+        return self.config.batches.get(slot.holder.region, 1)
+
+    def reached_amount(self, now: float) -> float:
+        """What counts toward the job's stop (books/shares.py), once there is a ledger."""
+        assert self.ledger
+        return shares.reached_amount(
+            self.config.stop[0],
+            self.members.slots,
+            self.ledger,
+            self.clock.elapsed(now),
+            batches=[self.batch_of(slot) for slot in self.members.slots],
+        )
 
     def describe_overdue_round(self, opened: Round) -> str:
         """What is said of a round that waits for long: whose pushes it lacks, and why where that is known. Holds
@@ -128,6 +156,7 @@ class JobState:
             "norm_gate": self.norm_gate.to_json(),
             "epochs": self.epochs,
             "lineage": self.lineage.to_json(),
+            "before": [[version, [list(astuple(row)) for row in rows]] for version, rows in self.before],
             "merges": self.merges,
             "scores": self.scores.to_json(),
         }
@@ -142,6 +171,7 @@ class JobState:
             self.ledger.add_slots(len(self.members.slots))
             self.norm_gate.load(state["norm_gate"])
             self.epochs = [(epoch, list(versions)) for epoch, versions in state["epochs"]]
+            self.before = [VersionBefore(v, tuple(SlotReceipt(*row) for row in rows)) for v, rows in state["before"]]
         if state["leases"] is not None:
             self.leases = LeaseBook.from_json(self.config.seed, state["leases"])
         self.clock.slots = len(self.members.current)

@@ -144,6 +144,15 @@ def piece_squares(pieces: Sequence[Piece], delta: Float32s, *, threads: int = 1)
     return np.array([kernels.square_sum(delta[span], threads) for span in spans], np.float64)
 
 
+def growth(pieces: Sequence[Piece], delta_squares: Float64s, theta_squares: Float64s, usual_square: float) -> float:
+    """The greatest r.m.s. of a piece of Δ, as a multiple of the r.m.s. of Θ in that piece and in the model together.
+    ``usual_square``: the mean square of the model's parameters. 0 where these are 0: there is nothing to go by."""
+    counts = np.array([piece.elements for piece in pieces], np.float64)
+    sizes = np.sqrt(theta_squares / counts) + math.sqrt(usual_square)
+    known = sizes > 0
+    return float(np.max(np.sqrt(delta_squares / counts)[known] / sizes[known], initial=0.0))
+
+
 def _piece(
     deltas: Sequence[Delta],
     offset: int,

@@ -13,7 +13,8 @@ the versions that the core knew then, not of those that are in force when it is 
 Example: ``driver.on(ev.AnswerPush, pushes.reply)`` makes ``ReceivedPushes.reply`` answer the sender of a push.
 
 Time. Heartbeats are judged by ``SteadyClock``. It does not count a gap in which this process itself
-stood still (stopped, starved, swapped), or every learner would be found silent when it goes on.
+stood still (stopped, starved, swapped), or every learner would be found silent when it goes on. For
+the same reason it stands still from the moment at which this life is to end.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar, get_args
 
+from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.vocabulary import SyncerExit
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
@@ -59,6 +61,12 @@ class SteadyClock:
             self._skipped += now - self._last - self._limit
         self._last = now
         return now - self._skipped
+
+    def stop(self) -> None:
+        """Show this moment from now on."""
+        self()
+        stopped = self._last
+        self._raw = lambda: stopped
 
 
 class Driver:
@@ -177,11 +185,11 @@ class Driver:
                 return
             self.outcome = self._loop.create_future()
         self.stop_reason = reason
+        # Learners are away while a life ends, which a slow store may draw out: nobody is given up for it.
+        self.clock.stop()
         log.log(logging.INFO if outcome == 0 else logging.ERROR, "stopping: %s", reason)
         self.outcome.set_result(outcome)
 
     async def cancel_tasks(self) -> None:
         """Cancel all tasks, the queue among them, and wait until they have ended."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks)

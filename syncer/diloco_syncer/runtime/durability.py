@@ -8,6 +8,10 @@ The job's state is taken anew at each try. Between two tries of one writer other
 what a restart goes on from: a document that waited through them would bring back a state from before what they made
 durable, and learners were told.
 
+**The scrub.** With each checkpoint the newest record of one fragment is read and verified, of each in turn. One that is
+damaged is written anew from what the syncer has in memory: found at the next start, it would cost its fragment a
+version.
+
 A full disk is waited for without end. A store that fails otherwise for ``PATIENCE`` seconds ends the
 process (exit code 4); a higher epoch ends it at once (3). Example: while a volume is being extended,
 learners train on, and the merges that wait are made when there is space.
@@ -20,21 +24,25 @@ import errno
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from diloco_protocol.common.files import DiskFull
+from diloco_protocol.documents import EventRow
+from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.records import Array, MergeRecord
-from diloco_syncer.store.tape import Tape
+from diloco_syncer.store.tape import EVENT, REFUSED, Tape
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MOST_NOTES = 256  # transitions that wait for the tape, and of one checkpoint's interval; the others are counted
 PATIENCE = 60.0  # seconds of errors other than a full disk, before the process gives up
 LAST_CHECKPOINT_SECONDS = 30.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -42,30 +50,39 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The job's durable state at one moment. ``generation``: events that the core had handled."""
+    """The job's durable state at one moment. ``generation``: events that the core had handled; ``refused``: uploads
+    since the job's start, by reason."""
 
     generation: int
     document: dict[str, Any]
     versions: list[int]
+    refused: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Durability:
     """The one way from the running syncer to its store.
 
-    ``snapshot`` returns the state as it is now; ``on_problem`` is called when ``problem`` has changed.
+    ``snapshot`` returns the state as it is now; ``on_problem`` is called when ``problem`` has changed;
+    ``newest_records`` returns each fragment's newest version, which is durable.
     """
 
     checkpoints: Checkpoints  # its methods block: call them by ``run_write``
     tape: Tape
     snapshot: Callable[[], Snapshot]
     on_problem: Callable[[str], None]
+    newest_records: Callable[[], Sequence[MergeRecord]]
     optimizer: str = ""  # the name in the store of the inner optimizer state; empty: none
     optimizer_bytes: int = 0
     problem: str = ""  # what is wrong with the store, for people
     _optimizers: int = 0  # that were to be written
+    _scrubbed: int = 0  # records
     _persisted: int = -1  # the newest generation whose state is durable
     _blobs: dict[str, Array] = field(default_factory=dict)
+    _notes: deque[EventRow] = field(default_factory=deque)  # transitions that the tape is to get
+    _noted: int = 0  # since the last checkpoint
+    _left_out: int = 0
+    _refused: dict[str, int] = field(default_factory=dict)  # as the tape has it
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
 
     async def run_write(self, work: Callable[..., T], *arguments: Any, pool: ThreadPoolExecutor | None = None) -> T:
@@ -127,6 +144,11 @@ class Durability:
     async def _write_and_collect(self, write: Callable[[Snapshot], object]) -> None:
         def flush_write_collect(now: Snapshot) -> None:
             self.checkpoints.epoch.check()
+            self._append_notes()
+            self._noted = 0
+            if now.refused != self._refused:
+                self.tape.append_note(REFUSED, time.time(), {"uploads": now.refused})
+                self._refused = now.refused
             self.tape.flush()
             write(now)
             self.checkpoints.collect(self.optimizer)
@@ -155,6 +177,23 @@ class Durability:
                 await self.run_write(self.checkpoints.epoch.check)
             else:
                 await self.checkpoint()
+            await self.scrub()
+
+    async def scrub(self) -> None:
+        """Verify the newest record of the next fragment in turn, and write it anew where it is damaged."""
+        newest = self.newest_records()
+        if not newest:
+            return
+        fragment, self._scrubbed = self._scrubbed % len(newest), self._scrubbed + 1
+        record = newest[fragment]
+        try:
+            damage = await asyncio.to_thread(self.checkpoints.find_damage, fragment, record.version)
+        except OSError as error:
+            log.warning("fragment %d could not be verified: %s", fragment, error)
+            return
+        if damage and self.newest_records()[fragment] is record and record.made_in != STAND_IN:
+            await self.run_write(self.checkpoints.write_record_again, record)
+            log.error("the store had damaged fragment %d, which is whole again: %s", fragment, damage)
 
     async def close(self, checkpoint: bool) -> None:
         """End the store's thread; with ``checkpoint``, after a last checkpoint."""
@@ -171,7 +210,31 @@ class Durability:
     async def write_merge_record(self, record: MergeRecord, pool: ThreadPoolExecutor | None = None) -> None:
         """Make a version durable (in ``pool``'s thread), and append its line to the tape."""
         await self.run_write(self.checkpoints.write_record, record, pool=pool)
-        await self.run_write(self.tape.append, record)
+        await self.run_write(self._append_line, record)
+
+    def note_event(self, row: EventRow) -> None:
+        """Have a transition written to the tape, with the next merge or checkpoint. Of more than ``MOST_NOTES`` between
+        two checkpoints the number is written."""
+        if len(self._notes) + self._noted < MOST_NOTES:
+            self._notes.append(row)
+        else:
+            self._left_out += 1
+
+    def _append_line(self, record: MergeRecord) -> None:
+        self._append_notes()
+        self.tape.append(record)
+
+    def _append_notes(self) -> None:
+        """Runs in the store's thread."""
+        while self._notes:
+            row = self._notes.popleft()
+            self._noted += 1
+            self.tape.append_note(EVENT, row.time, {"event": row.kind, "slot": row.slot, "message": row.message})
+        if self._left_out:
+            left_out, self._left_out = self._left_out, 0
+            self.tape.append_note(
+                EVENT, time.time(), {"event": "left-out", "slot": -1, "message": f"{left_out} transitions"}
+            )
 
     async def read_blob(self, name: str) -> Array:
         """The bytes of a stored blob, uint8; verified when they are first asked for."""

@@ -23,19 +23,19 @@ class EventLog:
         self.number = number
         self.events: deque[EventRow] = deque(maxlen=EVENTS_KEPT)
 
-    def record(self, note: ev.RecordEvent) -> None:
+    def record(self, note: ev.RecordEvent) -> EventRow:
         """Number a transition, keep it, and log it."""
         self.number += 1
-        self.events.append(
-            EventRow(
-                n=self.number,
-                time=time.time(),
-                kind=note.kind,
-                slot=note.slot,
-                incarnation=note.incarnation,
-                message=note.message,
-                details=note.details,
-            )
+        row = EventRow(
+            n=self.number,
+            time=time.time(),
+            kind=note.kind,
+            slot=note.slot,
+            incarnation=note.incarnation,
+            message=note.message,
+            details=note.details,
         )
+        self.events.append(row)
         level = logging.WARNING if note.kind in WARNINGS else logging.INFO
         log.log(level, "%s: %s", note.kind, note.message, extra={"slot": note.slot})
+        return row

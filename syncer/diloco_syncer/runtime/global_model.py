@@ -88,6 +88,7 @@ class GlobalModel:
         self.broadcasts: list[Broadcast] = []
         self.previous: list[Broadcast | None] = []
         self.superseded: list[list[Broadcast]] = []
+        self._squares: dict[int, tuple[int, Float64s]] = {}  # by fragment: a version, and ``piece_squares`` of its Θ
         self.downloads = ActiveDownloads()
 
     def begin(
@@ -174,12 +175,13 @@ class GlobalModel:
         delta: Array | None = None
         if self.delta_encoding is not None:
             theta, feedback, delta = self._quantised(old, theta, self.delta_encoding)
-        norm, finite = codec.norm_and_finite(theta, threads=self._threads)
-        if not finite:
+        theta_squares = merge.piece_squares(pieces, theta, threads=self._threads)
+        if not np.isfinite(theta_squares).all():
             raise Diverged(
-                f"fragment {action.fragment} would become infinite in version {action.version} "
-                f"(norm {norm}): the training diverged; lower the learning rates, or set sync.normGate.factor"
+                f"fragment {action.fragment} would become infinite in version {action.version}: the training diverged; "
+                "lower the learning rates, or sync.normGate.factor"
             )
+        self._squares[action.fragment] = action.version, theta_squares
         record = MergeRecord(
             job=self._job,
             epoch=epoch,
@@ -197,8 +199,22 @@ class GlobalModel:
             merge_seconds=time.perf_counter() - began,
             job_tokens=action.job_tokens,
             digest=theta_digest(theta),
+            norm=merged.norm,
         )
         return record, self.encode(record, delta)
+
+    def growth(self, fragment: int, squares: Float64s) -> float:
+        """How large a push is beside Θ (``merge.growth``), by ``merge.piece_squares`` of it."""
+        assert self.layout is not None
+        record, pieces = self.newest[fragment], self.layout.fragments[fragment]
+        known = self._squares.get(fragment)
+        if known is None or known[0] != record.version:
+            known = record.version, merge.piece_squares(pieces, record.theta, threads=self._threads)
+            self._squares[fragment] = known
+        seen = dict(self._squares)
+        elements = sum(self.layout.elements(p) for p in seen)
+        usual = math.fsum(float(theta.sum()) for _, theta in seen.values()) / elements
+        return merge.growth(pieces, squares, known[1], usual)
 
     def _quantised(self, old: MergeRecord, theta: Floats, encoding: str) -> tuple[Floats, Floats, Array]:
         update = np.subtract(theta, old.theta)

@@ -7,10 +7,11 @@ merge whose record cannot be written waits for the store (durability.py).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco_protocol.resources import STATE_EVERY
 from diloco_protocol.vocabulary import JobPhase
@@ -55,11 +56,19 @@ class Merger:
 
     async def _merge(self, action: ev.Merge) -> None:
         began = time.monotonic()
-        try:
-            record, broadcast = await self.durability.run_write(self._make_version, action, pool=self._thread)
-        except Diverged as error:
-            self.emit(ev.EndRequested(JobPhase.FAILED, str(error)))
-            return
+        left_out: list[ev.Responder] = []
+        while True:
+            try:
+                record, broadcast = await self.durability.run_write(self._make_version, action, pool=self._thread)
+                break
+            except Diverged as error:
+                largest = max(action.responders, key=lambda r: self.pushes.norm(r.handle))
+                if len(action.responders) <= self.core.config.rules.quorum:
+                    words = f"{error}; the largest push is of {self.core.slots[largest.header.slot].learner}"
+                    self.emit(ev.EndRequested(JobPhase.FAILED, words))
+                    return
+                left_out.append(largest)
+                action = without_responder(action, largest)
         await self.durability.write_merge_record(record, self._thread)
         self.number += 1
         took = time.monotonic() - began
@@ -68,7 +77,8 @@ class Merger:
         norms = tuple(r.norm for r in record.responders)
         receipt = convert.receipt_bytes(self.core.receipt(action.fragment))  # of the version that it follows
         self.model.publish(record, broadcast, time.monotonic(), receipt)  # and at once:
-        self.emit(ev.MergeDurable(action.fragment, action.version, took, norms))
+        handles = tuple(r.handle for r in left_out)
+        self.emit(ev.MergeDurable(action.fragment, action.version, took, norms, norm=record.norm, left_out=handles))
         self._merges_since_state += 1
         if self._merges_since_state >= max(STATE_EVERY, len(self.model.newest)):
             self._merges_since_state = 0
@@ -82,3 +92,14 @@ class Merger:
     async def close(self) -> None:
         """End the thread, after the merge that is running."""
         await asyncio.to_thread(self._thread.shutdown, True, cancel_futures=True)
+
+
+def without_responder(action: ev.Merge, responder: ev.Responder) -> ev.Merge:
+    """The merge of the others, whose weights sum to 1 again."""
+    others = [other for other in action.responders if other is not responder]
+    total = math.fsum(other.weight for other in others)
+    if total > 0:
+        others = [replace(other, weight=other.weight / total) for other in others]
+    else:
+        others = [replace(other, weight=1 / len(others)) for other in others]
+    return replace(action, responders=tuple(others))

@@ -88,8 +88,8 @@ class PartialUpload:
 class MultipartUploads:
     """All uploads whose parts are coming."""
 
-    def __init__(self, note_chunk: Callable[[Hashable], None] = lambda key: None) -> None:
-        """``note_chunk``: called with an upload's key whenever bytes of it have come."""
+    def __init__(self, note_chunk: Callable[[Hashable, str, int], None] = lambda *_: None) -> None:
+        """``note_chunk``: called with an upload's key and process, and how many bytes of it have come."""
         self._open: dict[Hashable, PartialUpload] = {}
         self._note_chunk = note_chunk
 
@@ -131,7 +131,7 @@ class MultipartUploads:
 
         def note_chunk(count: int) -> None:
             check_claim()  # before a byte is written: the array may be another payload's by now
-            self._touch(upload)
+            self._touch(upload, count)
 
         try:
             digest = await bulk.receive_into(stream, view, note_chunk, progress=progress)
@@ -160,9 +160,9 @@ class MultipartUploads:
         upload = self._open[key] = PartialUpload(key, process, array)
         return upload
 
-    def _touch(self, upload: PartialUpload) -> None:
+    def _touch(self, upload: PartialUpload, count: int) -> None:
         upload.touched = time.monotonic()
-        self._note_chunk(upload.key)
+        self._note_chunk(upload.key, upload.process, count)
 
     def sweep(self, now: float) -> int:
         """Drop uploads in which nothing happened for long; returns how many. ``now``: time.monotonic()."""

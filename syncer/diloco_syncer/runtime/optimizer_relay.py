@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, TransferRefusal
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.progress import OVERTAKEN_BYTES
 from diloco_protocol.wire.records import Held
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime.durability import Durability
@@ -38,10 +39,14 @@ class Relayed:
 
 
 @dataclass(slots=True)
-class UnderWay:
-    """A state that comes in. ``tell_at``: time.monotonic() of its next progress."""
+class Expected:
+    """A state that was asked for. ``overtaken_by``: bytes of its sender's other uploads since the last one of its own.
+    ``tell_at``: time.monotonic() of its next progress."""
 
-    transfer: int
+    connection: int
+    process: str
+    checkpoint: bool
+    overtaken_by: int = 0
     tell_at: float = 0.0
 
 
@@ -55,22 +60,20 @@ class OptimizerRelay:
         self._durability = durability
         self._emit = emit
         self._spool = spool
-        self._under_way: dict[Hashable, UnderWay] = {}
-        self._expected: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # transfer -> connection, checkpoint
+        self._expected: OrderedDict[int, Expected] = OrderedDict()  # by transfer
         self._arrived: OrderedDict[int, Relayed] = OrderedDict()
 
-    def expect_upload(self, transfer: int, connection: int, checkpoint: bool) -> None:
+    def expect_upload(self, transfer: int, connection: int, process: str, checkpoint: bool) -> None:
         """Expect that a connection uploads its state under ``transfer``; for the ``checkpoint``, or a newcomer."""
-        self._expected[transfer] = (connection, checkpoint)
+        self._expected[transfer] = Expected(connection, process, checkpoint)
         while len(self._expected) > 64:
-            forgotten, _ = self._expected.popitem(last=False)
-            self._under_way.pop(("peer", forgotten), None)
+            self._expected.popitem(last=False)
 
     async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a state that was asked for."""
         transfer, size = header.peer_state.transfer, header.total_bytes
-        sender, checkpoint = self._expected.get(transfer, (0, False))
-        if not connection or connection != sender:
+        expected = self._expected.get(transfer)
+        if expected is None or connection != expected.connection:
             raise UploadRefused(TransferRefusal.NOT_ASKED, f"this process was not asked for transfer {transfer}")
         assert self._model.layout is not None
         largest = self._model.layout.total_elements * 4 * STATES_PER_PARAMETER + SLACK
@@ -79,32 +82,33 @@ class OptimizerRelay:
         if len(header.peer_state.versions) > MAX_FRAGMENTS:
             raise WireError("versions: more than there can be fragments")
         held = tuple(convert.from_wire(Held, version) for version in header.peer_state.versions)
-        key = ("peer", transfer)
-        self._under_way.setdefault(key, UnderWay(transfer))
         try:
-            whole = await read(key, lambda: self._spool.allocate(size))
+            whole = await read(("peer", transfer), lambda: self._spool.allocate(size))
         except OSError as error:
             self._emit(ev.PeerStateFailed(connection, transfer))
             raise UploadRefused(TransferRefusal.NO_SPACE, f"the syncer has no room for it: {error.strerror}") from error
         if whole is None:
             return None
         self._expected.pop(transfer, None)
-        self._under_way.pop(key, None)
         self._arrived[transfer] = Relayed(whole, held)
         while len(self._arrived) > MAX_RELAYED:
             self._arrived.popitem(last=False)
-        if checkpoint:
+        if expected.checkpoint:
             await self._durability.write_optimizer(whole)
         self._emit(ev.PeerStateReceived(transfer))
         return upload_reply(True)
 
-    def note_chunk(self, key: Hashable) -> None:
-        """Some bytes of an upload came. Of a state the core hears so about once a second."""
-        under_way = self._under_way.get(key)
+    def note_chunk(self, key: Hashable, process: str, count: int) -> None:
+        """So many bytes of an upload came. Of a state the core hears so about once a second, and also of what its
+        sender uploads beside it, which has the same link; but not for ever."""
         now = time.monotonic()
-        if under_way is not None and now >= under_way.tell_at:
-            under_way.tell_at = now + 1.0
-            self._emit(ev.PeerStateAdvanced(under_way.transfer))
+        for transfer, expected in self._expected.items():
+            if expected.process != process:
+                continue
+            expected.overtaken_by = 0 if key == ("peer", transfer) else expected.overtaken_by + count
+            if now >= expected.tell_at and expected.overtaken_by < OVERTAKEN_BYTES:
+                expected.tell_at = now + 1.0
+                self._emit(ev.PeerStateAdvanced(transfer))
 
     def offer(self, transfer: int, process: str) -> None:
         """Let a process download a state that has arrived."""

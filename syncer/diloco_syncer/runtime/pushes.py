@@ -109,7 +109,7 @@ class ReceivedPushes:
     async def _judge_push(self, header: PushHeader, encoded: Array) -> bytes:
         """Decode a push, whose bytes are all here, and ask the core; returns the reply."""
         loop = asyncio.get_running_loop()
-        delta, squares = await loop.run_in_executor(self.decode_thread, self._decode, header, encoded)
+        delta, squares, growth = await loop.run_in_executor(self.decode_thread, self._decode, header, encoded)
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()
@@ -120,11 +120,12 @@ class ReceivedPushes:
             payload.delta, payload.spooled = None, loop.create_future()
             self._unspooled[handle] = payload
         del delta, encoded
-        self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle))
+        self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle, growth))
         return await verdict
 
-    def _decode(self, header: PushHeader, encoded: Array) -> tuple[Floats, Float64s]:
-        """Values float32[elements], which may share ``encoded``'s memory, and ``piece_squares`` of them."""
+    def _decode(self, header: PushHeader, encoded: Array) -> tuple[Floats, Float64s, float]:
+        """Values float32[elements], which may share ``encoded``'s memory, ``piece_squares`` of them, and how large they
+        are beside Θ."""
         layout = self.model.layout
         assert layout is not None
         elements = layout.elements(header.fragment)
@@ -133,7 +134,8 @@ class ReceivedPushes:
         else:
             out = self.buffers.allocate(4 * elements).view(np.float32)
             values = codec.decode(encoded, header.encoding, elements, out)
-        return values, piece_squares(layout.fragments[header.fragment], values)
+        squares = piece_squares(layout.fragments[header.fragment], values)
+        return values, squares, self.model.growth(header.fragment, squares)
 
     def restore_offer(self, offer: SpooledOffer) -> int:
         """Take back a spooled offer, at start; returns its handle. Raises ``codec.CodecError`` if it does not fit its
@@ -153,6 +155,10 @@ class ReceivedPushes:
         encoded, and read from the store; blocks. Raises OSError, ``StoreUnusable``."""
         held = [self._held[handle] for handle in handles]
         return [self._gradient(payload) for payload in held], [payload.squares for payload in held]
+
+    def norm(self, handle: int) -> float:
+        """The L2 norm of a push."""
+        return self._held[handle].norm
 
     def _gradient(self, payload: Payload) -> Delta:
         delta, encoded, header = payload.delta, payload.encoded, payload.header

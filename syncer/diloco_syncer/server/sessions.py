@@ -377,8 +377,10 @@ class Sessions:
         match action:
             case ev.OfferPeerState() if connection is not None:
                 self.relay.offer(action.transfer, connection.process)
-            case ev.RequestPeerState():
-                self.relay.expect_upload(action.transfer, action.connection, action.checkpoint)
+            case ev.RequestPeerState() if connection is not None:
+                self.relay.expect_upload(
+                    action.transfer, connection.number, connection.process, checkpoint=action.checkpoint
+                )
         if connection is not None:
             connection.send(messages.addressed_message(action, self.core.epoch))
 

@@ -2,10 +2,10 @@
 
 Names in the store::
 
-    job.json                        which job this is, and digests of what may not change
+    job.json, job.copy.json         which job this is, and digests of what may not change
     epochs/<n>                      one per syncer that ran (epochs.Epoch)
     initial/e<epoch>-a<attempt>-... version 0, staged: layout, one record per fragment, frozen blob
-    initial.json                    created once, exclusively: version 0 is these objects
+    initial.json, initial.copy.json   created once, exclusively: version 0 is these objects
     records/f<p>-v<version>.rec     one merge (records.MergeRecord), created exclusively
     state/e<epoch>-n<n>.json        the core's state document, each written once
     manifests/e<epoch>-n<n>.json    a checkpoint: a state and the record of every fragment that goes with it
@@ -15,8 +15,12 @@ Names in the store::
     tape/<n>.jsonl                  the event tape (tape.py)
 
 What a restart takes of it is in restore.py. Records are kept from the older of the two newest states on, so one
-damaged state loses nothing. A store in which nothing fits together is refused: a job is never begun anew over what
-could not be read.
+damaged state loses nothing. Of each fragment the record before the newest is kept too, whatever the states say, so one
+damaged record costs its fragment one version, and nothing where a learner holds that one. What is written once for the
+whole job is there twice (``copy_name``): its identity, and all of version 0, whose fragments' copies go with the first
+merge. So no damage of one object makes a store unusable. ``scrub`` finds a damaged newest record while the syncer
+still has its content. A store in which nothing fits together is refused: a job is never begun anew over what could not
+be read.
 """
 
 from __future__ import annotations
@@ -39,10 +43,10 @@ from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.books.ledger import header_from_json, header_to_json
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, Store
-from diloco_syncer.store.documents import pack_document, read_document
-from diloco_syncer.store.epochs import Epoch
-from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
-from diloco_syncer.store.restore import StoreReader, StoreUnusable, epoch_of
+from diloco_syncer.store.documents import copy_name, create_copied, pack_document, read_document
+from diloco_syncer.store.epochs import Epoch, epoch_of
+from diloco_syncer.store.records import Array, Damaged, MergeRecord, record_name
+from diloco_syncer.store.restore import StoreReader, StoreUnusable
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ class SpooledOffer:
 class Restored:
     """A store's content at start. ``core`` None: no state yet; ``layout`` None: no version 0 yet.
 
-    ``newest``: per fragment the record to go on from. ``newer``: records after the
+    ``newest``: per fragment the record to go on from, or a stand-in. ``newer``: records after the
     state, without arrays, in the order of their merges.
     """
 
@@ -105,7 +109,7 @@ class Checkpoints:
 
     def __init__(self, store: Store, epoch: Epoch, job: str, keep: int) -> None:
         self.store = store
-        self.reader = StoreReader(store, job)
+        self.reader = StoreReader(store, job, restart=True)
         self.epoch = epoch
         self.job = job
         self.keep = max(1, keep)
@@ -119,17 +123,10 @@ class Checkpoints:
 
         Raises ``StoreUnusable`` if this is another job's store, or a field changed that may not.
         """
-        body = {"job": self.job, "digests": dict(digests)}
         try:
-            self.store.create("job.json", *pack_document(body))
-            return
-        except ObjectExists:
-            try:
-                found = read_document(self.store, "job.json")
-            except Damaged as error:
-                raise StoreUnusable(
-                    f"whose store this is cannot be read: {error}; restore the file from a copy"
-                ) from error
+            found = create_copied(self.store, "job.json", {"job": self.job, "digests": dict(digests)})
+        except Damaged as error:
+            raise StoreUnusable(f"whose store this is cannot be read: {error}; restore the file from a copy") from error
         if found["job"] != self.job:
             raise StoreUnusable(f"this store holds the job {found['job']!r}, not {self.job!r}: use another store")
         changed = sorted(k for k, v in found["digests"].items() if digests.get(k, v) != v)
@@ -142,9 +139,10 @@ class Checkpoints:
     # ------------------------------------------------------------- version 0
 
     def stage(self, attempt: int, part: str, *data: Buffer) -> str:
-        """Keep a part of version 0 durably, not yet in force; returns its name."""
+        """Keep a part of version 0 durably, not yet in force, and a copy of it; returns its name."""
         name = f"initial/e{self.epoch.number:010d}-a{attempt:04d}-{part}"
-        self.store.replace(name, *data)
+        for each in (name, copy_name(name)):
+            self.store.replace(each, *data)
         return name
 
     def commit_initial(self, layout: str, fragments: Sequence[str], frozen: str, frozen_digest: str = "") -> None:
@@ -153,11 +151,8 @@ class Checkpoints:
         self.epoch.check()
         body = {"job": self.job, "layout": layout, "fragments": list(fragments), "frozen": frozen}
         body["frozen_digest"] = frozen_digest
-        try:
-            self.store.create("initial.json", *pack_document(body))
-        except ObjectExists as error:
-            if read_document(self.store, "initial.json") != body:
-                raise HigherEpoch("another syncer has stored version 0 meanwhile; this one stops") from error
+        if create_copied(self.store, "initial.json", body) != body:
+            raise HigherEpoch("another syncer has stored version 0 meanwhile; this one stops")
         self.reader.initial = body
 
     # ------------------------------------------------------------- records
@@ -184,6 +179,23 @@ class Checkpoints:
                 if found.digest != record.digest:
                     raise StoreUnusable(f"{name} was made twice in epoch {record.epoch}, differently") from None
                 break  # a put whose answer was lost
+        self.epoch.check()
+
+    def find_damage(self, fragment: int, version: int) -> str:
+        """Why a record is not what was written, in words; empty: it is whole. Raises OSError."""
+        name = self.reader.name_of(fragment, version)
+        try:
+            self._map(name, "merge")
+        except ObjectNotFound:
+            return f"{name} is gone"
+        except Damaged as error:
+            return str(error)
+        return ""
+
+    def write_record_again(self, record: MergeRecord) -> None:
+        """Put a whole record in the place of a damaged one. Raises ``HigherEpoch``, OSError."""
+        self.epoch.check()
+        self.store.replace(self.reader.name_of(record.fragment, record.version), *record.pack())
         self.epoch.check()
 
     def _set_aside(self, name: str) -> None:
@@ -264,7 +276,7 @@ class Checkpoints:
 
     def read_blob(self, name: str) -> Array:
         """A blob's bytes, verified; mapped from the disk where the store has files."""
-        return self._map(name, "blob")[1]["blob"]
+        return self.reader.read_either(name, lambda each: self._map(each, "blob")[1]["blob"])
 
     def _map(self, name: str, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
         """A stored file's body and arrays, verified; the arrays are mapped where the store has files. Raises
@@ -316,11 +328,11 @@ class Checkpoints:
             doomed += [name for name in self.store.list("state") if name not in states]
             floor = [min(versions) for versions in zip(*(v for _, v in newest), strict=False)]
             named = {name for m in kept_manifests for name in m["records"]}
-            for name in self.store.list("records"):
-                parsed = parse_record_name(name)
-                if parsed and name not in named and parsed[0] < len(floor) and parsed[1] < floor[parsed[0]]:
-                    doomed.append(name)
-            doomed += self._doomed_initial(floor, named)
+            records_there = self._versions_there(len(floor))
+            for fragment, there in enumerate(records_there):
+                older = [v for v in there[:-2] if v < floor[fragment]]  # the newest stays, and the one before it
+                doomed += [name for v in older if (name := record_name(fragment, v)) not in named]
+            doomed += self._doomed_initial(floor, records_there, named)
         optimizers = {optimizer, *(m["optimizer"] for m in kept_manifests)}
         doomed += [name for name in self.store.list("optimizer") if name not in optimizers]
         doomed = [name for name in doomed if epoch_of(name) <= self.epoch.number]
@@ -329,13 +341,27 @@ class Checkpoints:
             self.store.delete(name)
         return len(doomed)
 
-    def _doomed_initial(self, floor: Sequence[int], named: set[str]) -> list[str]:
+    def _versions_there(self, fragments: int) -> list[list[int]]:
+        """The versions of each fragment that have records, ascending."""
+        there: list[list[int]] = [[] for _ in range(fragments)]
+        for fragment, version in self.reader.merges():
+            if fragment < fragments:
+                there[fragment].append(version)
+        return [sorted(versions) for versions in there]
+
+    def _doomed_initial(self, floor: Sequence[int], there: Sequence[Sequence[int]], named: set[str]) -> list[str]:
         initial = self.reader.initial
         if initial is None:
             return []
-        keep = {initial["layout"], initial["frozen"]} | named
-        # A state from before version 0 has no versions: one that had to wait may come after version 0.
-        keep |= {n for p, n in enumerate(initial["fragments"]) if p >= len(floor) or floor[p] == 0}
+        keep = {initial["layout"], initial["frozen"]}
+        keep |= {copy_name(name) for name in keep if name} | named
+        for fragment, name in enumerate(initial["fragments"]):
+            # A state from before version 0 has no versions: one that had to wait may come after version 0.
+            merges = len(there[fragment]) if fragment < len(floor) else 0
+            if merges < 2 or floor[fragment] == 0:
+                keep.add(name)
+            if not merges:
+                keep.add(copy_name(name))
         return [name for name in self.store.list("initial") if name not in keep]
 
     # ------------------------------------------------------------- restart
@@ -354,7 +380,7 @@ class Checkpoints:
         restored.newer = sorted((r for chain in found.chains for r in chain.newer), key=lambda r: r.number)
         restored.number = max((record.number for record in restored.newest), default=0)
         for fragment, chain in enumerate(found.chains):
-            if chain.unusable:
+            if chain.why:
                 version = chain.newest.version
                 message = f"fragment {fragment} continues from version {version}: {chain.why}"
                 if chain.late:

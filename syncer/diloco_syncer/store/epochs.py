@@ -1,9 +1,10 @@
 """Epochs: which of several syncers the store belongs to.
 
 **Epochs.** A syncer that starts claims the epoch after the newest by creating ``epochs/<n>``; a syncer that loses the
-race tries the next. Epochs have no gaps, so a syncer finds out that it was succeeded by asking for the name after its
-own (``Epoch.check``), which it does before and after it makes a record. Between the check and the write a successor
-may appear. Then the exclusive name decides: the record is there once. The successor takes it over if it finds it at its
+race tries the next. No epoch is claimed twice, even if the store has lost a claim: states name their epochs too.
+Epochs have no gaps, so a syncer finds out that it was succeeded by asking for the name after its own
+(``Epoch.check``), which it does before and after it makes a record. Between the check and the write a successor may
+appear. Then the exclusive name decides: the record is there once. The successor takes it over if it finds it at its
 start; one that comes later is set aside at the next start (``restore.py``).
 
 **Succeeded pods.** On a node that a cluster has lost a syncer may live on, and be started again by a kubelet that the
@@ -14,11 +15,14 @@ pod that came after it (``find_successor``), while that one claimed its last epo
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 
 from diloco_protocol.common.files import TooLarge
 from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound, Store
 
+_EPOCH = re.compile(r"/e(\d{10})-")
 _MAX_EPOCHS_TRIED = 1000
 _CLAIMS_READ = 200  # the newest
 _MAX_CLAIM_BYTES = 4096
@@ -40,7 +44,11 @@ class Epoch:
 
         ``claimant`` is kept in the claim, for people and ``find_successor``. Raises ``HigherEpoch``, OSError.
         """
-        newest = max((int(name.rsplit("/", 1)[1]) for name in store.list("epochs")), default=0)
+        claimed = {int(name.rsplit("/", 1)[1]) for name in store.list("epochs")}
+        newest = max([*claimed, *map(epoch_of, store.list("state"))], default=0)
+        for number in sorted(set(range(1, newest + 1)) - claimed):  # the store has lost them
+            with contextlib.suppress(ObjectExists):
+                store.create(_epoch_name(number))
         for number in range(newest + 1, newest + 1 + _MAX_EPOCHS_TRIED):
             try:
                 store.create(_epoch_name(number), claimant)
@@ -82,6 +90,12 @@ def find_successor(store: Store, pod: str, now: float) -> str:
     if not who or abs(now - at) > LEAVE_SECONDS:
         return ""
     return f"pod {who}, which came after this one, has claimed epoch {number} of this store"
+
+
+def epoch_of(name: str) -> int:
+    """The epoch in which an object was made, by its name; 0 where the name has none (records, offers)."""
+    found = _EPOCH.search(name)
+    return int(found.group(1)) if found else 0
 
 
 def _epoch_name(number: int) -> str:

@@ -18,9 +18,10 @@ from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.store import records
 from diloco_syncer.store.base import ObjectNotFound, Store
+from diloco_syncer.store.epochs import epoch_of
 from diloco_syncer.store.records import Damaged
-from diloco_syncer.store.replay import replay_records
-from diloco_syncer.store.restore import StoreReader, epoch_of
+from diloco_syncer.store.replay import replay_records, take_back_versions
+from diloco_syncer.store.restore import StoreReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ def read_kept_tokens(job: DiLoCoJob, store: Store) -> KeptTokens | None:
     if core.ledger is None:
         return None
     offers = _offers(store)
+    take_back_versions(core, [chain.newest for chain in found.chains])
     newer = sorted((record for chain in found.chains for record in chain.newer), key=lambda record: record.number)
     replay_records(core, newer, offers)
     for header in offers:

@@ -166,12 +166,14 @@ def _read_header(store: Store, name: str, kind: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedPush:
-    """A merge record's entry for one responder: its push, normalised weight, age, and the L2 norm of its Δ."""
+    """A merge record's entry for one responder: its push, normalised weight, age, the L2 norm of its Δ, and the
+    sequences of its learner's step, by the job."""
 
     header: PushHeader
     weight: float
     age: int
     norm: float
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,7 @@ class MergeRecord:
     job_tokens: int = 0
     digest: str = ""
     recovered: Recovered | None = None
+    norm: float = 0.0  # of the merged outer gradient; not stored
 
     @property
     def follows(self) -> int:
@@ -237,7 +240,7 @@ class MergeRecord:
         body: dict[str, Any] = {} if self.recovered is None else {"recovered": self.recovered.to_json()}
         body |= {name: getattr(self, name) for name in _FIGURES}
         body["responders"] = [
-            {"header": header_to_json(r.header), "weight": r.weight, "age": r.age, "norm": r.norm}
+            {"header": header_to_json(r.header), "weight": r.weight, "age": r.age, "norm": r.norm, "batch": r.batch}
             for r in self.responders
         ]
         return body
@@ -267,7 +270,7 @@ class MergeRecord:
     def from_body(cls, body: dict[str, Any], theta: Floats) -> MergeRecord:
         """A record without its optimizer state, from the JSON part."""
         responders = tuple(
-            RecordedPush(header_from_json(row["header"]), row["weight"], row["age"], row["norm"])
+            RecordedPush(header_from_json(row["header"]), row["weight"], row["age"], row["norm"], batch=row["batch"])
             for row in body["responders"]
         )
         recovered = Recovered.from_json(body["recovered"]) if "recovered" in body else None
@@ -276,7 +279,9 @@ class MergeRecord:
 
 def responders_of(merge: Iterable[Responder], norms: Iterable[float]) -> tuple[RecordedPush, ...]:
     """A merge's responders with their norms, as a record keeps them."""
-    return tuple(RecordedPush(r.header, r.weight, r.age, float(n)) for r, n in zip(merge, norms, strict=True))
+    return tuple(
+        RecordedPush(r.header, r.weight, r.age, float(n), batch=r.batch) for r, n in zip(merge, norms, strict=True)
+    )
 
 
 def theta_digest(theta: Floats) -> str:

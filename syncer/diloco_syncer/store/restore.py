@@ -5,7 +5,9 @@ only wants the model and may run beside a running syncer. The names of objects a
 
 The newest valid state says where each fragment was; the records after it say where it is now. A gap ends them, unless
 the version after the gap came from a learner and says which version it follows. A damaged newest record takes its
-fragment back one version. A damaged state, or one whose records are gone, gives way to the state before it.
+fragment back one version, also below the state's: of each fragment the store keeps the record before the newest too.
+Where none is left, a *stand-in* takes its place, from which the job never goes on (core/recovery). A damaged state
+gives way to the state before it. What is there once for the whole job has a copy (documents.py).
 
 A record above the state's version and of a lower epoch than the state's ends them too. A syncer that had been succeeded
 made it after its successor had read the store. It told nobody, and the successor may have acknowledged offers of the
@@ -14,45 +16,52 @@ same steps.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from diloco_protocol.arrays.layout import Layout, LayoutError
+from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.store import records
 from diloco_syncer.store.base import ObjectNotFound, Store
-from diloco_syncer.store.documents import read_document
-from diloco_syncer.store.records import Array, Damaged, MergeRecord, parse_record_name, record_name
+from diloco_syncer.store.documents import copy_name, read_copied, read_document
+from diloco_syncer.store.epochs import epoch_of
+from diloco_syncer.store.records import Array, Damaged, MergeRecord, Recovered, parse_record_name, record_name
 
-_EPOCH = re.compile(r"/e(\d{10})-")
+T = TypeVar("T")
 
 
 class StoreUnusable(Exception):
     """The store is of another job, or nothing in it fits together; the message says what to do."""
 
 
-def epoch_of(name: str) -> int:
-    """The epoch in which an object was made, by its name; 0 where the name has none (records, offers)."""
-    found = _EPOCH.search(name)
-    return int(found.group(1)) if found else 0
-
-
 @dataclass(slots=True)
 class Chain:
-    """One fragment's newest usable record, and the records from the state's version to it, without arrays.
+    """One fragment's newest usable record, and the records from the state's version ``begun`` to it, without arrays.
 
+    ``newest``: where the record of ``begun`` and all after it are lost, an earlier one, or a stand-in for it.
     ``unusable``: the versions above, which ``why`` explains. ``late``: of them one that a succeeded syncer made, if
     it is that which ends the chain.
     """
 
     newest: MergeRecord
     newer: list[MergeRecord]
+    begun: int
     unusable: list[int] = field(default_factory=list)
     why: str = ""
     late: bool = False
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether no record of the fragment is left."""
+        return self.newest.made_in == STAND_IN
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the fragment has less than the state says."""
+        return self.newest.version < self.begun
 
 
 @dataclass(slots=True)
@@ -72,26 +81,45 @@ class FoundState:
 @dataclass
 class StoreReader:
     """Reads one job's store. All methods block. ``with_arrays`` False: of records the arrays are neither read nor
-    verified."""
+    verified. ``restart``: what is read is gone on from; what is damaged is written anew from its copy, and fragments of
+    which nothing is left get stand-ins."""
 
     store: Store
     job: str
     with_arrays: bool = True
+    restart: bool = False
     initial: dict[str, Any] | None = None  # initial.json: version 0's objects
 
     def layout(self) -> Layout | None:
         """The layout of version 0; None: there is none yet. Raises ``StoreUnusable``."""
-        if not self.store.exists("initial.json"):
-            return None
         try:
-            self.initial = read_document(self.store, "initial.json")
+            self.initial = read_copied(self.store, "initial.json", repair=self.restart)
+            if self.initial is None:
+                return None
             return Layout.from_json(self.blob(self.initial["layout"]).tobytes())
         except (Damaged, ObjectNotFound, LayoutError) as error:
             raise StoreUnusable(f"version 0's layout cannot be read: {error}; restore the store") from error
 
     def blob(self, name: str) -> Array:
         """A stored blob's bytes, verified. Raises ``ObjectNotFound``, ``Damaged``."""
-        return records.unpack(self.store.read(name, records.MAX_FILE), "blob", name)[1]["blob"]
+
+        def read(each: str) -> Array:
+            return records.unpack(self.store.read(each, records.MAX_FILE), "blob", each)[1]["blob"]
+
+        return self.read_either(name, read)
+
+    def read_either(self, name: str, read: Callable[[str], T]) -> T:
+        """What ``read`` makes of an object, or of its copy where the object is damaged or gone and has one. Raises
+        ``ObjectNotFound``, ``Damaged``."""
+        try:
+            return read(name)
+        except (Damaged, ObjectNotFound):
+            if not self.store.exists(copy_name(name)):
+                raise
+            found = read(copy_name(name))
+        if self.restart:
+            self.store.replace(name, self.store.read(copy_name(name), records.MAX_FILE))
+        return found
 
     def name_of(self, fragment: int, version: int) -> str:
         if version == 0 and self.initial is not None:
@@ -102,7 +130,9 @@ class StoreReader:
         """One version of a fragment, verified. Raises ``ObjectNotFound``, ``Damaged``."""
         name = self.name_of(fragment, version)
         if self.with_arrays:
-            record = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
+            record = self.read_either(
+                name, lambda each: MergeRecord.unpack(self.store.read(each, records.MAX_FILE), each)
+            )
         else:
             record = self.header(fragment, version)
         if (record.job, record.fragment, record.version) != (self.job, fragment, version):
@@ -111,7 +141,8 @@ class StoreReader:
 
     def header(self, fragment: int, version: int) -> MergeRecord:
         """One version's record without its arrays, which are not verified. Raises ``ObjectNotFound``, ``Damaged``."""
-        body = records.read_body(self.store, self.name_of(fragment, version), "merge")
+        name = self.name_of(fragment, version)
+        body = self.read_either(name, lambda each: records.read_body(self.store, each, "merge"))
         return MergeRecord.from_body(body, np.empty(0, np.float32))
 
     def merges(self) -> Iterator[tuple[int, int]]:
@@ -133,7 +164,7 @@ class StoreReader:
                 versions: list[int] = body["versions"]
                 if layout is not None:
                     versions = versions or [0] * len(layout)
-                    found.chains = self.chains(versions, epoch_of(name))
+                    found.chains = self.chains(layout, versions, epoch_of(name))
                 elif versions:
                     raise StoreUnusable("there are merges but no initial.json in the store: restore it from a copy")
             except (Damaged, ObjectNotFound) as error:
@@ -141,25 +172,29 @@ class StoreReader:
                 continue
             found.name, found.core, found.versions = name, body["core"], versions
             return found
-        if names:
+        if names and any(True for _ in self.merges()):
             raise StoreUnusable(
                 "no state in the store can be used: "
                 + "; ".join(found.problems[-3:])
                 + ": restore the store from a copy, or use another"
             )
-        if layout is not None:  # stopped between version 0 and the first state
-            found.chains = [Chain(self.record(fragment, 0), []) for fragment in range(len(layout))]
+        if layout is not None:  # there is version 0, and no state yet
+            found.chains = self.chains(layout, [0] * len(layout), 0)
         return found
 
-    def chains(self, versions: Sequence[int], epoch: int = 0) -> list[Chain]:
-        """The chain of each fragment from these versions on, which a syncer of ``epoch`` had. Raises
-        ``ObjectNotFound`` or ``Damaged`` if one of ``versions`` itself cannot be read."""
+    def chains(self, layout: Layout, versions: Sequence[int], epoch: int) -> list[Chain]:
+        """The chain of each fragment from these versions on, which a syncer of ``epoch`` had. Raises ``StoreUnusable``
+        where nothing is left of a fragment, and no restart goes on with a stand-in."""
         there: dict[int, set[int]] = {}
         for fragment, version in self.merges():
             there.setdefault(fragment, set()).add(version)
-        return [self._chain(f, begun, epoch, there.get(f, set())) for f, begun in enumerate(versions)]
+        chains = [self._chain(layout, p, begun, epoch, there=there.get(p, set())) for p, begun in enumerate(versions)]
+        lost = [chain for chain in chains if chain.is_stand_in]
+        if lost and not self.restart:
+            raise StoreUnusable(f"no whole version is left of fragment {lost[0].newest.fragment}: {lost[0].why}")
+        return chains
 
-    def _chain(self, fragment: int, begun: int, epoch: int, there: set[int]) -> Chain:
+    def _chain(self, layout: Layout, fragment: int, begun: int, epoch: int, there: set[int]) -> Chain:
         problems: list[str] = []
         newer = self._newer(fragment, begun, there, problems)
         made_late = [place for place, record in enumerate(newer) if record.epoch < epoch]
@@ -173,15 +208,29 @@ class StoreReader:
                 newest = self.record(fragment, version)
                 break
             except (Damaged, ObjectNotFound) as error:
-                if version == begun:
-                    raise
-                problems.append(str(error))
+                problems.append(f"{error or type(error).__name__}")
+                if not newer:
+                    newest = self._below(fragment, begun, there) or stand_in(
+                        self.job, fragment, layout.elements(fragment)
+                    )
+                    break
                 newer.pop()
+        version = newest.version
         above = sorted(v for v in there if v > version)
-        why = ""
-        if above:
-            why = f"versions {above[0]} to {above[-1]} cannot be used: {'; '.join(problems) or 'a gap'}"
-        return Chain(newest, newer, above, why, late=bool(made_late) and len(problems) == 1)
+        chain = Chain(newest, newer, begun, above, late=bool(made_late) and len(problems) == 1)
+        if above or chain.is_behind or (chain.is_stand_in and problems):
+            lost = [*above, begun] if chain.is_behind else above or [begun]
+            chain.why = f"versions {min(lost)} to {max(lost)} cannot be used: {'; '.join(problems) or 'a gap'}"
+        return chain
+
+    def _below(self, fragment: int, begun: int, there: set[int]) -> MergeRecord | None:
+        """The newest record below ``begun`` that can be read; None: there is none."""
+        for version in sorted({v for v in there if v < begun} | ({0} if begun else set()), reverse=True):
+            try:
+                return self.record(fragment, version)
+            except (Damaged, ObjectNotFound):
+                continue
+        return None
 
     def _newer(self, fragment: int, begun: int, there: set[int], problems: list[str]) -> list[MergeRecord]:
         """The records that follow version ``begun``, without arrays; what ends them goes to ``problems``."""
@@ -202,3 +251,9 @@ class StoreReader:
         except (Damaged, ObjectNotFound) as error:
             problems.append(str(error))
         return newer
+
+
+def stand_in(job: str, fragment: int, elements: int) -> MergeRecord:
+    """A version 0 in the place of versions of which none is left."""
+    theta = np.zeros(elements, np.float32)
+    return MergeRecord(job, 0, fragment, 0, theta=theta, recovered=Recovered(0, STAND_IN, ()))

@@ -4,7 +4,10 @@ Each line says when which fragment reached which version out of which pushes (sl
 age, tokens, steps, weight, norm), how long the round waited and the merge took, the SHA-256 of the result, and in
 ``previous`` the SHA-256 of the line before: changing or leaving out a line breaks the chain at the next.
 Where a store has lost versions, a line ``discarded`` says from which version the fragment goes on, and a line
-``recovered-from-learner`` that a later version came from a learner.
+``recovered-from-learner`` that a later version came from a learner. At each start a line ``settings`` says by which
+rules merges are made from then on; an ``event`` is a transition of the job (a learner joined, was lost or refused, the
+phase changed); ``refused`` counts the uploads that were refused, by reason, since the job's start. ``diloco audit``
+reads it all (``diloco_syncer.audit``).
 
 **Segments.** The tape is a series of objects ``tape/<number of the first line>.jsonl``. In a directory a segment is
 begun whole, then appended to up to ``SEGMENT_BYTES``. A bucket cannot append: there each checkpoint makes one. A
@@ -32,7 +35,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,12 @@ from diloco_syncer.store.records import FORMAT, FormatRefused, MergeRecord, chec
 FOLDER = "tape"
 SEGMENT_BYTES = 64 << 20  # of a directory's; the next line begins another
 RECOVERED = "recovered-from-learner"
+MERGE = "merge"
 SEGMENT = "segment"
+DISCARDED = "discarded"
+SETTINGS = "settings"
+EVENT = "event"
+REFUSED = "refused"
 _LAST = f"{FOLDER}/last.json"
 _MAX_SEGMENT = 1 << 32
 _MAX_HEAD = 1 << 20
@@ -60,7 +68,7 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
     taken = record.recovered
     line = {
         "format": FORMAT,
-        "kind": "merge" if taken is None else RECOVERED,
+        "kind": MERGE if taken is None else RECOVERED,
         "number": record.number,
         "time": round(record.time, 6),
         "fragment": record.fragment,
@@ -75,15 +83,18 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
             {
                 "slot": r.header.slot,
                 "incarnation": r.header.incarnation,
+                "tenure": r.header.report.tenure or r.header.incarnation,
                 "sequence": r.header.sequence,
                 "base_epoch": r.header.epoch,
                 "base_version": r.header.base_version,
+                "oldest_version": r.header.oldest_version,
                 "first_step": r.header.first_step,
                 "last_step": r.header.last_step,
                 "offer": r.header.round == 0,
                 "age": r.age,
                 "tokens": r.header.tokens,
                 "steps": r.header.steps,
+                "batch": r.batch,
                 "weight": r.weight,
                 "norm": r.norm,
             }
@@ -180,7 +191,7 @@ class Tape:
     def _has_head(self, name: str) -> bool:
         """Whether the segment is there, and its first line is understood."""
         try:
-            decode_line(self._store.read_start(name, _MAX_HEAD).split(b"\n", 1)[0], _first_of(name))
+            decode_line(self._store.read_start(name, _MAX_HEAD).split(b"\n", 1)[0], first_line_of(name))
         except (ObjectNotFound, TapeError):
             return False
         return True
@@ -191,7 +202,7 @@ class Tape:
         if path is not None:
             self._cut_torn_line(path)
         data = self._store.read(name, _MAX_SEGMENT)
-        self.lines = _first_of(name) - 1
+        self.lines = first_line_of(name) - 1
         wrong = "" if data else f"{name} is empty"
         follows = True
         for place, raw in enumerate(data.splitlines(keepends=True)):
@@ -214,7 +225,7 @@ class Tape:
         if not wrong:
             return len(data)
         self.damage = self.damage or wrong
-        aside = f"discarded/tape-{_first_of(name):012d}-{line_digest(data)[:8]}.jsonl"
+        aside = f"discarded/tape-{first_line_of(name):012d}-{line_digest(data)[:8]}.jsonl"
         self._store.replace(aside, data)
         self.previous = ""
         return None
@@ -252,7 +263,7 @@ class Tape:
         self._add(
             {
                 "format": FORMAT,
-                "kind": "discarded",
+                "kind": DISCARDED,
                 "time": round(time, 6),
                 "fragment": fragment,
                 "epoch": epoch,
@@ -260,6 +271,10 @@ class Tape:
                 "reason": reason,
             }
         )
+
+    def append_note(self, kind: str, time: float, body: Mapping[str, Any]) -> None:
+        """Write a line that is of no merge: ``SETTINGS``, ``EVENT`` or ``REFUSED``."""
+        self._add({"format": FORMAT, "kind": kind, "time": round(time, 6), **body})
 
     def flush(self) -> None:
         """Bring every line to the device. Raises ``TapeError``, OSError: nothing is lost, and it may be repeated."""
@@ -353,8 +368,11 @@ def newest_of(line: dict[str, Any]) -> dict[int, int]:
     """The versions that a line says were reached, by fragment."""
     if line["kind"] == SEGMENT:
         return {int(fragment): operator.index(version) for fragment, version in line["newest"].items()}
+    if line["kind"] in (SETTINGS, EVENT, REFUSED):
+        return {}
     return {operator.index(line["fragment"]): operator.index(line["version"])}
 
 
-def _first_of(name: str) -> int:
+def first_line_of(name: str) -> int:
+    """The number of a segment's first line, by its name."""
     return int(name.removeprefix(f"{FOLDER}/").removesuffix(".jsonl"))

@@ -74,8 +74,8 @@ def has_ended(process: psutil.Process) -> bool:
 def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     running: list[Program] = []
 
-    def make(name: str, *arguments: str | Path) -> Program:
-        running.append(Program(tmp_path, name, *arguments))
+    def make(name: str, *arguments: str | Path, folder: Path = tmp_path) -> Program:
+        running.append(Program(folder, name, *arguments))
         return running[-1]
 
     yield make
@@ -244,6 +244,39 @@ def test_a_third_learner_trains_beyond_the_two_of_the_job(tmp_path: Path, start:
     assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]
     for row in report["learners"]:
         assert row["tokens"] == 2 * 32 * row["steps"] > 0, "the region's batch, and not training.batch"
+
+
+@pytest.mark.promise("A learner whose data have another content than the job's is refused, with the first place of it")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_machine_with_another_corpus_of_the_same_size_is_refused(
+    tmp_path: Path, start: Callable[..., Program]
+) -> None:
+    """English on one machine and digits on the other, both at the path that the job names."""
+    texts = {"english": WORDS * 500, "digits": (("0123456789" * 8)[: len(WORDS) - 1] + "\n") * 500}
+    assert len({len(text) for text in texts.values()}) == 1
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB.format(steps=1_000_000, learners=2))
+    served = start("served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0", "--no-evaluator")
+    addresses = tmp_path / "hub" / "address.json"
+    wait_until(addresses.exists, "the address file", served.process, served.log)
+    sync = json.loads(addresses.read_text())["sync"]
+    joined = {}
+    for name, text in texts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "corpus.txt").write_text(text)
+        (folder / "job.yaml").write_text(job.read_text())
+        join = ("learner", "join", sync, "job.yaml", "--join-token-file", tmp_path / "hub" / "join-token")
+        joined[name] = start(name, *join, "--workdir", "work", folder=folder)
+        if name == "english":
+            first = joined[name]
+            wait_until(lambda: "took slot" in served.output, "its slot", first.process, own_work, first.log)
+    refused = joined["digits"]
+    assert refused.ends() == 1, refused.output
+    words = "as many sequences as the job's, and other content (items 0 to 255 are the first that differ)"
+    assert words in refused.output and "give every learner the same data" in refused.output
+    assert joined["english"].process.poll() is None, joined["english"].output
 
 
 @pytest.mark.promise(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -139,11 +140,16 @@ def _a_long_job() -> StatusDocument:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Page:
-    """What a browser shows of the job above, some seconds after it has opened the page."""
+    """What a browser shows of the job above."""
+    return open_page(tmp_path, _a_long_job)
+
+
+def open_page(tmp_path: Path, status: Callable[[], StatusDocument]) -> Page:
+    """What a browser shows of a job, some seconds after it has opened the page."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip("no browser is installed (Debian: chromium)")
-    served = ThreadedPages({"/": front_page, "/status": json_page(_a_long_job)}, "127.0.0.1:0")
+    served = ThreadedPages({"/": front_page, "/status": json_page(status)}, "127.0.0.1:0")
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,1000", "--dump-dom"]
     try:
         shown = subprocess.run(
@@ -187,6 +193,12 @@ def test_the_curve_has_numbers_and_its_first_point_flattens_nothing(opened: Page
     heights = [float(point.partition(",")[2]) for point in opened.lines.split()]
     assert heights[0] < 0 and max(heights[5:]) - min(heights[5:]) > 100  # pixels, of 192
     assert "5.545 at 0 tokens" in opened.text["loss-text"]
+
+
+def test_a_curve_of_few_scores_is_drawn_whole(tmp_path: Path) -> None:
+    page = open_page(tmp_path, lambda: _a_long_job().model_copy(update={"eval_loss": [(0, 5.566), (955_648, 1.999)]}))
+    heights = [float(point.partition(",")[2]) for point in page.lines.split()]
+    assert 0 < heights[0] < heights[1] and "leaves out" not in page.text["loss-text"]
 
 
 async def test_other_paths_name_the_pages() -> None:

@@ -17,7 +17,13 @@ from paced_runs import Found, StatusWatch
 
 def found(last: tuple[float, float, float], joined: float | None = None) -> Found:
     return Found(
-        0.9, last[1] / last[0], last[2], {"whole": 0.75, "half": 0.25}, curve=[(0, 0, 6.0), last], joined=joined
+        0.9,
+        last[1] / last[0],
+        last[2],
+        1.5,
+        share={"whole": 0.75, "half": 0.25},
+        curve=[(0, 0, 6.0), last],
+        joined=joined,
     )
 
 
@@ -37,6 +43,7 @@ def test_figures_are_beside_the_first_kind_and_of_one_kind_beside_nothing() -> N
     rows = {row["name"]: row for row in heterogeneous.figures("speeds", kinds)}
     assert rows["speeds: one: merged tokens"]["ratio"] == pytest.approx(0.5)
     assert rows["speeds: one: merged tokens"]["against"] == "all"
+    assert rows["speeds: one: learners in a merge"]["value"] == 1.5
     assert rows["speeds: one: joined until merged"]["ratio"] == pytest.approx(1.92 / (8 * heterogeneous.PACE))
     assert rows["speeds: all: tokens of whole"]["ratio"] == pytest.approx(1.5)
     (alone,) = [row for row in heterogeneous.figures("speeds", {"all": kinds["all"]}) if "final loss" in row["name"]]

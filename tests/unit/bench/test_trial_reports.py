@@ -13,8 +13,10 @@ from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
+from trials.cells import Cache, Trial
 from trials.reports import ablation_report, quality_report, show_trials
-from trials.tables import TrialRow, make_row
+from trials.search import learners_in_merges, of_seeds
+from trials.tables import TrialRow, make_row, row_lines
 
 
 def row(group: str, merges: int, arm: str, *losses: float) -> TrialRow:
@@ -49,6 +51,16 @@ def test_an_arm_is_a_bar_in_per_cent_for_each_length() -> None:
     assert numbers[0]["6 merges"] == pytest.approx(1.0) and "40 merges" not in numbers[0]
     assert numbers[1]["6 merges"] == pytest.approx(10.0) and numbers[1]["40 merges"] == pytest.approx(-1.0)
     assert not plot.series[0].low, "one seed has no interval"
+
+
+def test_a_row_says_how_many_learners_a_merge_had(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "trials.jsonl")
+    trials = of_seeds(Trial("dense", "small", 6, 0, learners=4), 3)
+    assert learners_in_merges(trials, cache) is None
+    for trial, responders in zip(trials, (4.0, 3.0), strict=False):
+        cache.put(trial, {"loss": 2.0, "responders": responders})
+    found = make_row("a", [2.0], "b", [2.0], learners=learners_in_merges(trials, cache))
+    assert "3.50 learners in a merge" in next(row_lines([found]))
 
 
 def test_what_is_printed_and_what_is_written_are_one_document(

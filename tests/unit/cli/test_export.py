@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from diloco.console import CommandError
-from diloco.export.export import ExportFailed, MergedModel, read_merged, write_merged
+from diloco.export.export import ExportFailed, MergedModel, difference, read_merged, write_merged
 from diloco.export.tensors import write_tensors
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.spec.load import parse_job
@@ -52,6 +52,13 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
     with pytest.raises(SafetensorError, match="dtype"):
         write_tensors("j", LAYOUT, wrong, [3, 4], out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_not_the_jobs_last_score_is_a_fault_only_of_the_same_merges() -> None:
+    score = (76_032, 2.0, 12)
+    assert difference(2.03, score, 12) == difference(1.97, score, 99) == ""
+    assert difference(2.1, score, 1_012) == "; 1,000 merges were made since"
+    assert difference(2.1, score, 12).startswith("\nwarning: ")
 
 
 def test_what_is_no_runs_directory_is_told_by_what_it_is(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
         taken = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(CommandError, match=r"cannot listen there \(Address already in use\); choose another"):
             check_listen(taken)
+    with pytest.raises(CommandError, match="choose an address of this machine"):
+        check_listen("192.0.2.1:0")
     check_listen(f"127.0.0.1:{free_port()}")
 
 

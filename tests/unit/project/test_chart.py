@@ -159,6 +159,7 @@ def busy_job() -> StatusDocument:
             "peers_expire": 1.0,
         },
         eval_loss=[[1, 1.0]],
+        learners_in_merges={"recent": 1.0, "overall": 1.0, "exchange_seconds": 1.0, "overlap_seconds": 1.0},
         versions=[1],
         refused={"other-round": 1},
         slots=[slot_row(region="local", loss=1.0, link=link)],
@@ -170,6 +171,8 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     shown = set(re.findall(r"\bdiloco_[a-z_]+\b", json.dumps(DASHBOARD)))
     assert len(shown) > 25
     assert not shown - metric_names()
+    first_rank = {"tokens_per_second", "eval_loss_nats", "goodput_ratio", "learners_in_merges"}
+    assert not {f"diloco_{name}" for name in first_rank} - shown
 
 
 def test_alerts_ask_for_metrics_that_there_are() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_syncer.runtime.durability import Durability, Snapshot
 from diloco_syncer.store import checkpoint
 from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store
@@ -132,6 +133,34 @@ def test_the_simulation_notices_a_succeeded_syncer_that_acknowledges_offers(monk
     monkeypatch.setattr(Checkpoints, "spool_offer", unfenced(Checkpoints.spool_offer))
     with pytest.raises(AssertionError, match="was acknowledged, and is lost"):
         drain_taken_over()
+
+
+class StoppedInTheDrain(ShellWorld):
+    """While its learners offer what they have, the first syncer is told to stop, and its store is away for long."""
+
+    def mark_end(self) -> None:
+        super().mark_end()
+        if len(self.lives) == 1:
+            self.at(0.3, self.stop)
+
+    def stop(self) -> None:
+        self.seen["stops"] += 1
+        self.out[:] = self.now, self.now + 8.0
+        syncer = self.lives[0].syncer
+        assert syncer is not None
+        syncer.driver.stop(SyncerExit.OK, "signal SIGTERM")
+
+
+@pytest.mark.promise("A syncer that is told to stop gives no learner up meanwhile, however long its store takes")
+def test_a_syncer_that_ends_gives_nobody_up() -> None:
+    """What was mended: its learners were away until it had ended, and it took them for lost and ended the job."""
+    world = StoppedInTheDrain(QUIET)
+    world.run(limit=200.0)
+    settle_shell(world)
+    first = world.lives[0].syncer
+    assert world.seen["stops"] == 1 and first is not None
+    assert first.core.phase is JobPhase.DRAINING
+    assert not [slot for slot in first.core.slots if slot.state is SlotState.LOST]
 
 
 # 5: a succeeded syncer made a record that its successor did not see, and took offers of the same steps beside.

@@ -42,8 +42,8 @@ class ByteCounts:
 
 
 class KeptDownloads:
-    """What has come of the versions and frozen parameters whose downloads broke: of each fragment the newest. Other
-    kinds of payloads may differ under the same name, and are kept by nobody."""
+    """What has come of the versions, frozen parameters and optimizer states whose downloads broke: of each fragment,
+    and each kind of state, the newest. Other payloads may differ under the same name, and are kept by nobody."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], tuple[bytes, bulk.PartialDownload]] = {}
@@ -51,7 +51,7 @@ class KeptDownloads:
     def find(self, request: sync_pb2.DownloadRequest) -> bulk.PartialDownload:
         """What there is of this request, to be added to."""
         kinds = sync_pb2.DownloadRequest
-        if request.what not in (kinds.FULL, kinds.DELTA, kinds.FROZEN):
+        if request.what not in (kinds.FULL, kinds.DELTA, kinds.FROZEN, kinds.PEER_STATE, kinds.OPTIMIZER):
             return bulk.PartialDownload()
         place, named = (request.what, request.fragment), request.SerializeToString(deterministic=True)
         if self._kept.get(place, (b"", None))[0] != named:

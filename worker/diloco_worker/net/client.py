@@ -97,6 +97,11 @@ class SyncerClient:
         return self._connection.connected
 
     @property
+    def bytes_arrived(self) -> int:
+        """Bulk bytes that have come in the present session, of transfers that are under way too."""
+        return self._connection.probe.arriving.moved
+
+    @property
     def report_wanted(self) -> bool:
         """Whether the newest report is old enough to be replaced."""
         return self._connection.report_wanted
@@ -163,13 +168,13 @@ class SyncerClient:
 
     def fetch_optimizer(self, limit: int) -> None:
         """Download the job checkpoint's inner optimizer state, at most ``limit`` bytes; ``StateDownloaded`` follows."""
-        self._call(self._connection.start_transfer, Transfers.fetch_state, sync_pb2.DownloadRequest.OPTIMIZER, limit, 0)
+        epoch = self.connection.epoch
+        self._call(self._connection.start_transfer, Transfers.fetch_optimizer, limit, epoch)
 
     def request_peer_state(self, limit: int, patient: bool = False) -> None:
         """Ask for a healthy peer's inner optimizer state, at most ``limit`` bytes; ``StateDownloaded`` follows.
         ``patient``: also for that of one that is about to train."""
-        self._connection.state_limit = limit
-        self.send("peer", sync_pb2.LearnerMessage(peer_state_wanted=sync_pb2.PeerStateWanted(patient=patient)))
+        self._call(self._connection.request_peer_state, limit, patient)
 
     def send_state(self, transfer: int, encode: Callable[[], Bytes], versions: Sequence[tuple[int, int]]) -> None:
         """Upload this learner's inner optimizer state; ``encode`` runs in another thread."""

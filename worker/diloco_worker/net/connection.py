@@ -25,6 +25,7 @@ from typing import Any
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
 from diloco_protocol.common.reach import first_answering
+from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
@@ -59,6 +60,7 @@ _BULK_CHANNELS = 4  # connections are made when a payload is large enough to be 
 _CLOSE_SECONDS = 2.0  # for the syncer to end the session, once it is half-closed
 _SOON_SECONDS = 60.0  # after losing the syncer it is tried about once a second, then less often
 _STEADY_SECONDS = 10.0  # a session that lasted so long starts the backoff anew
+_STATE_REQUESTS = 4  # in which no state came whole; then no peer has one
 _REPORT_SECONDS = 0.02  # a report that is younger than this is not replaced without need
 
 
@@ -87,7 +89,6 @@ class SyncerConnection:
         self.counts = ByteCounts()
         self.probe = LinkProbe()
         self.count_batches: Callable[[], int] = lambda: 0  # that the loop was given since its last step
-        self.state_limit = 0  # bytes of a peer's optimizer state
         self._credentials = WorkerCredentials(self.settings)
         self._syncer_settings = SyncerSettings.of(self.settings.job.spec)  # in use
         self._heartbeat = sync.heartbeat.interval_seconds
@@ -96,6 +97,11 @@ class SyncerConnection:
         self._digests = immutable_digests(self.settings.job)
         self._cache = FragmentCache(len(self.layout))
         self._kept = KeptDownloads()
+        self._state_limit = 0  # bytes of a peer's optimizer state
+        self._state_wanted = sync_pb2.LearnerMessage()
+        self._state_requests = 0  # since one came, or none was to be had
+        self._state_offered: tuple[int, int] | None = None  # epoch and transfer of one whose download has begun
+        self._state_comes = False
         self._context = TransferContext(
             self.layout, self.inbox, self.outbox, self._cache, feedback=self.feedback, to_vector=to_vector, eager=eager
         )
@@ -291,12 +297,11 @@ class SyncerConnection:
         elif kind == "peer_state_request":
             self.inbox.put(StateRequested(message.peer_state_request.transfer))
         elif kind == "peer_state_ready":
-            transfer = message.peer_state_ready.transfer
-            if transfer:
-                what = sync_pb2.DownloadRequest.PEER_STATE
-                self._spawn(self._transfers.fetch_state, what, self.state_limit, transfer)
+            if transfer := message.peer_state_ready.transfer:
+                self._state_offered = self.status.epoch, transfer
+                self._spawn(self._fetch_peer_state)
             else:
-                self.inbox.put(StateDownloaded(True, None))
+                self._answer_peer_state(StateDownloaded(True, None))
         elif kind == "base_request":
             self._check_fragment(message.base_request.fragment)
             self._spawn(self._transfers.return_version, message.base_request)
@@ -393,6 +398,44 @@ class SyncerConnection:
         if fragment >= len(self.layout):
             raise limits.WireError(f"fragment {fragment} is named, and there are {len(self.layout)}")
 
+    # ------------------------------------------------------- a peer's optimizer state
+
+    def request_peer_state(self, limit: int, patient: bool) -> None:
+        """Ask for a state of at most ``limit`` bytes. Of one whose download broke with its session, the rest."""
+        wanted = sync_pb2.PeerStateWanted(patient=patient)
+        self._state_limit, self._state_wanted = limit, sync_pb2.LearnerMessage(peer_state_wanted=wanted)
+        if self._state_offered is None:
+            self._ask_for_state()
+        else:
+            self._spawn(self._fetch_peer_state)
+
+    def _ask_for_state(self) -> None:
+        self._state_requests += 1
+        if self._state_requests > _STATE_REQUESTS:
+            self._answer_peer_state(StateDownloaded(True, None))
+        else:
+            self.outbox.put("peer", self._state_wanted)
+
+    async def _fetch_peer_state(self) -> None:
+        if self._state_comes or self._transfers is None or self._state_offered is None:
+            return
+        epoch, transfer = self._state_offered
+        self._state_comes = True
+        try:
+            what = sync_pb2.DownloadRequest.PEER_STATE
+            found = await self._transfers.download_state(what, self._state_limit, transfer, epoch)
+        finally:
+            self._state_comes = False
+        if found.data is None:  # the syncer has it no more, or it does not come
+            self._state_offered = None
+            self._ask_for_state()
+        else:
+            self._answer_peer_state(found)
+
+    def _answer_peer_state(self, answer: StateDownloaded) -> None:
+        self._state_requests, self._state_offered = 0, None
+        self.inbox.put(answer)
+
     # ------------------------------------------------------- work beside the session
 
     def put_report(self, report: StepReport) -> None:
@@ -445,9 +488,7 @@ class SyncerConnection:
 
     async def cancel_tasks(self) -> None:
         """End what runs beside the session."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks)
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

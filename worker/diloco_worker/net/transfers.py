@@ -398,32 +398,37 @@ class Transfers:
     async def fetch_frozen(self, limit: int, own_digest: Callable[[], str]) -> None:
         """Download the frozen parameters, at most ``limit`` bytes, if their digest is not ``own_digest()``, which is
         called in another thread; ``FrozenDownloaded`` follows in the inbox."""
-        digest = await self._download_state(sync_pb2.DownloadRequest.FROZEN_DIGEST, _MOST_DIGEST_BYTES, 0)
+        digest = await self._download_state(sync_pb2.DownloadRequest.FROZEN_DIGEST, _MOST_DIGEST_BYTES)
         if digest is not None and digest[1].tobytes().decode("ascii", "replace") == await self.channels.run(own_digest):
             self._inbox.put(FrozenDownloaded(None, same=True))
             return
-        found = await self._download_state(sync_pb2.DownloadRequest.FROZEN, limit, 0)
+        found = await self._download_state(sync_pb2.DownloadRequest.FROZEN, limit)
         self._inbox.put(FrozenDownloaded(found[1] if found else None))
 
-    async def fetch_state(self, what: Any, limit: int, transfer: int) -> None:
+    async def fetch_optimizer(self, limit: int, epoch: int) -> None:
+        """Download the job checkpoint's inner optimizer state; ``StateDownloaded`` follows in the inbox."""
+        self._inbox.put(await self.download_state(sync_pb2.DownloadRequest.OPTIMIZER, limit, 0, epoch))
+
+    async def download_state(self, what: Any, limit: int, transfer: int, epoch: int) -> StateDownloaded:
         """Download an inner optimizer's state (``what``: OPTIMIZER, the job checkpoint's, or PEER_STATE), at most
-        ``limit`` bytes; ``StateDownloaded`` follows in the inbox."""
-        found = await self._download_state(what, limit, transfer)
+        ``limit`` bytes. ``epoch``: in which it was offered; what broke in another session goes on in this one."""
+        found = await self._download_state(what, limit, transfer, epoch)
         peer = what == sync_pb2.DownloadRequest.PEER_STATE
         if found is None:
-            self._inbox.put(StateDownloaded(peer, None))
-        else:
-            versions = tuple((held.epoch, held.version) for held in found[0].versions)
-            self._inbox.put(StateDownloaded(peer, found[1], versions))
+            return StateDownloaded(peer, None)
+        versions = tuple((held.epoch, held.version) for held in found[0].versions)
+        return StateDownloaded(peer, found[1], versions)
 
     async def _download_state(
-        self, what: Any, limit: int, transfer: int
+        self, what: Any, limit: int, transfer: int = 0, epoch: int = 0
     ) -> tuple[sync_pb2.DownloadHeader, Bytes] | None:
         """Header and bytes (a mapped file) of FROZEN (or its digest), PEER_STATE or OPTIMIZER; None: none came."""
         name = sync_pb2.DownloadRequest.What.Name(what)
         for attempt in range(_STATE_TRIES):
             try:
-                return await self.channels.download(limit=limit, allocate=map_new_file, what=what, transfer=transfer)
+                return await self.channels.download(
+                    limit=limit, allocate=map_new_file, what=what, transfer=transfer, epoch=epoch
+                )
             except (limits.WireError, OSError) as error:
                 log.warning("%s was not taken: %s", name, error)
                 return None
@@ -440,17 +445,20 @@ class Transfers:
         try:
             data = await self.channels.run(encode)
         except Exception as error:
-            log.warning("the optimizer's state is not given to a newcomer: it cannot be serialised: %s", error)
-            self.context.outbox.put(f"no-state-{transfer}", decline_state(transfer))
+            self._decline_state(transfer, f"it cannot be serialised: {error}")
             return
         held = [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in versions]
         state = sync_pb2.PeerState(transfer=transfer, versions=held)
         try:
             reply = await self.channels.upload(data, peer_state=state)
             if not reply.accepted:
-                log.warning("the optimizer state was refused (%s): %s", reply.reason, reply.message)
+                self._decline_state(transfer, f"refused ({reply.reason}): {reply.message}")
         except bulk.TransferError as error:
-            log.warning("the optimizer state did not come through: %s", error)
+            self._decline_state(transfer, str(error))
+
+    def _decline_state(self, transfer: int, why: str) -> None:
+        log.warning("the optimizer's state is not given to a newcomer: %s", why)
+        self.context.outbox.put(f"no-state-{transfer}", decline_state(transfer))
 
 
 def decline_state(transfer: int) -> sync_pb2.LearnerMessage:

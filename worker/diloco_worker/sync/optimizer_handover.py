@@ -15,8 +15,10 @@ checkpoint's was made when all learners left together. So right after a suspensi
 later crash the slot's own is. A process that lost a slot and got another keeps the state in its memory rather than
 one of a disk.
 
-Waiting is bounded, and until it is over no step is made. A session that breaks takes request and answer with
-it; they are asked for again in the next (``repeat_request``).
+Until the waiting is over no step is made. Within a session an answer always comes: syncer and transfers give up what
+does not move any more, and nothing that moves. So only silence is bounded here, ``limits.REJOIN_SECONDS`` of it:
+without a session, and without a byte of the versions that a state which is here needs. A session that breaks takes
+request and answer with it; they are asked for again in the next (``repeat_request``).
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 
 log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 15.0  # the least time that a state is waited for
 PEER, JOB, OWN = "peer", "job's checkpoint", "slot's own checkpoint"
 Held = Sequence[tuple[int, int]]  # (epoch, version) per fragment
 
@@ -68,7 +69,8 @@ class OptimizerHandover:
         self._ranked = False  # the candidates are, or were, those of the disks
         self._ask_again = False  # no peer had one
         self._patient = False  # peers are asked for the second time
-        self._deadline = 0.0
+        self._arrived = -1  # bytes of the session, when they were counted last
+        self._deadline = 0.0  # of the silence
         self._told = False  # what is to be known of the state once
 
     # ------------------------------------------------------------------ what the state holds
@@ -121,12 +123,15 @@ class OptimizerHandover:
         self._job_has_one = job_has_one
         self.repeat_request()
 
+    def stop_waiting(self) -> None:
+        """Wait for no state: a tenure begins in a job that has not trained."""
+        self._candidates, self._source = [], ""
+
     def repeat_request(self) -> None:
         """Ask for the state that is waited for, in the present session."""
         if not self._source or self._candidates:
             return
-        patience = limits.REJOIN_SECONDS if self._patient else 0.0
-        self._deadline = time.monotonic() + patience + max(WAIT_SECONDS, limits.transfer_seconds(self._limit) / 2)
+        self._deadline = time.monotonic() + limits.REJOIN_SECONDS
         if self._source == PEER:
             self.client.request_peer_state(self._limit, self._patient)
         elif self._source == JOB:
@@ -148,10 +153,10 @@ class OptimizerHandover:
         """At a step boundary: put the state in place if it is here and this learner's versions are high enough."""
         if not self._source:
             return
-        late = time.monotonic() > self._deadline
+        late = self._is_silent()
         if not self._candidates:
             if late:
-                self._try_next("none came in time")
+                self._try_next("there was no session with the syncer")
             return
         if not self.adoption.complete:
             return
@@ -177,6 +182,14 @@ class OptimizerHandover:
         log.warning("the state of the %s is not used: %s", name, why)
         del self._candidates[0]
         self._try_next(why)
+
+    def _is_silent(self) -> bool:
+        """Whether nothing has moved for too long that this learner waits for."""
+        now, arrived = time.monotonic(), self.client.bytes_arrived
+        owed = not self._candidates and self.client.connected
+        if owed or arrived != self._arrived:
+            self._arrived, self._deadline = arrived, now + limits.REJOIN_SECONDS
+        return now > self._deadline
 
     def _try_next(self, why: str) -> None:
         """Turn to the next source, for ``why``."""

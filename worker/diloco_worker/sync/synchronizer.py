@@ -331,6 +331,8 @@ class Synchronizer:
         above_zero = self._job_has_trained or any(one.announcement.version > 0 for one in self._newest.values())
         if seat.slot_step or self._optimizer_bytes or above_zero:
             self._handover.request_state(self._optimizer_bytes > 0)
+        else:
+            self._handover.stop_waiting()
         log.info("slot %d, incarnation %d, from step %d", seat.slot, seat.incarnation, seat.slot_step)
 
     def _on_push_answer(self, answer: PushAnswered) -> None:

@@ -33,6 +33,11 @@ from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase, Sy
 
 DRAIN_SECONDS = 10.0  # after Ctrl-C, without any progress of learners that offer their work and a syncer that ends
 MAX_DRAIN_SECONDS = 600.0
+_FOLLOWS = {
+    JobPhase.EVALUATING: "the stop was reached, and the merged model is evaluated to the end",
+    JobPhase.COMPLETE: "the job is complete already, and its processes leave",
+    JobPhase.FAILED: "the job has failed already, and its processes leave",
+}
 LEAVE_SECONDS = 10.0  # after the job's end, for processes to leave by themselves
 
 
@@ -114,11 +119,8 @@ class RunEnd(RunPart):
             self.decide(RunOutcome(REFUSED, 130, f"{stop_reason(number)}, before the job began: nothing is kept"))
         elif self._interrupts == 1:
             closed = ", the terminal was closed" if number == signal.SIGHUP else ""
-            self.screen.event(
-                f"interrupted{closed}: learners offer their work, then a checkpoint"
-                " (again after a second or more: stop at once)",
-                "bold",
-            )
+            follows = _FOLLOWS.get(self.watch.phase, "learners offer their work, then a checkpoint")
+            self.screen.event(f"interrupted{closed}: {follows} (again after a second or more: stop at once)", "bold")
             self.spawn(self._interrupt(stop_reason(number)))
         else:
             self.screen.event("stopping at once", "bold red")

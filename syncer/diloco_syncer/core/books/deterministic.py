@@ -24,16 +24,14 @@ slot 0's completes it, and both are merged in slot order. Which came first shows
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence, Set
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire.records import Join, Lease, PushHeader
 from diloco_syncer.core.books.leases import LeaseBook
 from diloco_syncer.core.books.ledger import Ledger
+from diloco_syncer.core.books.shares import StopKind
 from diloco_syncer.core.books.slots import Slot, SlotTable
-
-StopKind = Literal["steps", "tokens", "seconds"]
 
 
 class Mode:
@@ -77,18 +75,10 @@ class Mode:
         return pulled & reachable
 
     def is_stop_reached(
-        self, kind: StopKind, limit: float, slots: Sequence[Slot], ledger: Ledger, elapsed: float
+        self, kind: StopKind, limit: float, slots: Sequence[Slot], ledger: Ledger, *, count: Callable[[], float]
     ) -> bool:
-        """Whether the job's stop is reached."""
-        return reached_amount(kind, slots, ledger, elapsed) >= limit
-
-
-def reached_amount(kind: StopKind, slots: Sequence[Slot], ledger: Ledger, elapsed: float) -> float:
-    """What is compared with the stop's limit: the greatest slot step, tokens of all learners, or ``elapsed`` seconds
-    since the first step."""
-    if kind == "steps":
-        return max(slot.step for slot in slots)
-    return ledger.total_trained() if kind == "tokens" else elapsed
+        """Whether the job's stop is reached. ``count``: finds what counts toward it (books/shares.py)."""
+        return count() >= limit
 
 
 class DeterministicMode(Mode):
@@ -134,7 +124,7 @@ class DeterministicMode(Mode):
         return set(range(self._slots))
 
     def is_stop_reached(
-        self, kind: StopKind, limit: float, slots: Sequence[Slot], ledger: Ledger, elapsed: float
+        self, kind: StopKind, limit: float, slots: Sequence[Slot], ledger: Ledger, *, count: Callable[[], float]
     ) -> bool:
         if kind == "steps":
             return all(slot.step >= limit for slot in slots)

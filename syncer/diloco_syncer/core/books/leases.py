@@ -140,15 +140,28 @@ class LeaseBook:
         self.issued += 1
         return self.grant_block(slot, self.issued - 1)
 
-    def advance_cursors(self, slot: int, cursors: Collection[tuple[int, int]]) -> None:
-        """Cursors as the slot reports them; a lease that is not its own, or a step back, is ignored."""
+    def count_read(self, slot: int, cursors: Collection[tuple[int, int]]) -> int:
+        """How many sequences the slot has read since, by cursors as it reports them."""
+        furthest: dict[int, int] = {}
+        for lease, position in cursors:
+            held = self.open.get(lease)
+            if held is not None and held.slot == slot:
+                furthest[lease] = max(0, min(position, held.end) - held.position, furthest.get(lease, 0))
+        return sum(furthest.values())
+
+    def advance_cursors(self, slot: int, cursors: Collection[tuple[int, int]]) -> int:
+        """Cursors as the slot reports them; a lease that is not its own, or a step back, is ignored. Returns how many
+        sequences it has read since."""
+        read = 0
         for lease, position in cursors:
             held = self.open.get(lease)
             if held is None or held.slot != slot or position <= held.position:
                 continue
+            read += min(position, held.end) - held.position
             held.position = min(position, held.end)
             if held.position == held.end:
                 del self.open[lease]
+        return read
 
     def count_of(self, slot: int) -> int:
         return sum(held.slot == slot for held in self.open.values())

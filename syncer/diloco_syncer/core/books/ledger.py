@@ -260,7 +260,8 @@ class Ledger:
         return min(limits.MAX_COUNT, sum(self.trained(slot) for slot in range(len(self.books))))
 
     def rows(self) -> list[LedgerRow]:
-        """One row per fragment, over all slots (report.json ``ledger``); tokens."""
+        """One row per fragment, over all slots (report.json ``ledger``); tokens. A row that is not exact says so, and
+        none of its figures is below 0: a fault of the books hides no other row."""
         slots = range(len(self.books))
         rows: list[LedgerRow] = []
         for fragment in range(self.fragments):
@@ -270,10 +271,11 @@ class Ledger:
             rows.append(
                 LedgerRow(
                     fragment=fragment,
-                    merged=sum(self.merged(slot, fragment) for slot in slots),
-                    pending=sum(self.pending(slot, fragment) for slot in slots),
-                    dropped=sum(reasons.values()),
+                    merged=max(0, sum(self.merged(slot, fragment) for slot in slots)),
+                    pending=max(0, sum(self.pending(slot, fragment) for slot in slots)),
+                    dropped=max(0, sum(reasons.values())),
                     reasons={name: tokens for name, tokens in sorted(reasons.items()) if tokens},
+                    imbalance=next(filter(None, (self._imbalance(slot, fragment) for slot in slots)), ""),
                 )
             )
         return rows
@@ -289,21 +291,23 @@ class Ledger:
         none_pending = merged + dropped == trained * parts
         dropped //= parts
         merged = trained - dropped if none_pending else merged // parts
-        return Tokens(trained=trained, merged=merged, pending=trained - merged - dropped, dropped=dropped)
+        merged, pending, dropped = (max(0, tokens) for tokens in (merged, trained - merged - dropped, dropped))
+        return Tokens(trained=trained, merged=merged, pending=pending, dropped=dropped)
 
     def imbalances(self, slot: int) -> list[str]:
         """Say in words in which fragments the slot's columns do not add up; empty: they are exact."""
-        wrong, trained = [], self.trained(slot)
-        for fragment in range(self.fragments):
-            merged, pending = self.merged(slot, fragment), self.pending(slot, fragment)
-            dropped = self.dropped(slot, fragment)
-            exact = trained == merged + pending + sum(dropped.values())
-            if not exact or min([merged, pending, *dropped.values()], default=0) < 0:
-                wrong.append(
-                    f"slot {slot} fragment {fragment}: trained {trained}, merged {merged}, "
-                    f"pending {pending}, dropped {dropped}"
-                )
-        return wrong
+        return [words for fragment in range(self.fragments) if (words := self._imbalance(slot, fragment))]
+
+    def _imbalance(self, slot: int, fragment: int) -> str:
+        """How one slot's columns of one fragment do not add up, in words; empty: they are exact."""
+        trained, merged, pending = self.trained(slot), self.merged(slot, fragment), self.pending(slot, fragment)
+        dropped = self.dropped(slot, fragment)
+        exact = trained == merged + pending + sum(dropped.values())
+        if exact and min([merged, pending, *dropped.values()]) >= 0:
+            return ""
+        return (
+            f"slot {slot} fragment {fragment}: trained {trained}, merged {merged}, pending {pending}, dropped {dropped}"
+        )
 
     def merged_compute_seconds(self) -> float:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""

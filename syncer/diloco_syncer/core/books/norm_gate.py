@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
+GATE_FACTOR = 10.0  # where the job names none
 GATE_SAMPLES = 5  # pushes seen before the gate judges
 GATE_WINDOW = 31
 GATE_PATIENCE = 3  # refusals of a fragment in a row, after which the gate begins anew
@@ -39,19 +40,41 @@ class NormGate:
         self.factor = factor
         self._samples: dict[int, deque[Sample]] = {}  # by fragment
         self._refused: dict[int, int] = {}  # by fragment: how many in a row
+        self._merges: dict[int, deque[float]] = {}  # by fragment: norms of merges in this life
+        self.large_merges = 0  # in this life
 
     def objection(self, fragment: int, norm: float, steps: int) -> str:
         """Why a push of so many steps (at least 1) does not pass, by the L2 norm of its values; empty: it passes."""
-        seen = self._samples.get(fragment, ())
-        if self.factor is None or len(seen) < GATE_SAMPLES:
-            return ""
-        usual = [median(n / measure(s) for n, s in seen) * measure(steps) for measure in (float, math.sqrt)]
-        if norm <= self.factor * max(usual):
+        usual = self._usual_norm(fragment, steps)
+        if self.factor is None or usual is None or norm <= self.factor * usual:
             return ""
         return (
-            f"norm {norm:.3g} of {steps} steps is above {self.factor:g} x {max(usual):.3g}, the running median for "
-            "as many steps"
+            f"norm {norm:.3g} of {steps} steps is above {self.factor:g} x {usual:.3g}, the running median for as many"
         )
+
+    def is_usual(self, fragment: int, norm: float, steps: int) -> bool:
+        """Whether pushes of the fragment are known to be about as large."""
+        usual = self._usual_norm(fragment, steps)
+        return usual is not None and norm <= GATE_FACTOR * usual
+
+    def _usual_norm(self, fragment: int, steps: int) -> float | None:
+        """The running median for so many steps; None: too few pushes were merged."""
+        seen = self._samples.get(fragment, ())
+        if len(seen) < GATE_SAMPLES:
+            return None
+        return max(median(n / measure(s) for n, s in seen) * measure(steps) for measure in (float, math.sqrt))
+
+    def record_merge(self, fragment: int, norm: float) -> str:
+        """Remember the norm of a merged outer gradient (0: not known); returns what is said of one that is far above
+        those before it, else nothing."""
+        seen = self._merges.setdefault(fragment, deque(maxlen=GATE_WINDOW))
+        usual = median(seen) if len(seen) >= GATE_SAMPLES else math.inf
+        if norm:
+            seen.append(norm)
+        if norm <= GATE_FACTOR * usual:
+            return ""
+        self.large_merges += 1
+        return f"fragment {fragment} moves by {norm:.3g}, and {usual:.3g} is usual"
 
     def record_refusal(self, fragment: int) -> None:
         """A push was refused for its norm."""
@@ -66,8 +89,7 @@ class NormGate:
 
     def add(self, fragment: int, merged: Iterable[Sample]) -> None:
         """Remember pushes that were merged."""
-        if self.factor is not None:
-            self._samples.setdefault(fragment, deque(maxlen=GATE_WINDOW)).extend(merged)
+        self._samples.setdefault(fragment, deque(maxlen=GATE_WINDOW)).extend(merged)
 
     def to_json(self) -> list[list[Any]]:
         """A row for each fragment of which something is known: its index, refusals in a row, samples."""
@@ -75,8 +97,8 @@ class NormGate:
         return [[p, self._refused.get(p, 0), [list(sample) for sample in self._samples.get(p, ())]] for p in known]
 
     def load(self, rows: list[list[Any]]) -> None:
-        """Go on from ``to_json``. Where the job has no gate any more, nothing is kept."""
-        for fragment, refused, samples in rows if self.factor is not None else ():
+        """Go on from ``to_json``."""
+        for fragment, refused, samples in rows:
             self.add(fragment, ((norm, steps) for norm, steps in samples))
             if refused:
                 self._refused[fragment] = refused

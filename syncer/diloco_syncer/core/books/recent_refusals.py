@@ -26,8 +26,9 @@ class RecentRefusals:
         # With the time of the refusal, by the core's clock.
         self._by_place: OrderedDict[Place, tuple[float, RefusalRow]] = OrderedDict()
 
-    def add(self, join: Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> None:
-        """Remember that a Join was refused for good. ``fields``: in which the jobs differ, where that is why."""
+    def add(self, join: Join, reason: str, message: str, fields: tuple[str, ...], now: float) -> bool:
+        """Remember that a Join was refused for good. ``fields``: in which the jobs differ, where that is why. False:
+        the place was refused for this reason before."""
         role, region, ordinal = place = _place(join)
         row = RefusalRow(
             role=role,
@@ -38,10 +39,12 @@ class RecentRefusals:
             fields=list(fields),
             seconds_ago=0,
         )
+        _, earlier = self._by_place.get(place, (0.0, None))
         self._by_place[place] = now, row
         self._by_place.move_to_end(place)
         if len(self._by_place) > MOST:
             self._by_place.popitem(last=False)
+        return earlier is None or earlier.reason != reason
 
     def remove(self, join: Join) -> None:
         """Forget the refusal of the place: a process of it was admitted."""

@@ -5,16 +5,22 @@ Theory of operation (algorithm.md section 4; arXiv 2604.21428, section on the sy
 *Progress.* Every slot has a mark per fragment: the slot step from which its steps toward the fragment's next merge
 count. It is the snapshot that the last merge took from it, or, for a slot that the last merge left out, its step when
 that round opened; the period H is thus counted from snapshot to snapshot, not from adoption to adoption. A slot
-counts only while its base is the current version.
+counts only while its base is the current version. Steps are what a learner says, and open rounds for all. So a slot
+that was asked in the fragment's last round and has pushed nothing for it since counts no steps, for as long as H steps
+of the usual pace take from that round's opening. A push that came too late for its merge makes it count at once.
 
 Example. H = 24, P = 4, K = 2, three learners at slot steps 31, 30 and 12, all marks of fragment 2 at 6. The two
 fastest have made 25 and 24 steps since: a round for fragment 2 opens. Two pushes come; from then on the third
 learner has the grace window to push, too.
 
 *Opening.* A round for p opens when K active learners have made H steps since their marks (in the first turn
-(p+1)·H/P, which staggers the fragments), p has no round open, fewer than max(1, ⌈τ·P/H⌉) rounds are open, and the
-K-th fastest learner has made H/P steps since the last opening of any round. The longest due opens first; ties by
+(p+1)·H/P, which staggers the fragments), p has no round open, fewer rounds are open than the limit (exchanges.py), and
+the K-th fastest learner has made H/P steps since the last opening of any round. The longest due opens first; ties by
 index. K is never lowered.
+
+*Lead.* A report takes its way to the syncer and a pull its way back, and a learner has made steps meanwhile. Those
+that it made lately (the median) count as made when the round opens, but for one. So the snapshots are H steps apart,
+and not H and a round trip.
 
 *Waiting.* A round waits for pushes of K different slots, however long. From then on it waits for the other pulled
 learners, but at most the grace window. Offers (pushes of learners that left) count in the next round of their fragment.
@@ -35,6 +41,8 @@ What deterministic mode has in place of the opening rule and the grace window: c
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +53,7 @@ from diloco_syncer.core.books.exchanges import ExchangeLimit
 
 MOST_PULL_WAIT = 6.0  # between two pulls of one push, in ``pull_seconds``
 OVERDUE_SECONDS = 120.0
+LEADS = 9  # answers of a slot of whose leads the median counts
 OVERDUE_TURNS = 3  # a turn: H steps of the median learner
 
 
@@ -138,6 +147,7 @@ class Round:
     merging: bool = False
     last: bool = False  # all learners had left when its merge began
     in_time: set[int] = field(default_factory=set)  # slots whose push came within the window, after the merge had begun
+    late: set[int] = field(default_factory=set)  # slots whose push came after the merge had begun
 
     def slots(self) -> set[int]:
         return {push.header.slot for push in self.pushes}
@@ -168,7 +178,10 @@ class RoundBook:
         self.first_marks: dict[int, int] = {}  # slot -> step at which it began
         self.steps_at_last_opening: dict[int, int] = {}
         self.next_round = 1
+        self._leads: dict[int, deque[int]] = {}  # by slot: steps from what was known at an opening to the snapshot
         self._merged: dict[int, Round] = {}  # by fragment: the last round that was merged
+        # By fragment and slot: until when its steps do not count toward the next round, unless a push of it comes.
+        self._silent: list[dict[int, float]] = [{} for _ in range(fragments)]
         self.step_seconds = MovingAverage()
         self.quorum_seconds = MovingAverage()
         self.merge_seconds = MovingAverage()
@@ -187,8 +200,10 @@ class RoundBook:
     def begin_progress(self, slot: int, step: int) -> None:
         """A process begins a tenure in the slot at this step: its progress counts from here."""
         self.first_marks[slot] = step
-        for marks in self.marks:
+        self._leads.pop(slot, None)
+        for marks, silent in zip(self.marks, self._silent, strict=True):
             marks[slot] = step
+            silent.pop(slot, None)
         self.steps_at_last_opening[slot] = step
 
     # ------------------------------------------------------------- opening
@@ -200,12 +215,17 @@ class RoundBook:
         mark = self.marks[fragment].get(learner.slot, self.first_marks.get(learner.slot, 0))
         return learner.step - mark
 
+    def _lead(self, slot: int) -> int:
+        """By how many steps a round opens before the slot has made H of them, so that its snapshot is taken then.
+        Everybody answers at the end of the step that is being made: that one is no part of it."""
+        return max(0, statistics.median_low(self._leads.get(slot) or (0,)) - 1)
+
     def steps_needed(self, fragment: int) -> float:
         if self.versions[fragment] == 0:
             return (fragment + 1) * self.rules.every / self.fragments
         return float(self.rules.every)
 
-    def next_due(self, active: Iterable[Progress]) -> int | None:
+    def next_due(self, active: Iterable[Progress], now: float = 0.0) -> int | None:
         """The fragment whose round should open now, or None."""
         rules, learners = self.rules, list(active)
         has_room = len(self.open) < self.exchanges.value
@@ -216,12 +236,19 @@ class RoundBook:
         )
         if since[rules.quorum - 1] < rules.every / self.fragments:
             return None
+        leads = {learner.slot: self._lead(learner.slot) for learner in learners}
         best: tuple[float, int] | None = None
         for fragment in range(self.fragments):
             if fragment in self.open:
                 continue
+            silent = self._silent[fragment]
+            counted = [learner for learner in learners if now >= silent.get(learner.slot, now)] if silent else learners
             done = sorted(
-                (steps for learner in learners if (steps := self.steps_toward(learner, fragment)) is not None),
+                (
+                    steps + leads[learner.slot]
+                    for learner in counted
+                    if (steps := self.steps_toward(learner, fragment)) is not None
+                ),
                 reverse=True,
             )
             if len(done) < rules.quorum:
@@ -268,6 +295,13 @@ class RoundBook:
                     sync=self.sync_seconds,
                 )
         return replaced
+
+    def record_late(self, header: PushHeader) -> None:
+        """A push waits for its fragment's next round: the steps of its slot count toward that."""
+        self._silent[header.fragment].pop(header.slot, None)
+        opened = self.open.get(header.fragment)
+        if opened is not None:
+            opened.late.add(header.slot)
 
     def came_in_time(self, header: PushHeader, now: float) -> bool:
         """Whether a push that came after its round's merge had begun still came within the round's window."""
@@ -336,6 +370,11 @@ class RoundBook:
         self._deliveries[fragment] = Delivery(version, closed, now)
         for slot, step in closed.steps_at_opening.items():
             self._mark(fragment, slot, step)
+            answer = next((push.header for push in closed.pushes if push.header.slot == slot), None)
+            if answer is not None and answer.round == closed.id:
+                self._leads.setdefault(slot, deque(maxlen=LEADS)).append(answer.last_step - step)
+        until = closed.opened_at + self.rules.every * (self.step_seconds.value or 0.0)
+        self._silent[fragment] = dict.fromkeys(closed.pulled - closed.slots() - closed.late, until)
         self.apply_record(fragment, version, (push.header for push in closed.pushes))
         return closed
 
@@ -349,7 +388,7 @@ class RoundBook:
             self.broadcast_seconds.add(now - delivery.announced_at)
             opened, under_way = delivery.opened, len(self.open) + len(self._deliveries)
             self.exchange_seconds.add(now - opened.opened_at)
-            self.exchanges.record(opened.id, under_way, now - opened.opened_at, self.next_round)
+            self.exchanges.record(opened.id, under_way, opened.opened_at, ended=now, next_round=self.next_round)
             del self._deliveries[fragment]
 
     @property
@@ -368,6 +407,10 @@ class RoundBook:
         self.versions[fragment] = version
         for header in headers:
             self._mark(fragment, header.slot, header.last_step)
+
+    def take_back(self, fragment: int, version: int) -> None:
+        """The store has lost the fragment's versions above. The marks stay: nobody is asked sooner for it."""
+        self.versions[fragment] = version
 
     def apply_recovered_version(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
         """A version came from a learner; ``last_steps``: per slot, the last step that is in it."""

@@ -47,9 +47,11 @@ from typing import Any
 
 from diloco_protocol.vocabulary import HELD_STATES, SlotState
 from diloco_protocol.wire.records import Join
+from diloco_syncer.core.books.pace import Pace
 
 PODS_KEPT = 8  # of one place; an older one has long been gone
 PLACES_KEPT = 16_384
+TURNS_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class LastReport:
     """The slot's step when the tenure began: the tenure has trained the steps from there to ``Slot.step``."""
     advanced: bool = False
     """Whether the tenure has trained a step."""
+    sequences: int = 0
+    """How many sequences of its leases it has read."""
     batches: int = 0
     """How many batches the process has given to its loop."""
     paused: bool = False
@@ -124,6 +128,8 @@ class PushHistory:
     """In how many rounds, one after the other, its push came after the merge."""
     starved: bool = False
     """Whether these were so many that it is reported, until a push is in time again."""
+    pace: Pace = field(default_factory=Pace)
+    """How long its steps take, as the syncer sees it."""
 
     def mark_accepted(self, fragment: int, sequence: int) -> None:
         """A push is accepted, or was once: no push up to its number is taken again."""
@@ -164,12 +170,16 @@ class Slot:
     """The incarnation under which the open tenure began. 0: unknown."""
     step: int = 0
     """The furthest step of all its processes."""
+    uncounted_steps: int = 0
+    """How many of these do not count toward the job's stop (``advance``)."""
+    unmerged_parts: int = 0
+    """How many of those that count are in no merge, summed over the fragments."""
     loss: float | None = None
     """The last finite loss. None: there is none yet, or the last one was not finite."""
     first_loss: float | None = None
     """The first finite loss, by whichever process."""
     step_seconds: float = 0.0
-    """How long a step takes, as last reported."""
+    """How long a step takes, as last reported. It is shown, and decides nothing (books/pace.py)."""
     merged_pushes: int = 0
     """How many of its pushes were merged."""
     merged_last_step: dict[int, int] = field(default_factory=dict)
@@ -189,6 +199,31 @@ class Slot:
     def occupied(self) -> bool:
         return self.state in HELD_STATES
 
+    @property
+    def counted_step(self) -> int:
+        """The step that counts toward the job's stop: it is only so far beyond what is merged."""
+        return self.step - self.uncounted_steps
+
+    def advance(self, step: int, fragments: int, most_alone: int) -> None:
+        """Its process says that it has made this step. Of steps that are not merged so many count that an honest
+        learner is never ahead by more: ``TURNS_AHEAD`` times those that it makes alone."""
+        parts = self.unmerged_parts + fragments * max(0, step - self.step)
+        beyond = -(-max(0, parts - fragments * TURNS_AHEAD * most_alone) // fragments)
+        self.unmerged_parts = parts - fragments * beyond
+        self.uncounted_steps += beyond
+        self.step = max(self.step, step)
+
+    def mark_merged(self, fragment: int, last_step: int, most_alone: int) -> None:
+        """Its steps up to this one are merged in the fragment. One push makes good for those that a learner makes
+        alone, and for no more."""
+        before = self.merged_last_step.get(fragment, 0)
+        self.merged_last_step[fragment] = max(last_step, before)
+        self.unmerged_parts = max(0, self.unmerged_parts - min(most_alone, max(0, last_step - before)))
+
+    def begin_at(self, counted_step: int) -> None:
+        """It begins where the job is: at the greatest step that counts, or its own."""
+        self.step = max(self.step, counted_step + self.uncounted_steps)
+
     def begin_tenure(self) -> None:
         """Another process begins at the slot's step: nothing is reported or pushed in its tenure yet."""
         self.reported, self.pushes = LastReport(step_at_seat=self.step), PushHistory()
@@ -203,7 +238,10 @@ class Slot:
             "incarnation": holder.incarnation,
             "incarnations": self.incarnations,
             "step": self.step,
+            "uncounted_steps": self.uncounted_steps,
+            "unmerged_parts": self.unmerged_parts,
             "step_at_seat": self.reported.step_at_seat,
+            "sequences": self.reported.sequences,
             "tenure": self.tenure,
             "merged_pushes": self.merged_pushes,
             "first_loss": self.first_loss,
@@ -224,11 +262,13 @@ class Slot:
             incarnations=row["incarnations"],
             tenure=row["tenure"],
             step=row["step"],
+            uncounted_steps=row["uncounted_steps"],
+            unmerged_parts=row["unmerged_parts"],
             first_loss=row["first_loss"],
             merged_pushes=row["merged_pushes"],
             merged_last_step={int(k): v for k, v in row["merged_last_step"].items()},
             holder=Holder(row["process"], row["region"], row["ordinal"], row["incarnation"], heard_at=now),
-            reported=LastReport(step_at_seat=row["step_at_seat"]),
+            reported=LastReport(step_at_seat=row["step_at_seat"], sequences=row["sequences"]),
             # Pushes that were accepted and not merged are gone; spooled offers are restored after this.
             pushes=PushHistory({fragment: push.sequence for fragment, push in merged.items()}, merged),
         )
@@ -277,6 +317,11 @@ class SlotTable:
     def current(self) -> list[Slot]:
         """The slots that the job has now, without the retired ones."""
         return [slot for slot in self.slots if not slot.retired]
+
+    @property
+    def furthest(self) -> int:
+        """The greatest step of a slot that counts."""
+        return max((slot.counted_step for slot in self.slots), default=0)
 
     def add_retired_slots(self, slots: int) -> None:
         """Have at least so many slots; new ones are retired and keep the history of those that a lost state had."""
@@ -351,7 +396,7 @@ class SlotTable:
         if not free or (free[0].state is SlotState.LOST and len(self.slots) < most):
             free = [Slot(len(self.slots), retired=True)]
             self.slots += free
-        free[0].step = max(slot.step for slot in self.slots)
+        free[0].begin_at(self.furthest)
         return free[0]
 
     def balance_region(self, region: str) -> list[Slot]:
@@ -477,11 +522,11 @@ class SlotTable:
                     free.append(Slot(len(self.slots)))
                     self.slots.append(free[0])
                 kept[place] = free.pop(0)
-        furthest = max((slot.step for slot in self.slots), default=0)
+        furthest = self.furthest
         now = {slot.index for slot in kept.values()}
         for slot in kept.values():
             if slot.holder.incarnation and not slot.occupied and (slot.retired or leaves(slot)):
-                slot.step = furthest
+                slot.begin_at(furthest)
         for slot in self.slots:
             slot.retired = slot.index not in now
         self.nominal = kept

@@ -106,6 +106,7 @@ class Admission:
             self._refuse(join, now, JoinRefusal.NO_SUCH_PLACE, words)
         else:
             state.members.standby[join.connection] = join
+            self.initial_model.offer_standby(join, now)
             self._admit(join, None, withheld=withheld)
             self.actions.record_event(EventKind.SPARE, None, f"{join.region}-{join.ordinal} stands by")
 
@@ -202,8 +203,10 @@ class Admission:
     # ---------------------------------------------------------------- answers
 
     def _refuse(self, join: ev.Join, now: float, reason: str, message: str, fields: tuple[str, ...] = ()) -> None:
-        if reason != JoinRefusal.SUPERSEDED:  # a superseded process is refused, and not its place
-            self.state.refusals.add(join, reason, message, fields, now)
+        # A superseded process is refused, and not its place.
+        if reason != JoinRefusal.SUPERSEDED and self.state.refusals.add(join, reason, message, fields, now):
+            place = f"{join.region}-{join.ordinal}"
+            self.actions.record_event(EventKind.REFUSED, None, f"{place} is refused ({reason}): {message}")
         self.actions.add(ev.Refuse(join.connection, reason, message, True))
 
     def _admit(
@@ -285,7 +288,7 @@ class Admission:
         # A slot first taken later starts where the job is.
         together = self._mode.begins_together and state.phase is JobPhase.WAITING
         if together or (first_taken and state.clock.elapsed(now) > 0):
-            slot.step = max(s.step for s in state.members.slots)
+            slot.begin_at(state.members.furthest)
         slot.begin_tenure()
         if state.rounds and state.ledger:
             state.ledger.open_tenure(slot.index, incarnation)

@@ -1,8 +1,10 @@
 """Whose inner optimizer state a newcomer gets (algorithm.md section 8).
 
 A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload its state,
-for all who wait; if that fails or nothing of it comes for too long, the next one is asked; if there is none left, the
-newcomer is told so. One whose optimizer began fresh within the job is not asked before it is beyond its warm-up.
+for all who wait; if that fails or nothing moves for too long, the next one is asked; if there is none left, the
+newcomer is told so. An upload goes on though the newcomer's session breaks, and whoever requests next shares it. An
+upload that breaks with its donor's session begins anew, and no slot is asked more than ``MOST_TRIES`` times. One whose
+optimizer began fresh within the job is not asked before it is beyond its warm-up.
 
 Where all learners ended at once, some find their own state on a disk, and are healthy after their first step. A
 newcomer that found none requests again, *patient*. It waits for ``rejoin_seconds`` at most: for learners that were
@@ -14,7 +16,8 @@ When all leave, the state of one learner goes into the job's checkpoint in the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 from diloco_protocol.vocabulary import SlotState
 from diloco_syncer.core import events as ev
@@ -22,6 +25,7 @@ from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.state import JobState
 
 CHECKPOINT = -1  # in the place of a newcomer's connection: the state is for the job's checkpoint
+MOST_TRIES = 3  # of one slot, for one request
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class DonorRequest:
     donor: int = -1  # a connection
     deadline: float = 0.0
     tried: set[int] = field(default_factory=set)
+    tries: Counter[int] = field(default_factory=Counter)  # by slot
 
 
 @dataclass
@@ -56,11 +61,15 @@ class StateDonors:
         self._requests.setdefault(event.connection, DonorRequest(event.connection, event.patient, until))
 
     def forget_connection(self, connection: int) -> None:
-        """The connection is closed: it needs no state, and will not upload one."""
-        self._requests.pop(connection, None)
+        """The connection is closed: it will not upload a state. One that is under way to it goes on, as nobody's
+        request, for its newcomer may be back."""
+        broken = self._requests.pop(connection, None)
         for request in self._requests.values():
             if request.donor == connection:
                 request.transfer = 0
+        if broken is not None and broken.transfer and broken.donor != connection:
+            nobody = CHECKPOINT - broken.transfer
+            self._requests[nobody] = replace(broken, connection=nobody)
 
     def received(self, transfer: int) -> None:
         for request in list(self._requests.values()):
@@ -96,10 +105,13 @@ class StateDonors:
         for request in list(self._requests.values()):
             if request.transfer and now < request.deadline:
                 continue
+            if request.connection < CHECKPOINT:
+                del self._requests[request.connection]
+                continue
             if not self.state.is_ending and self._share_transfer(request, now):
                 continue
             waits = request.patient and now < request.until and another_may_come
-            excluded = request.tried | set(self._requests)
+            excluded = request.tried | set(self._requests) | self._tried_often(request)
             donor = None if self.state.is_ending else self._find_donor(excluded, young=request.patient and not waits)
             if donor is not None:
                 self._ask(request, donor, now + self.state.config.peer_seconds)
@@ -121,6 +133,8 @@ class StateDonors:
 
     def _ask(self, request: DonorRequest, donor: int, deadline: float) -> None:
         request.tried.add(donor)
+        if (slot := self.state.members.by_connection(donor)) is not None:
+            request.tries[slot.index] += 1
         request.transfer, request.donor, request.deadline = self._next_transfer, donor, deadline
         self._next_transfer += 1
         checkpoint = request.connection == CHECKPOINT
@@ -129,8 +143,13 @@ class StateDonors:
     def _answer(self, connection: int, transfer: int) -> None:
         """The request is over: its newcomer is told what to download, 0: nothing."""
         del self._requests[connection]
-        if connection != CHECKPOINT:
+        if connection > CHECKPOINT:
             self.actions.add(ev.OfferPeerState(connection, transfer))
+
+    def _tried_often(self, request: DonorRequest) -> set[int]:
+        """The connections of slots that are asked no more, whatever session they are in."""
+        slots = [self.state.members.slots[index] for index, tries in request.tries.items() if tries >= MOST_TRIES]
+        return {slot.holder.connection for slot in slots if slot.holder.connection is not None}
 
     def _is_young(self, connection: int) -> bool:
         slot = self.state.members.by_connection(connection)

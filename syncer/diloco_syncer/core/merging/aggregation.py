@@ -15,17 +15,18 @@ fragment.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Collection, Iterable, Sequence
+from statistics import median_low
 
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
+from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.merging.push_checks import PushChecks
-from diloco_syncer.core.recovery.receipts import hold_unknown_offer
+from diloco_syncer.core.recovery.receipts import hold_unknown_offer, remember_version
 from diloco_syncer.core.reports import apply_report
 from diloco_syncer.core.state import JobState
 
@@ -58,7 +59,8 @@ class Aggregator:
     def receive_push(self, event: ev.PushReceived, now: float) -> None:
         """Check a push whose bytes are all here, answer it, and put it into its round or among the offers."""
         header, state = event.header, self._state
-        refusal = self.checks.check_header(header) or self.checks.check_content(header, event.norm, event.finite)
+        checks = self.checks
+        refusal = checks.check_header(header) or checks.check_content(header, event.norm, event.finite, event.growth)
         if refusal is not None:
             self._record_refusal(header, refusal[0])
             self._actions.add(ev.AnswerPush(event.handle, *refusal))
@@ -68,6 +70,7 @@ class Aggregator:
         slot = state.members.slots[header.slot]
         apply_report(state, self._actions, slot, header.report, now=now)
         slot.pushes.mark_accepted(header.fragment, header.sequence)
+        slot.pushes.pace.record_push(header.last_step, now)
         push = Accepted(header, event.handle, event.norm)
         opened = state.rounds.open.get(header.fragment)
         if opened is None and header.round and state.config.mode.opens_round(header, state.versions[header.fragment]):
@@ -80,6 +83,7 @@ class Aggregator:
             replaced = state.rounds.accept(opened, push, now)
             self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
         else:
+            state.rounds.record_late(header)
             self._let_wait(push)
 
     def _let_wait(self, offer: Accepted) -> None:
@@ -105,7 +109,7 @@ class Aggregator:
         rounds = self._state.rounds
         assert rounds
         active = self._state.progress()
-        while (fragment := rounds.next_due(active)) is not None:
+        while (fragment := rounds.next_due(active, now)) is not None:
             opened = rounds.open_round(fragment, now, active)
             self._add_offers(opened, now)
         if not self._state.config.mode.is_scheduled:
@@ -190,16 +194,19 @@ class Aggregator:
         """Close the round to further pushes, and have it merged. ``last``: see ``ev.Merge``."""
         state = self._state
         assert state.rounds and state.ledger
-        times = [s.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE and s.step_seconds > 0]
+        paces = [s.pushes.pace.step_seconds for s in state.members.slots if s.state is SlotState.ACTIVE]
+        known = [pace for pace in paces if pace is not None]
         opened.last = last
-        pushes = state.rounds.begin_merge(opened, median(times) if times else None)
+        pushes = state.rounds.begin_merge(opened, median_low(known) if known else None)
         headers = [push.header for push in pushes]
-        weights = normalised_weights(
-            state.config.weights, [header.tokens for header in headers], [header.steps for header in headers]
-        )
+        batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
+        works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
+        weights = normalised_weights(state.config.weights, *shares.counted_work(works, state.config.max_steps))
         responders = tuple(
-            ev.Responder(push.header, push.handle, float(weight), opened.version - push.header.oldest_version)
-            for push, weight in zip(pushes, weights, strict=True)
+            ev.Responder(
+                push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
+            )
+            for push, weight, batch in zip(pushes, weights, batches, strict=True)
         )
         quorum_at = opened.quorum_at if opened.quorum_at is not None else now
         self._actions.add(
@@ -219,11 +226,16 @@ class Aggregator:
         """The record of a merge is durable: the version rises, its tokens count, and it is announced."""
         state = self._state
         assert state.rounds
+        self._leave_out(state.rounds.open[event.fragment], event.left_out)
+        pushes = state.rounds.open[event.fragment].pushes
+        remember_version(state, event.fragment, (push.header.slot for push in pushes))
         closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds, now)
         state.merges += 1
         state.lineage.mark_settled(state.epoch)
         steps = [push.header.steps for push in closed.pushes]
         state.norm_gate.add(event.fragment, zip(event.norms, steps, strict=True))
+        if words := state.norm_gate.record_merge(event.fragment, event.norm):
+            self._actions.record_event(EventKind.LARGE_MERGE, None, f"version {event.version} of {words}")
         for push in closed.pushes:
             slot = state.members.slots[push.header.slot]
             self._count_merged(slot, push.header, event.version)
@@ -235,6 +247,17 @@ class Aggregator:
         self._update_lateness(closed, now)
         self._tell_few_learners(now)
         self._actions.add(state.announcement(event.fragment))
+
+    def _leave_out(self, merged: Round, handles: Collection[int]) -> None:
+        """Pushes with which the merge would have become infinite are not in it; their learners have the work."""
+        for push in [push for push in merged.pushes if push.handle in handles]:
+            merged.pushes.remove(push)
+            slot = self._state.members.slots[push.header.slot]
+            words = (
+                f"the update of {slot.learner} (norm {push.norm:.3g}) would make fragment {merged.fragment} infinite"
+            )
+            self._actions.record_event(EventKind.LEFT_OUT, slot, f"{words}: it is not merged")
+            self._actions.add(ev.ReleasePush(push.handle))
 
     def record_arrival(self, event: ev.VersionSent, now: float) -> None:
         """A process has a version that was announced; evaluators and those who stand by have no slot."""
@@ -248,7 +271,7 @@ class Aggregator:
         current = ledger.of_open_tenure(header)
         ledger.count_merge(header)
         slot.merged_pushes += 1
-        slot.merged_last_step[header.fragment] = max(header.last_step, slot.merged_last_step.get(header.fragment, 0))
+        slot.mark_merged(header.fragment, header.last_step, self._state.config.max_steps)
         if current:
             slot.pushes.mark_merged(header.fragment, MergedPush(header.sequence, version))
 
@@ -303,11 +326,12 @@ class Aggregator:
             return
         state.lineage.mark_settled(epoch)
         headers = list(headers)
+        remember_version(state, fragment, (header.slot for header in headers))
         for header in headers:
             slot = state.slot(header.slot)
             if slot is None:
                 continue
-            slot.step = max(slot.step, header.report.slot_step)
+            slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
             self._advance_cursors(slot, header)
             if state.ledger.of_open_tenure(header):
                 state.ledger.apply_report(slot.index, header.report)
@@ -333,7 +357,7 @@ class Aggregator:
         if current:
             state.ledger.apply_report(slot.index, header.report)
             slot.pushes.mark_accepted(header.fragment, header.sequence)
-        slot.step = max(slot.step, header.report.slot_step)
+        slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
         self._advance_cursors(slot, header)
         self._let_wait(Accepted(header, handle, norm))
         return True
@@ -341,10 +365,10 @@ class Aggregator:
     def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:
         """Data whose steps are in a version, or will be, are not leased again."""
         if self._state.leases is not None:
-            self._state.leases.advance_cursors(slot.index, header.report.cursors)
+            slot.reported.sequences += self._state.leases.advance_cursors(slot.index, header.report.cursors)
 
 
-def normalised_weights(kind: str, tokens: Sequence[int], steps: Sequence[int]) -> list[float]:
+def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:
     """How much each push counts in a merge (algorithm.md section 5): one weight per push, their sum 1.
 
     ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the paper's); ``tokens``: tokens;

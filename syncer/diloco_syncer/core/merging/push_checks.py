@@ -34,8 +34,9 @@ When all bytes are here:
 15. Checks 4 to 11 once more, since its round may have closed meanwhile
     (``core/merging/aggregation.py`` ``receive_push``).
 16. All its values are finite (``check_content``).
-17. Where the job sets ``sync.normGate.factor``, its norm is, for its steps, not far above those of the fragment's
-    merged pushes (``core/books/norm_gate.py``).
+17. No piece of it is far larger than the parameters, unless such pushes are usual in the fragment
+    (``check_content``).
+18. Its norm is, for its steps, not far above those of the fragment's merged pushes (``core/books/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
 slot that carries the same steps (``core/books/rounds.py`` ``superseded``). Each refusal has a reason of its own,
@@ -52,6 +53,8 @@ from diloco_syncer.core.reports import find_nonsense
 from diloco_syncer.core.state import JobState
 
 Refusal = tuple[PushRefusal, str]
+
+MOST_GROWTH = 10.0  # of a push's piece, beside its parameters and the model's
 
 
 class PushChecks:
@@ -81,10 +84,14 @@ class PushChecks:
             or self._check_possible(header, slot)
         )
 
-    def check_content(self, header: PushHeader, norm: float, finite: bool) -> Refusal | None:
-        """Judge a push's decoded values by what was measured of them: ``norm`` is the L2 norm of them all."""
+    def check_content(self, header: PushHeader, norm: float, finite: bool, growth: float = 0.0) -> Refusal | None:
+        """Judge a push's decoded values by what was measured of them: ``norm`` is the L2 norm of them all, ``growth``
+        their size beside the parameters."""
         if not finite:
             return PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values"
+        if growth > MOST_GROWTH and not self._state.norm_gate.is_usual(header.fragment, norm, header.steps):
+            words = f"a tensor would move by {growth:.3g} times the size of its values: at most {MOST_GROWTH:g}"
+            return PushRefusal.OUT_OF_SCALE, words
         objection = self._state.norm_gate.objection(header.fragment, norm, header.steps)
         return (PushRefusal.NORM_GATE, objection) if objection else None
 

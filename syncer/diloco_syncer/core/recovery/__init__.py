@@ -29,6 +29,7 @@ follow for every fragment, with two differences: a learner's tenure goes on in t
 the store has never heard of it; and the job never goes on from a stand-in, but waits for a learner that holds
 the fragment. No learner can know the outer optimizer's momentum, the order of the data, the job's elapsed time
 and scores, and tokens dropped in tenures that are over: these begin anew, and an event says so.
+Where only learners that stand by are ahead, one of them uploads and is asked, and goes on standing by.
 
 ``lost_versions`` decides, ``receipts`` counts, ``books/lineage`` remembers. The bytes come in through
 ``runtime/version_recovery.py``; ``service.py`` applies the records at the next start.

@@ -19,7 +19,8 @@ anything, tokens that learners know to be merged beyond the store's versions are
 Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
 above them, so that one (epoch, version) never has two meanings.
 
-A *rebuild* is the same for a store that came back empty. Version 0 then has stand-ins (``STAND_IN``), from which
+A *rebuild* is the same for a store that came back empty, or that has no whole version of some fragments left. Version
+0 of these then has stand-ins (``STAND_IN``), from which
 the job never goes on: it waits for learners that hold the fragments. A learner that holds nothing but version 0 may
 be the first one back, before those that hold more: it gives version 0 back only when all are there, or none came for
 ``rebuild_seconds``.
@@ -62,6 +63,7 @@ class VersionRecovery:
         self._actions = actions
         self._announced = False  # whether a loss is known
         self._rebuilding = False
+        self._taken_back = False  # whether the saved state told of versions that the store has lost
         self._rebuild_until: float | None = None  # how long a rebuild waits for more learners
         self._made: list[int] = []  # per fragment, the epoch of its newest version
         self._held: dict[int, dict[int, Held]] = {}  # connection -> fragment -> what extends the lineage
@@ -88,12 +90,18 @@ class VersionRecovery:
         """Whether everything waits until it is decided what the store lost."""
         return self._announced and self.can_recover
 
+    def mark_taken_back(self) -> None:
+        """The store has lost a version that the saved state tells of."""
+        self._taken_back = True
+
     def start(self, made: Sequence[int], behind: bool) -> None:
         """The store was read. ``made``: the epoch of each fragment's newest version, empty before version 0;
         ``behind``: the tape tells of more than the store has."""
         self._made = list(made)
         self._rebuilding = STAND_IN in self._made
-        if self._rebuilding:
+        if self._rebuilding and (self._taken_back or any(self._state.versions)):
+            self._announce_loss(f"it has no whole version of fragments {self._stood_in_for()}")
+        elif self._rebuilding:
             self._announce_loss("it was emptied")
             self._actions.record_event(
                 EventKind.LOST_DATA,
@@ -101,8 +109,8 @@ class VersionRecovery:
                 "no learner knows the outer optimizer's momentum, the order of the data, the job's elapsed time and "
                 "scores, or the tokens dropped in tenures that are over: these start anew",
             )
-        elif behind and self.can_recover:
-            self._announce_loss("the tape lists merges that the store does not have")
+        elif (behind or self._taken_back) and self.can_recover:
+            self._announce_loss("its state or its tape tells of merges that it does not have")
 
     def _announce_loss(self, why: str) -> None:
         if self._announced:
@@ -175,6 +183,12 @@ class VersionRecovery:
             return True
         others = any(STAND_IN in each for each in self._origins.values())
         return bool(origins) and not others and self._all_present(now)
+
+    def standby_holders(self, now: float) -> list[int]:
+        """Who may upload version 0 of a store that came back empty though it has no slot: the connections that stand by
+        and hold the model. Empty as long as a learner that may hold it, in a slot, is waited for."""
+        standby = self._state.members.standby if self.is_rebuilding and self._all_present(now) else ()
+        return [connection for connection in standby if self.may_give_version_0(connection, now)]
 
     def _register_for_rebuild(self, join: ev.Join) -> None:
         """Nothing is in the store, and a learner holds versions."""
@@ -370,12 +384,6 @@ class VersionRecovery:
                 "You can give it its store back (spec.syncer.storage), or restart it to start the job anew"
             )
         holders = {connection for connection, origins in self._origins.items() if STAND_IN in origins}
-        seated = {slot.holder.connection for slot in self._state.members.slots if slot.occupied}
-        if holders - self._state.members.evaluators and not holders & seated:
-            self._say_what_to_do(
-                "the store is empty, and no learner here holds merged versions in a slot: one that stands by does. "
-                "Stop a learner that has a slot, and the other takes its place"
-            )
         if holders and holders <= self._state.members.evaluators:
             self._say_what_to_do(
                 "the store is empty, and only an evaluator holds merged versions, from which it cannot be rebuilt. "
@@ -384,12 +392,16 @@ class VersionRecovery:
             )
 
     def _say_what_is_missing(self) -> None:
-        missing = [str(p) for p, epoch in enumerate(self._made) if epoch == STAND_IN]
+        came_back = "has lost fragments" if any(self._state.versions) else "came back empty"
         self._say_what_to_do(
-            f"the store came back empty, and no learner here holds a merged version of fragments {', '.join(missing)}. "
+            f"the store {came_back}, and no learner here holds a merged version of fragments {self._stood_in_for()}. "
             "The syncer waits for one. You can give it its store back, or empty it and restart all learners to start "
             "the job anew"
         )
+
+    def _stood_in_for(self) -> str:
+        """The fragments of which the store has stand-ins, in words."""
+        return ", ".join(str(p) for p, epoch in enumerate(self._made) if epoch == STAND_IN)
 
     def _say_what_to_do(self, message: str) -> None:
         if self._set_message(message):

@@ -75,6 +75,7 @@ def _repair_steps(state: JobState) -> list[str]:
         if max(map(abs, numbers)) <= SANE_STEP:
             continue
         slot.step = slot.reported.step_at_seat = sane
+        slot.uncounted_steps = slot.unmerged_parts = 0
         if state.rounds is not None:
             state.rounds.begin_progress(slot.index, sane)
         slot.merged_last_step = {p: min(step, sane) for p, step in slot.merged_last_step.items()}

@@ -19,6 +19,12 @@ In the second case ``dropped["died"]`` may go negative while records are applied
 heard of, and then found merged are subtracted from it. ``count_unreported_tokens`` finally counts them as trained, so
 that trained = merged + pending + dropped holds to the token, and merged is exactly what is in the parameters.
 
+*The other way.* The store may lose the record of the very version that its state tells of, and go on from the record
+before it. So of each fragment the state has the rows of that version, of the slots that the newest changed
+(``remember_version``), and ``take_back_version`` puts the books there. A learner that holds the lost version brings
+it back as any other; without one its tokens are pending or rolled back in tenures that are open, and ``died`` in those
+that are over.
+
 Example. The state knows slot 1 with 300 trained tokens, 200 of them merged in fragment 0. The receipt of the
 recovered version says 500 merged, of the same tenure. The ledger then has merged 500 and trained 500; the
 learner's next report says that it trained 520, and 20 are pending.
@@ -34,7 +40,7 @@ from diloco_protocol.vocabulary import SlotState
 from diloco_protocol.wire.records import FragmentReport, PushHeader, Receipt, SlotReceipt, StepReport
 from diloco_syncer.core.books.ledger import Cell, Ledger
 from diloco_syncer.core.books.slots import MergedPush, Slot
-from diloco_syncer.core.state import JobState
+from diloco_syncer.core.state import JobState, VersionBefore
 
 MOST_SLOTS = 4096  # more than a receipt has room for
 
@@ -52,26 +58,62 @@ def tenure_hash(state: JobState, slot: Slot) -> int:
 def make_receipt(state: JobState, fragment: int) -> Receipt:
     """Make the receipt of the fragment's present version: a row for every slot that was ever held or merged."""
     assert state.ledger
-    rows = []
+    cells = [(slot, state.ledger.books[slot.index].cells[fragment]) for slot in state.members.slots]
+    # The restored state may be older than the slot's first process, whose merges are in records after it.
+    return tuple(_row(state, slot, fragment) for slot, cell in cells if slot.holder.incarnation or cell.merged)
+
+
+def _row(state: JobState, slot: Slot, fragment: int) -> SlotReceipt:
+    assert state.ledger
+    cell, newest = state.ledger.books[slot.index].cells[fragment], slot.pushes.merged.get(fragment, MergedPush())
+    return SlotReceipt(
+        slot.index,
+        tenure_hash(state, slot),
+        cell.merged,
+        cell.tenure_merged,
+        sequence=newest.sequence,
+        version=newest.version,
+        last_step=slot.merged_last_step.get(fragment, 0),
+        compute_seconds=cell.compute_seconds,
+    )
+
+
+def remember_version(state: JobState, fragment: int, slots: Iterable[int]) -> None:
+    """Keep what the books say of the fragment, before a later version changes it for these slots."""
+    changed = [slot for index in sorted(set(slots)) if (slot := state.slot(index)) is not None]
+    rows = tuple(_row(state, slot, fragment) for slot in changed)
+    state.before[fragment] = VersionBefore(state.versions[fragment], rows)
+
+
+def take_back_version(state: JobState, fragment: int, version: int) -> bool:
+    """Put the books back to ``version`` of the fragment, which the store goes on from. False: they do not know that
+    one. They are then as before the fragment's first merge, as with a store that came back empty."""
+    assert state.rounds and state.ledger
+    before = state.before[fragment]
+    known = before.version == version < state.versions[fragment]
+    rows = {row.slot: row for row in before.rows}
+    nothing = SlotReceipt(0, 0, 0, 0, sequence=0, version=0, last_step=0, compute_seconds=0.0)
     for slot in state.members.slots:
-        cell = state.ledger.books[slot.index].cells[fragment]
-        # The restored state may be older than the slot's first process, whose merges are in records after it.
-        if not slot.holder.incarnation and not cell.merged:
-            continue
-        newest = slot.pushes.merged.get(fragment, MergedPush())
-        rows.append(
-            SlotReceipt(
-                slot.index,
-                tenure_hash(state, slot),
-                cell.merged,
-                cell.tenure_merged,
-                sequence=newest.sequence,
-                version=newest.version,
-                last_step=slot.merged_last_step.get(fragment, 0),
-                compute_seconds=cell.compute_seconds,
-            )
-        )
-    return tuple(rows)
+        if not known or slot.index in rows:
+            _take_back(state, slot, fragment, rows[slot.index] if known else nothing)
+    state.merges -= state.versions[fragment] - (version if known else 0)
+    state.rounds.take_back(fragment, version if known else 0)
+    state.before[fragment] = VersionBefore(-1, ())
+    return known
+
+
+def _take_back(state: JobState, slot: Slot, fragment: int, row: SlotReceipt) -> None:
+    """Put one slot's books of a fragment back to a row that is older. What was merged since in the open tenure is
+    pending again, or its learner says otherwise; what was in tenures that are over is dropped."""
+    assert state.ledger
+    book, cell = state.ledger.books[slot.index], state.ledger.books[slot.index].cells[fragment]
+    tenure_tokens = row.tenure_tokens if row.tenure == tenure_hash(state, slot) else 0
+    elsewhere = (cell.merged - row.merged_tokens) - (cell.tenure_merged - tenure_tokens)
+    cell.dropped["died"] += elsewhere
+    cell.merged, cell.tenure_merged, cell.compute_seconds = row.merged_tokens, tenure_tokens, row.compute_seconds
+    book.forget_sums()
+    slot.merged_last_step[fragment] = row.last_step
+    slot.pushes.merged[fragment] = MergedPush(row.sequence, row.version) if tenure_tokens else MergedPush()
 
 
 def validate_receipt(state: JobState, fragment: int, version: int, rows: Receipt) -> str:
@@ -145,6 +187,7 @@ def apply_recovered_version(
     if version <= before:
         return
     state.lineage.mark_recovered(epoch)
+    remember_version(state, fragment, (row.slot for row in rows))
     for row in rows:
         slot = state.slot(row.slot)
         if slot is None:
@@ -153,7 +196,7 @@ def apply_recovered_version(
         _count_merged(state.ledger.books[slot.index].cells[fragment], row, same)
         state.ledger.books[slot.index].forget_sums()
         slot.step = max(slot.step, row.last_step)
-        slot.merged_last_step[fragment] = max(row.last_step, slot.merged_last_step.get(fragment, 0))
+        slot.mark_merged(fragment, row.last_step, state.config.max_steps)
         if same and row.sequence:
             slot.pushes.mark_merged(fragment, MergedPush(row.sequence, row.version))
     state.rounds.apply_recovered_version(fragment, version, {row.slot: row.last_step for row in rows})

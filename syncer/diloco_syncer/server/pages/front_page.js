@@ -68,13 +68,15 @@ function draw(name, attributes, text) {
   return made;
 }
 // The first tenth of the tokens, in which the loss falls most, does not set the scale: its line may leave at the top.
+// Of fewer than four scores all do.
 function curve(rows) {
   const points = rows.filter((row) => row[1] !== null);
   byId("loss-box").hidden = points.length < 2;
   if (points.length < 2) return;
   const first = points[0], last = points[points.length - 1], end = last[0] || 1;
   const values = points.map((point) => point[1]);
-  const later = points.filter((point, n) => n > 0 && point[0] >= end / 10).map((point) => point[1]);
+  const few = points.length < 4;
+  const later = points.filter((point, n) => few || n > 0 && point[0] >= end / 10).map((point) => point[1]);
   const low = Math.min(...values), margin = 0.08 * (Math.max(...later) - low) || 0.05;
   const bottom = low - margin, top = Math.max(...later) + margin;
   const plot = byId("plot"), width = plot.clientWidth || 600, height = plot.clientHeight || 192, left = 52, below = 22;

@@ -87,6 +87,7 @@ def _of_job(document: StatusDocument) -> Iterator[Family]:
         ("rounds_overdue", "Of them those that have waited far too long", sum(row.overdue for row in document.rounds)),
         ("round_open_seconds", "Age of the round that is open longest", max(ages, default=0.0)),
         ("store_failing", "1 while the store cannot be written", bool(document.store_problem)),
+        ("large_merges", "Merges since the start whose norm was far above those before", document.large_merges),
         ("ledger_imbalances", "Rows of the ledger that do not add up: above 0 is a fault", document.ledger_imbalances),
         ("eval_loss_nats", "The merged model's mean loss per token", losses[-1][1] if losses else None),
     ):

@@ -230,7 +230,22 @@ def test_a_missing_column_and_a_damaged_archive_keep_a_run_from_starting(job: Pa
     assert_refused(job, words, "training.data.paths=[a.csv]")
     assert "warning" not in validate(job, "training.data={paths: [a.csv], textField: body, sequenceLength: 16}")
     (job.parent / "b.jsonl.gz").write_text("no archive")
-    assert_refused(job, "it cannot be read: Not a gzipped file", "training.data.paths=[b.jsonl.gz]")
+    assert_refused(job, "it cannot be unpacked: Not a gzipped file", "training.data.paths=[b.jsonl.gz]")
+    assert "name it without .gz if it is not packed" in validate(job, "training.data.paths=[b.jsonl.gz]")
+
+
+def test_a_folder_in_which_every_file_is_left_out_keeps_a_run_from_starting(job: Path) -> None:
+    folder = job.parent / "pictures"
+    folder.mkdir()
+    for n in range(3):
+        (folder / f"{n}.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0" + bytes(range(256)) * 8)
+    assert_refused(
+        job, "hold no text: 3 left out, the first pictures/0.png (not text)", "training.data.paths=[pictures]"
+    )
+    (folder / "a.txt").write_text("words")  # what is left out makes no sequence
+    assert_refused(job, "the file holds at most 6 tokens", "training.data.paths=[pictures]")
+    (folder / "a.txt").write_text("words " * 100)
+    assert "would not start" not in validate(job, "training.data.paths=[pictures]")
 
 
 @pytest.mark.parametrize(

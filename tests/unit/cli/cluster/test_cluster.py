@@ -201,9 +201,10 @@ def test_what_an_argument_of_status_means(tmp_path: Path, monkeypatch: pytest.Mo
         assert not means_job(other), other
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     code, output = diloco("status", "tiny-gpt")
-    assert code == 2 and "nothing on this machine is called tiny-gpt; there is no kubeconfig at" in output
+    assert code == 2 and "no run tiny-gpt here: name its directory, such as runs/tiny-gpt" in output
+    assert "a cluster: there is no kubeconfig at" in output
     code, output = diloco("export", "tiny-gpt", tmp_path / "out")
-    assert code == 2 and "nothing on this machine is called tiny-gpt" in output
+    assert code == 2 and "there is no run tiny-gpt here" in output
     code, output = diloco("status", "there")
     assert code == 2 and "is no run's directory" in output and "report.json" not in output
     (tmp_path / "there" / "report.json").write_text("{}")

@@ -84,7 +84,7 @@ def test_a_process_that_has_the_id_of_a_dead_run_is_left_alone(
     runner: Runner, command: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner.lock.close()  # as the kernel does; the id in the file is somebody else's by now
-    with pytest.raises(CommandError, match="is not running"):
+    with pytest.raises(CommandError, match=rf"is not running; its figures: \S+ status {runner.workdir.path}"):
         command(str(runner.workdir.path))
     assert runner.signals == 0
     with pytest.raises(CommandError, match="takes a run's directory, such as runs/tiny"):

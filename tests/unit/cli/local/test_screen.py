@@ -219,6 +219,10 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
     continued = job_report(wall_seconds=5.0, syncer={"epoch": 3, "restarts": 0, "peak_rss_bytes": 0})
     console.print(summary(continued))
     assert "5.0 s in this run" in console.file.getvalue()  # type: ignore[attr-defined]
+    for outcome in ("killed", "running"):  # these figures are of the job's clock
+        console = Console(file=io.StringIO(), width=140)
+        console.print(summary(continued.model_copy(update={"outcome": outcome})))
+        assert "5.0 s" in (told := console.file.getvalue()) and "in this run" not in told  # type: ignore[attr-defined]
     assert re.search(r"  eu +7 B up, 8 B down; with all beside it and TLS 9 B up, 11 B down +\n", text)
     assert re.search(r"  others +0 B up, 5 B down +\n", text)
 

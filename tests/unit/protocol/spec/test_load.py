@@ -321,6 +321,8 @@ def refusal(path: Path, *overrides: str) -> str:
         (b"just words\n", "a single value"),
         (b"3", "a single value"),
         (b"\xff\xfe\x00", "(byte 0): save it as UTF-8"),
+        (b"name: caf\xe9", "(byte 9): save it as UTF-8"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "(byte 0): it is no text: name the job file"),
         (b"\x7fELF\x02\x01\x01\x00", "not YAML"),
         (b"a: [", "not YAML"),
         (b"<html><body>404</body></html>", "a single value"),
@@ -458,14 +460,23 @@ def test_the_record_of_an_api_server_is_named_and_not_used(tmp_path: Path) -> No
     ("text", "said"),
     [
         (MINIMAL.replace("name: tiny", "name: yes"), "at most 30 characters: put it into quotes"),
-        (MINIMAL.replace("name: tiny", "name: 123"), ": put it into quotes"),
+        (MINIMAL.replace("name: tiny", "name: 123"), "at most 30 characters"),  # no name in quotes either
         *(
-            (MINIMAL.replace("    data:", f"    stop: {{tokens: {written}}}\n    data:"), said)
+            (MINIMAL.replace("    data:", f"    stop: {{{written}}}\n    data:"), said)
             for written, said in (
-                ("200k", "or null: write 200000"),
-                ("'1.5 M'", "or null: write 1500000"),
-                ("2B", "or null: write 2000000000"),
-                ("many", "or null"),
+                ("tokens: 200k", "or null: write 200000"),
+                ("tokens: '1.5 M'", "or null: write 1500000"),
+                ("tokens: 2B", "or null: write 2000000000"),
+                ("tokens: many", "or null"),
+                ("tokens: 10m", "or null: write 10000000"),
+                ("tokens: '200'", "or null: write 200, without quotes"),
+                ("tokens: '-1'", "or null"),
+                ("tokens: 5 min", "or null"),
+                ("tokens: 99999999T", "or null"),
+                ("seconds: 10m", "or null: write 600"),
+                ("seconds: 1.5 h", "or null: write 5400"),
+                ("seconds: 2d", "or null: write 172800"),
+                ("seconds: 10k", "or null"),
             )
         ),
     ],
@@ -473,7 +484,7 @@ def test_the_record_of_an_api_server_is_named_and_not_used(tmp_path: Path) -> No
 def test_a_value_of_another_type_is_told_how_to_write_it(text: str, said: str) -> None:
     with pytest.raises(JobError) as caught:
         parse_job(text)
-    assert said in caught.value.problems[0].message
+    assert caught.value.problems[0].message.endswith(said)
     assert ("write" in caught.value.problems[0].message) is ("write" in said)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from core_desk import Desk, config, of, reason, report
 from diloco_protocol.documents import Tokens
-from diloco_protocol.vocabulary import JobPhase, PushRefusal
+from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_protocol.wire.records import DataSample, Evaluation
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books import recent_refusals
@@ -503,6 +503,22 @@ def test_the_status_names_whom_it_refused_until_somebody_of_that_place_is_let_in
     assert row.fields == ["seed"] and row.seconds_ago == 0.0
     desk.join(4, 1)
     assert desk.core.status(desk.now, SHELL).refusals == []
+
+
+def test_a_refusal_is_an_event_once_for_each_reason_of_a_place() -> None:
+    desk = Desk(config(digests={"seed": "y"}))
+    desk.join(1, 0)
+    desk.do(ev.InitialModelStored("L", (8,)))
+
+    def told(connection: int, **changes: object) -> list[EventKind]:
+        notes = of(desk.join(connection, 1, **changes), ev.RecordEvent)
+        return [note.kind for note in notes if note.kind == EventKind.REFUSED]
+
+    assert told(2, digests={"seed": "x"}) == [EventKind.REFUSED]
+    assert told(3, digests={"seed": "z"}) == [], "it comes again and again"
+    assert told(4, layout_digest="M") == [EventKind.REFUSED], "for another reason"
+    assert told(5) == []
+    assert told(6, digests={"seed": "x"}) == [EventKind.REFUSED], "somebody of that place was let in meanwhile"
 
 
 def test_so_many_refusals_are_remembered_and_no_more() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,13 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tape_reader
+from diloco_protocol.documents import EventRow
+from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.runtime import durability
-from diloco_syncer.runtime.durability import Durability, Snapshot
+from diloco_syncer.runtime.durability import MOST_NOTES, Durability, Snapshot
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.epochs import Epoch
-from diloco_syncer.store.tape import Tape
+from diloco_syncer.store.records import MergeRecord
+from diloco_syncer.store.tape import EVENT, MERGE, REFUSED, SEGMENT, Tape
 from patience import until
 
 
@@ -27,7 +32,7 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Durability:
     monkeypatch.setattr(durability, "PATIENCE", 0.3)
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    return Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    return Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
 
 
 async def test_a_long_try_that_fails_is_tried_again(waiting: Durability) -> None:
@@ -74,7 +79,11 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
     made = Durability(
-        checkpoints, Tape(store), lambda: Snapshot(generation, {"of": generation}, []), lambda problem: None
+        checkpoints,
+        Tape(store),
+        lambda: Snapshot(generation, {"of": generation}, []),
+        lambda problem: None,
+        newest_records=list,
     )
     (tmp_path / "state").write_bytes(b"")  # where the folder of states belongs
     waiting = asyncio.ensure_future(write(made))
@@ -92,7 +101,7 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
 async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_newer_one(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
     (tmp_path / "optimizer").write_bytes(b"")
     waiting = asyncio.ensure_future(made.write_optimizer(np.full(1, 1, np.uint8)))
     await until(lambda: made.problem)
@@ -101,3 +110,43 @@ async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_ne
     await waiting
     assert checkpoints.read_blob(made.optimizer).tobytes() == b"\2\2" and made.optimizer_bytes == 2
     assert store.list("optimizer") == [made.optimizer]
+
+
+def event(number: int) -> EventRow:
+    return EventRow(
+        n=number, time=1.5e9, kind=EventKind.JOINED, slot=0, incarnation=1, message=f"{number} joined", details={}
+    )
+
+
+async def test_transitions_and_refusals_are_on_the_tape_at_the_next_checkpoint_within_a_bound(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    refused = {"stale": 2}
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, [], dict(refused)), lambda problem: None)
+
+    async def lines_of_checkpoint() -> list[tuple[str, object]]:
+        before = len(list(tape_reader.raw_lines(store)))
+        await made.checkpoint()
+        lines = [json.loads(raw) for raw in tape_reader.raw_lines(store)][before:]
+        return [(line["kind"], line.get("message", line.get("uploads"))) for line in lines]
+
+    made.note_event(event(1))
+    assert (await lines_of_checkpoint())[1:] == [(EVENT, "1 joined"), (REFUSED, {"stale": 2})]
+    assert await lines_of_checkpoint() == [], "what has not changed is not said again"
+    refused["stale"] = 3
+    for number in range(MOST_NOTES + 7):
+        made.note_event(event(number))
+    lines = await lines_of_checkpoint()
+    assert len(lines) == MOST_NOTES + 2
+    assert lines[-2:] == [(EVENT, "7 transitions"), (REFUSED, {"stale": 3})]
+    made.note_event(event(8))
+    assert await lines_of_checkpoint() == [(EVENT, "8 joined")], "the bound is of one interval"
+
+
+async def test_a_merges_line_follows_what_happened_before_it(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    made.note_event(event(1))
+    await made.write_merge_record(MergeRecord("job", 1, 0, 1, theta=np.zeros(2, np.float32)))
+    assert [json.loads(raw)["kind"] for raw in tape_reader.raw_lines(store)] == [SEGMENT, EVENT, MERGE]

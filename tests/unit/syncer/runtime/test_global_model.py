@@ -202,8 +202,26 @@ def test_sign_and_size_of_a_step() -> None:
 def test_a_merge_that_would_be_infinite_is_not_made() -> None:
     made = parameters()
     huge = np.full(LAYOUT.elements(0), 3e38, np.float32)
-    with pytest.raises(Diverged, match=r"fragment 0 would become infinite in version 1 .* lower the learning"):
+    with pytest.raises(Diverged, match=r"fragment 0 would become infinite in version 1: .* lower the learning"):
         made.merge(action(0, 1, pushes=1), [huge], squares([huge]), 1, 1)
+
+
+def test_the_size_of_a_push_is_compared_with_the_parameters_piece_by_piece() -> None:
+    """A matrix of zeros, as of an adapter, is compared with the rest of the model."""
+    theta = {p: values(p, 0) for p in range(2)}
+    theta[0][:] = 0.0
+    made = parameters(newest=first_records("j", 1, theta))
+    delta = np.full(LAYOUT.elements(0), 3.0, np.float32)
+    assert made.growth(0, *squares([delta])) == 0.0, "nothing is known to compare it with"
+    other = made.growth(1, *squares([np.full(LAYOUT.elements(1), 12.0, np.float32)], 1))
+    spans = [slice(piece.offset, piece.offset + piece.elements) for piece in LAYOUT.fragments[1]]
+    sizes = [float(np.sqrt(np.mean(np.square(theta[1][span], dtype=np.float64)))) for span in spans]
+    usual = float(np.sqrt(np.sum(np.square(theta[1], dtype=np.float64)) / LAYOUT.total_elements))
+    assert other == pytest.approx(12.0 / (min(sizes) + usual), rel=1e-5)
+    assert made.growth(0, *squares([delta])) == pytest.approx(3.0 / usual, rel=1e-5)
+    record, broadcast = made.merge(action(0, 1, pushes=1), [delta], squares([delta]), 1, 1)
+    made.publish(record, broadcast, 0.0)
+    assert made.growth(0, *squares([delta])) < 3.0 / usual, "it is compared with the newest version"
 
 
 def test_another_outer_optimizer_begins_anew_where_the_parameters_are() -> None:

@@ -204,7 +204,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_chunk_counts_as_progress_of_its_upload() -> None:
     noted: list[object] = []
-    uploads = MultipartUploads(noted.append)
+    uploads = MultipartUploads(lambda *chunk: noted.append(chunk))
 
     async def run() -> None:
         data = bytes(1000)
@@ -219,7 +219,7 @@ def test_every_chunk_counts_as_progress_of_its_upload() -> None:
         assert await uploads.receive_part("key", header, stream(), lambda: np.empty(1000, np.uint8)) is not None
 
     asyncio.run(run())
-    assert noted == ["key"] * 4
+    assert noted == [("key", "p", 250)] * 4
 
 
 def test_idle_uploads_are_dropped() -> None:
@@ -237,4 +237,6 @@ def test_idle_uploads_are_dropped() -> None:
 def test_a_clock_that_skips_our_own_standstill() -> None:
     times = iter([10.0, 10.5, 12.0, 100.0, 101.0])
     clock = SteadyClock(limit=3.0, raw=lambda: next(times))
-    assert [clock() for _ in range(4)] == [10.5, 12.0, 15.0, 16.0]
+    assert [clock() for _ in range(3)] == [10.5, 12.0, 15.0]
+    clock.stop()
+    assert [clock() for _ in range(2)] == [16.0, 16.0], "as of the moment at which it was stopped"

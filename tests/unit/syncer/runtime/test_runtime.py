@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tape_reader
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.documents import Report
@@ -25,6 +26,7 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
+from diloco_protocol.wire.progress import OVERTAKEN_BYTES
 from diloco_protocol.wire.records import Held
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
@@ -37,6 +39,7 @@ from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
 from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.store import records
+from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
@@ -692,10 +695,59 @@ async def test_a_slot_holds_a_bounded_number_of_leases_and_gets_more_when_it_mov
         assert leases.count_of(0) == limits.MAX_CURSORS
         done = [sync_pb2.LeaseCursor(lease=g.lease, position=g.end) for g in leases.leases_of(0)[:10]]
         last = leases.next_lease
-        bench.report(1, cursors=done)
+        bench.report(1, 1000, cursors=done)
         assert leases.count_of(0) == limits.MAX_CURSORS and leases.next_lease == last + 10
         slot = bench.syncer.core.slots[0]
         assert slot.state is SlotState.ACTIVE
+
+
+# ------------------------------------------------------------------ merges that would be infinite
+
+
+@pytest.mark.promise(
+    "A merge that would become infinite leaves out the push with the largest norm, by name, while K are left",
+    section="Syncer",
+)
+@pytest.mark.parametrize("quorum", [1, 2])
+async def test_a_merge_that_would_be_infinite_is_made_without_who_made_it_so(tmp_path: Path, quorum: int) -> None:
+    async with Bench(tmp_path, f"sync.quorum={quorum}", "sync.outer.lr=4") as bench:
+        core = bench.syncer.core
+        for number, process in ((1, "a"), (2, "b")):
+            bench.connect(number, number - 1, process)
+        await bench.initialise("a")
+        for number in (1, 2):
+            bench.report(number)
+        await until(lambda: core.phase is JobPhase.TRAINING)
+        fields = [bench.offer(number) for number in (1, 2)]
+        for process, value, said in zip("ab", (3e38, 1.0), fields, strict=True):
+            assert (await bench.upload(process, np.full(LAYOUT.elements(0), value, np.float32), **said)).accepted
+        await until(lambda: core.versions[0] == 1 or core.phase is JobPhase.FAILED)
+        if quorum == 2:
+            assert core.phase is JobPhase.FAILED and "the largest push is of local-0" in core.phase_message
+            return
+        (record,) = [record for record in bench.syncer.model.newest if record.fragment == 0]
+        assert [(push.header.slot, push.weight) for push in record.responders] == [(1, 1.0)]
+        assert np.array_equal(record.theta, np.full(LAYOUT.elements(0), -4.0, np.float32))
+        (told,) = [row for row in bench.syncer.event_log.events if row.kind == "left-out"]
+        assert "the update of local-0" in told.message and core.phase is JobPhase.TRAINING
+        assert core.ledger is not None and core.ledger.merged(0, 0) == 0 and not core.ledger.imbalances(0)
+
+
+@pytest.mark.promise(
+    "A push that is far larger than the parameters is refused, with all defaults and from the first merge on",
+    section="Syncer",
+)
+async def test_a_push_that_is_far_larger_than_the_parameters_is_refused(tmp_path: Path) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        for record in bench.syncer.model.newest:
+            record.theta[:] = 1.0
+        fields = bench.offer(1)
+        for value in (3e38, 1e18, 20.5):
+            refused = await bench.upload("a", np.full(LAYOUT.elements(0), value, np.float32), **fields)
+            assert (refused.accepted, refused.reason) == (False, "out-of-scale")
+        assert (await bench.upload("a", np.full(LAYOUT.elements(0), 19.5, np.float32), **fields)).accepted
 
 
 # ------------------------------------------------------------------ slow readers
@@ -792,6 +844,7 @@ async def test_a_ledger_that_is_not_exact_is_told_and_shown(tmp_path: Path, capl
         await until(lambda: bench.syncer.status_page.status().ledger_imbalances == 1)
         await asyncio.sleep(0.05)
         assert 'diloco_ledger_imbalances{job="shell"} 1.0' in exposition(bench.syncer.status_page.status).decode()
+        assert ["slot 0 fragment 1" in row.imbalance for row in bench.syncer.report().ledger or ()] == [False, True]
     assert caplog.text.count("the ledger is not exact") == 1 and "slot 0 fragment 1" in caplog.text
 
 
@@ -910,20 +963,24 @@ async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
     "A superseded syncer leaves the tape to its successor; a syncer whose predecessor wrote a line at the "
     "last moment starts again from the store"
 )
-async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(tmp_path: Path) -> None:
+async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def record(version: int) -> MergeRecord:
         return MergeRecord(
             "shell", 1, 0, version, theta=np.full(LAYOUT.elements(0), version, np.float32), number=version
         )
 
-    predecessor = Tape(DirectoryStore(tmp_path))
+    monkeypatch.setattr(tapes, "SEGMENT_BYTES", 1)  # so each line begins a segment, as each checkpoint does in a bucket
     async with Bench(tmp_path) as bench:
+        predecessor = Tape(DirectoryStore(tmp_path))
         predecessor.append(record(1))
         predecessor.flush()
         bench.syncer.driver.run_task(bench.syncer.durability.write_merge_record(record(1)))
         assert await asyncio.wait_for(bench.syncer.driver.outcome, 20) == RESTART
     async with Bench(tmp_path) as bench:
-        assert bench.syncer.durability.tape.previous == predecessor.previous, "it goes on from that line"
+        follows = [json.loads(raw)["previous"] for raw in tape_reader.raw_lines(DirectoryStore(tmp_path))]
+        assert predecessor.previous in follows, "it goes on from that line"
         assert not bench.syncer.driver.outcome.done()
 
 
@@ -956,12 +1013,39 @@ async def test_bytes_of_a_lost_version_are_told_to_the_core_once_a_second(
         told: list[object] = []
         monkeypatch.setattr(bench.syncer.versions, "emit", told.append)
         for fragment in (0, 0, 1, 0, 1):
-            bench.syncer._note_chunk(("version", 7, fragment))
-        bench.syncer._note_chunk(("push", "id", "a"))
+            bench.syncer._note_chunk(("version", 7, fragment), "a", 1)
+        bench.syncer._note_chunk(("push", "id", "a"), "a", 1)
         assert told == [ev.LostVersionAdvanced(7, 0), ev.LostVersionAdvanced(7, 1)]
         bench.syncer.versions._tell_at.clear()
-        bench.syncer._note_chunk(("version", 7, 0))
+        bench.syncer._note_chunk(("version", 7, 0), "a", 1)
         assert told[2:] == [ev.LostVersionAdvanced(7, 0)]
+
+
+@pytest.mark.promise(
+    "An optimizer state of any size reaches a new learner, and the checkpoint, as long as bytes keep "
+    "arriving; all new learners that wait share one transfer"
+)
+async def test_a_state_is_alive_while_its_sender_uploads_something_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bench(tmp_path) as bench:
+        told: list[object] = []
+        relay, note = bench.syncer.relay, bench.syncer._note_chunk
+        monkeypatch.setattr(relay, "_emit", told.append)
+        relay.expect_upload(5, 1, "a", checkpoint=False)
+
+        def noted(key: tuple[object, ...], process: str, count: int) -> bool:
+            relay._expected[5].tell_at = 0.0
+            told.clear()
+            note(key, process, count)
+            return told == [ev.PeerStateAdvanced(5)]
+
+        assert noted(("peer", 5), "a", 1) and noted(("push", "id", "a"), "a", OVERTAKEN_BYTES - 1)
+        assert not noted(("push", "id", "b"), "b", 1)
+        assert not noted(("push", "id", "a"), "a", 1), "of the state nothing comes"
+        assert noted(("peer", 5), "a", 1)
+        note(("peer", 5), "a", 1)
+        assert len(told) == 1, "once a second"
 
 
 async def test_what_stands_in_for_a_version_is_not_served_where_the_job_is_suspended_meanwhile(tmp_path: Path) -> None:
@@ -1032,11 +1116,11 @@ async def test_bytes_of_a_push_are_told_to_the_core_once_a_second(
         told: list[object] = []
         monkeypatch.setattr(bench.syncer.pushes, "emit", told.append)
         for _ in range(3):
-            bench.syncer._note_chunk(("push", "id", "a"))
-        bench.syncer._note_chunk(("initial", 0))
+            bench.syncer._note_chunk(("push", "id", "a"), "a", 1)
+        bench.syncer._note_chunk(("initial", 0), "a", 1)
         assert told == [ev.PushAdvanced()]
         bench.syncer.pushes._tell_at = 0.0
-        bench.syncer._note_chunk(("initial", 0))
+        bench.syncer._note_chunk(("initial", 0), "a", 1)
         assert len(told) == 1
-        bench.syncer._note_chunk(("push", "id", "a"))
+        bench.syncer._note_chunk(("push", "id", "a"), "a", 1)
         assert len(told) == 2

@@ -201,7 +201,7 @@ async def test_a_succeeded_syncer_leaves_the_tape_to_its_successor(relay: Relay)
     """In a bucket a segment of its own would stand where the successor's next one belongs."""
     store = opened()
     checkpoints, tape = Checkpoints(store, Epoch.claim(store), "j", 2), Tape(store)
-    durability = Durability(checkpoints, tape, lambda: Snapshot(1, {}, []), lambda problem: None)
+    durability = Durability(checkpoints, tape, lambda: Snapshot(1, {}, []), lambda problem: None, newest_records=list)
     tape.append(record(1))
     Epoch.claim(store)
     for write in (durability.checkpoint, durability.write_state_and_collect):

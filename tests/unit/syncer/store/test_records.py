@@ -222,11 +222,19 @@ def test_another_job_or_a_changed_field_is_refused(store: Store) -> None:
 
 
 @pytest.mark.promise(
-    "A damaged `job.json` is reported as wrong content of the store (exit code 2), not as a fault of the program"
+    "A `job.json` that is damaged together with its copy is reported as wrong content of the store (exit code 2), not "
+    "as a fault of the program"
 )
 def test_a_damaged_job_document_is_the_stores_content_and_no_fault(store: Store) -> None:
     opened(store)
     damage(store, "job.json")
+    opened(store)
+    assert store.read("job.json", 1 << 20) == store.read("job.copy.json", 1 << 20)
+    store.delete("job.json")
+    with pytest.raises(StoreUnusable, match="holds the job 'j', not 'other'"):
+        Checkpoints(store, Epoch.claim(store), "other", 1).identify({})
+    for name in ("job.json", "job.copy.json"):
+        damage(store, name)
     with pytest.raises(StoreUnusable, match=r"job\.json.*restore the file"):
         opened(store)
 
@@ -303,6 +311,46 @@ def test_a_damaged_newest_record_goes_back_one_version_loudly(store: Store) -> N
     made.load()
     made.write_record(record(1, 3, made.epoch.number))
     assert [r.version for r in opened(store).load().newest] == [3, 3]
+
+
+def test_a_damaged_record_of_the_states_own_version_goes_back_one(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    for upto in (1, 2):
+        merge(made, versions, upto)
+    for _ in range(3):  # nothing is merged, and only the newest two are left
+        made.write_manifest({"n": 1}, versions, "")
+        made.collect("")
+    for harm in (damage, Store.delete):
+        harm(store, record_name(1, 2))
+        restored = opened(store).load()
+        assert [r.version for r in restored.newest] == [2, 1] and not restored.newer
+        assert "fragment 1 continues from version 1" in restored.problems[0]
+
+
+def test_version_0_stays_until_two_records_follow_it(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    for upto, left in ((0, 2), (1, 1), (2, 0)):
+        merge(made, versions, upto)
+        for _ in range(3):
+            made.write_manifest({"n": upto}, versions, "")
+            made.collect("")
+        fragments = [name for name in store.list("initial") if "-f0000" in name]
+        assert len(fragments) == 2 * left, fragments
+
+
+def test_a_fragment_of_which_nothing_is_left_is_stood_in_for(store: Store) -> None:
+    """Only a restart goes on with it: an export has nothing to show."""
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 3)
+    for _ in range(3):
+        made.write_manifest({"n": 1}, versions, "")
+        made.collect("")
+    for version in (2, 3):
+        damage(store, record_name(1, version))
+    with pytest.raises(StoreUnusable, match="no whole version is left of fragment 1"):
+        StoreReader(store, "j").newest(LAYOUT)
+    restored = opened(store).load()
+    assert [(r.version, r.made_in) for r in restored.newest] == [(3, 1), (0, 0)]
 
 
 @pytest.mark.parametrize("harm", ["nothing", "newest record", "newest state", "a gap"])
@@ -391,7 +439,7 @@ def test_garbage_goes_and_nothing_that_is_needed(store: Store) -> None:
     # Two manifests are kept (versions 14 and 20), and everything from the older newest state on.
     assert left == {(f, v) for f in range(2) for v in range(14, 21)}
     assert len(store.list("state")) == 2 and len(store.list("manifests")) == 2
-    assert len(store.list("initial")) == 2  # layout and frozen parameters
+    assert len(store.list("initial")) == 4  # layout and frozen parameters, each with its copy
     # A restart from the older one of both still works.
     damage(store, store.list("state")[-1])
     assert [r.version for r in opened(store).load().newest] == [20, 20]
@@ -404,7 +452,7 @@ def test_the_records_of_states_without_a_checkpoint_stay(tmp_path: Path) -> None
         merge(made, versions, upto)
         made.write_state({"n": upto}, versions)
     made.collect("")
-    assert not store.exists(record_name(0, 4)) and store.exists(record_name(0, 5))
+    assert not store.exists(record_name(0, 3)) and store.exists(record_name(0, 4))
     assert [r.version for r in opened(store).load().newest] == [5, 5]
 
 

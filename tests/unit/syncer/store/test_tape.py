@@ -73,15 +73,18 @@ def test_lines(store: Store) -> None:
         {
             "slot": 0,
             "incarnation": 3,
+            "tenure": 3,
             "sequence": 1,
             "base_epoch": 1,
             "base_version": 0,
+            "oldest_version": 0,
             "first_step": 1,
             "last_step": 2,
             "offer": False,
             "age": 0,
             "tokens": 200,
             "steps": 2,
+            "batch": 1,
             "weight": 1.0,
             "norm": 0.25,
         }
@@ -131,8 +134,7 @@ def test_a_torn_last_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
     last = whole[:-1].rfind(b"\n") + 1
     for length in (last + 1, last + 40, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(TapeError, match="line 7 is torn"):
-            tape_reader.verify(store)
+        assert tape_reader.verify(store) == 5, "a last line may just be being written"
         tape = Tape(store)
         assert (tape.lines, path.read_bytes()) == (6, whole[:last])
         found = [record(f, v) for f in range(2) for v in (2, 3)]
@@ -149,10 +151,10 @@ def test_changes_are_found(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     changed = lines[2].replace(b'"tokens":200', b'"tokens":201')
     for wrong, message in (
-        ([*lines[:2], changed, *lines[3:]], "line 4 does not follow line 3"),
-        (lines[:2] + lines[3:], "line 3 does not follow line 2"),
-        (lines[1:], "line 1 does not follow line 0"),
-        ([lines[1], lines[0], *lines[2:]], "line 1 does not follow"),
+        ([*lines[:2], changed, *lines[3:]], "line 4: it does not follow the line before"),
+        (lines[:2] + lines[3:], "line 3: it does not follow"),
+        (lines[1:], "line 1: a line 'merge' has no place here"),
+        ([lines[1], lines[0], *lines[2:]], "line 1: a line 'merge' has no place here"),
         ([b"not json\n", *lines], "line 1 is not understood"),
         ([lines[0].replace(b'"format":2', b'"format":7')], "has format 7"),
         ([lines[0].replace(b'"newest":{}', b'"newest":{"0":4}'), *lines[1:]], "were the newest versions"),
@@ -174,7 +176,7 @@ def test_a_version_from_a_learner_may_jump_and_only_up(store: Store) -> None:
     assert Tape(store).newest == {0: 8, 1: 3}
     tape.append(replace(record(1, 2), recovered=Recovered(1, 1, ())))
     tape.flush()
-    with pytest.raises(TapeError, match="fragment 1 is recovered at version 2, and had 3"):
+    with pytest.raises(TapeError, match="fragment 1 is taken back at version 2, and had 3"):
         tape_reader.verify(store)
 
 

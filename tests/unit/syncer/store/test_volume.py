@@ -50,6 +50,10 @@ def test_the_records_that_are_kept_fit_the_volume(tmp_path: Path, fragments: int
         if number % merges_a_checkpoint == 0:  # as Durability.checkpoint does
             checkpoints.write_manifest({}, versions, "")
             checkpoints.collect("")
+    for _ in range(spec.syncer.checkpoint.keep):  # nothing is merged for long
+        checkpoints.write_manifest({}, versions, "")
+        checkpoints.collect("")
+    assert len(store.list("records")) == 2 * fragments, "the newest of each fragment, and the one before it"
     need = versions_kept(spec, fragments) * 4 * record_floats(spec.sync) * fragments * ELEMENTS
     assert most <= 1.02 * need, "the volume would be full"
     if merges_a_checkpoint == 50:

@@ -495,6 +495,58 @@ async def test_what_has_come_of_a_download_outlives_the_session(made: tuple[Sync
     assert kept[0] is kept[1]
 
 
+class States:
+    """A session's transfers, in which an optimizer state comes, is gone, or is on its way for ever."""
+
+    def __init__(self, data: bytes | None, ever: bool = False) -> None:
+        self.data, self.ever, self.asked = data, ever, list[tuple[int, int]]()
+
+    async def download_state(self, what: int, limit: int, transfer: int, epoch: int) -> inbox.StateDownloaded:
+        self.asked.append((epoch, transfer))
+        if self.ever:
+            await asyncio.Event().wait()
+        return inbox.StateDownloaded(True, self.data)
+
+
+@pytest.mark.promise(
+    "A new learner takes over an optimizer state over a link of any speed: while bytes come, and while the syncer "
+    "still has to answer, it begins with no fresh one"
+)
+async def test_a_peers_state_goes_on_in_the_next_session_and_is_asked_for_anew_when_it_is_gone(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
+    one, box = made
+    wanted = sync_pb2.PeerStateWanted(patient=True)
+    one.status = dataclasses.replace(one.status, epoch=3)
+
+    async def session(states: States, *messages: sync_pb2.SyncerMessage) -> States:
+        one._transfers = states  # type: ignore[assignment]
+        for _ in range(1 if one._state_offered is None else 2):
+            one.request_peer_state(100, True)
+        for message in messages:
+            one._handle(message)
+        await asyncio.sleep(0.01)
+        await one.cancel_tasks()
+        return states
+
+    def asked() -> list[sync_pb2.PeerStateWanted]:
+        said = [message.peer_state_wanted for _, message in one.outbox.begin_sending()[1:]]
+        all_sent(one.outbox)
+        return said
+
+    offer = sync_pb2.SyncerMessage(peer_state_ready=sync_pb2.PeerStateReady(transfer=5))
+    assert (await session(States(b"", ever=True), offer)).asked == [(3, 5)] and asked() == [wanted]
+    assert (await session(States(b"", ever=True))).asked == [(3, 5)] and asked() == []
+    assert (await session(States(None))).asked == [(3, 5)] and asked() == [wanted], "the syncer has it no more"
+    assert not box.take_all()
+    assert (await session(States(b"x"), offer)).asked == [(3, 5)] and asked() == [wanted]
+    assert box.take_all() == [inbox.StateDownloaded(True, b"x")]
+    for _ in range(connection_module._STATE_REQUESTS):
+        assert not (await session(States(None))).asked and asked() == [wanted]
+    await session(States(None))
+    assert not asked() and box.take_all() == [inbox.StateDownloaded(True, None)], "as if no peer had one"
+
+
 def test_a_heartbeat_says_what_a_newcomer_lacks(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
     one, _ = made
     assert one._stamp(StepReport(), 1.0, 1.0).link is None

@@ -63,7 +63,7 @@ class World:
         return P * self.data.nbytes
 
     def begin_session(self) -> None:
-        self.tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[Any]] = []
         self.sent = Progress()
         self.channels = [Channel(self.link, self.serve) for _ in range(4)]
         made = BulkChannels(
@@ -84,7 +84,7 @@ class World:
 
     async def serve(self, raw: bytes, stream: Any) -> None:
         request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
-        self.asked.append((request.fragment, request.version, request.offset))
+        self.asked.append((request.fragment, request.version or request.transfer, request.offset))
         async with self.queue.await_turn(request.process):
             parts = bulk.send_part(self.data, request.offset, request.bytes)
             await services.write_download(parts, stream, self.sent)
@@ -177,6 +177,40 @@ def test_resets_cost_what_was_under_way_and_no_more() -> None:
         assert await arriving < 1.7 * world.bytes_needed / 250e3
         assert world.link.carried < 1.35 * world.bytes_needed
         assert any(offset for _, _, offset in world.asked)
+
+    virtual_time.run(test())
+
+
+@pytest.mark.promise(
+    "A new learner takes over an optimizer state over a link of any speed: while bytes come, and while the syncer "
+    "still has to answer, it begins with no fresh one"
+)
+def test_an_optimizer_state_on_a_slow_link_goes_on_in_the_next_session() -> None:
+    """At 0.24 Mbit/s, with a session that breaks every 15 s, and another life of the syncer at the end."""
+
+    async def test() -> None:
+        world = World(1_000_000, 30e3)
+        what, sessions = sync_pb2.DownloadRequest.PEER_STATE, 0
+
+        async def fetch(epoch: int, seconds: float) -> bool:
+            fetching = asyncio.ensure_future(world.transfers.download_state(what, 1 << 30, 7, epoch))
+            world.tasks.append(fetching)
+            await asyncio.wait([fetching], timeout=seconds)
+            data = fetching.result().data if fetching.done() else None
+            return data is not None and data.nbytes == world.data.nbytes
+
+        while not await fetch(1, 15.0):
+            sessions += 1
+            await world.end_session()
+            world.begin_session()
+        assert sessions > 3 and all(one[:2] == (0, 7) for one in world.asked)
+        assert world.link.carried < 1.35 * world.data.nbytes
+        world.asked.clear()
+        assert not await fetch(1, 15.0)
+        await world.end_session()
+        world.begin_session()
+        assert await fetch(2, 1e5)
+        assert [offset for _, _, offset in world.asked] == [0, 0], "of another life's syncer nothing goes on"
 
     virtual_time.run(test())
 

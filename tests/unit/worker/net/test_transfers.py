@@ -118,6 +118,14 @@ def test_a_state_that_cannot_be_serialised_is_declined_and_hurts_nobody(caplog: 
     assert "cannot be serialised: no memory for the bytes" in caplog.text
 
 
+def test_a_state_that_does_not_come_through_is_declined() -> None:
+    """The syncer hears of this learner's other uploads, and would wait for the state while these go on."""
+    session = Session()
+    asyncio.run(session.one.send_state(7, lambda: b"state", [(1, 3)]))
+    ((_, _), (key, message)) = session.outbox.begin_sending()
+    assert key == "no-state-7" and message.peer_state_unavailable.transfer == 7
+
+
 def test_version_0_is_tried_again_and_then_left_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_INITIAL_PAUSE", 0.001)
     session = Session()

@@ -40,6 +40,7 @@ class Process:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self.model, self.said, self.fresh = model, list[ev.Event](), False
         self.given: dict[int, Callable[[], Any]] = {}
+        self.connected, self.bytes_arrived = True, 0
         self.adoption = Adoption(AdoptionConfig(1, 4, 1))
         checkpoint = SlotCheckpoint(file, "a", "d", 1e-9, limit=max_state_bytes(model))
         client: Any = self

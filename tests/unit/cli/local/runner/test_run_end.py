@@ -93,6 +93,23 @@ def test_the_reason_of_an_interrupt_is_told_to_people_and_to_the_syncer(
     assert run.syncer.calls == [("announce", {"phase": "interrupted", "message": reason})]
 
 
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [("training", "learners offer"), ("evaluating", "is evaluated to the end"), ("complete", "is complete already")],
+)
+def test_an_interrupt_says_what_is_still_to_come(make_run: MakeRun, phase: str, said: str) -> None:
+    run = make_run()
+    run.syncer.page = status_document(phase=phase)
+
+    async def interrupt() -> None:
+        await run.runner.follower.poll()
+        run.runner.end.on_signal(signal.SIGINT)
+
+    run.run(interrupt())
+    (told,) = (words for words in run.screen.said if words.startswith("interrupted"))
+    assert said in told and ("learners offer" in told) == (phase == "training")
+
+
 def test_a_syncer_that_cannot_be_asked_has_nobody_to_drain_to(make_run: MakeRun) -> None:
     run = make_run()
     run.syncer.page, run.syncer.unheard = status_document(phase="training"), 1

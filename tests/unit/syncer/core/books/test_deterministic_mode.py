@@ -35,10 +35,12 @@ def test_the_job_stops_when_every_slot_has_its_share(trained: tuple[int, int], r
     for slot in slots:
         ledger.open_tenure(slot.index, slot.index + 1)
         assert ledger.apply_report(slot.index, report(slot.step))
-    assert MODE.is_stop_reached("steps", 10, slots, ledger, 0.0) == reached
-    assert MODE.is_stop_reached("tokens", 190, slots, ledger, 0.0) == reached
+    assert MODE.is_stop_reached("steps", 10, slots, ledger, count=lambda: 0.0) == reached
+    assert MODE.is_stop_reached("tokens", 190, slots, ledger, count=lambda: 0.0) == reached
     ledger.apply_report(0, replace(report(trained[0] + 1), trained_tokens=10 * trained[0] + 1))
-    assert not MODE.is_stop_reached("tokens", 20 * trained[1] + 1, slots, ledger, 0.0), "one token more than two shares"
+    assert not MODE.is_stop_reached("tokens", 20 * trained[1] + 1, slots, ledger, count=lambda: 0.0), (
+        "one token more than two shares"
+    )
 
 
 @pytest.mark.parametrize(("round", "base", "opens"), [(3, 2, True), (2, 2, False), (3, 1, False), (2, 1, False)])

@@ -86,3 +86,24 @@ def test_no_token_is_pending_once_every_part_is_merged_or_dropped() -> None:
         assert not imbalances(ledger)
     assert [(row.merged, row.pending, row.dropped) for row in ledger.rows()] == [(99, 0, 1), (100, 0, 0), (100, 0, 0)]
     assert ledger.totals() == Tokens(trained=100, merged=100, pending=0, dropped=0)
+
+
+@pytest.mark.promise("A row of the ledger that is wrong is named, and hides no status, no report and no end of the job")
+@pytest.mark.parametrize("column", ["merged", "pending", "dropped"])
+def test_a_wrong_row_is_named_and_blinds_nobody(column: str) -> None:
+    """Each column in turn is far below 0, in one fragment."""
+    ledger = Ledger(2, 2)
+    ledger.open_tenure(1, 1)
+    assert ledger.apply_report(1, trained(40, (0, 0)))
+    cell = ledger.books[1].cells[1]
+    if column == "merged":
+        cell.merged -= 1000
+    elif column == "pending":
+        cell.tenure_merged += 1000
+    else:
+        cell.dropped["died"] -= 1000
+    ledger.books[1].forget_sums()
+    rows, totals = ledger.rows(), ledger.totals()
+    assert [row.imbalance.partition(":")[0] for row in rows] == ["", "slot 1 fragment 1"] and "-" in rows[1].imbalance
+    assert getattr(rows[1], column) == 0 and totals.trained == 40
+    assert (rows[0].merged, rows[0].pending, rows[0].dropped) == (0, 40, 0)

@@ -86,6 +86,42 @@ def test_period_counts_from_the_snapshot_not_the_adoption() -> None:
     assert book.next_due([at(0, 20, [1])]) == 0
 
 
+@pytest.mark.promise("Over a long way snapshots of a fragment are H steps apart too, and not H and a round trip")
+def test_a_round_opens_as_early_as_learners_answer_late() -> None:
+    """Slot 0 has made 8 steps more than the syncer knew when it takes its snapshot, and slot 1 one."""
+
+    def merged(book: RoundBook, step: int, late: tuple[int, ...], round: int | None = None) -> None:
+        opened = book.open_round(0, 0.0, [at(slot, step, book.versions) for slot in range(2)])
+        for slot, steps in enumerate(late):
+            number = opened.id if round is None else round
+            book.accept(opened, push(slot, 0, number, step, last=step + steps, sequence=opened.id), 0.0)
+        book.begin_merge(opened, 0.1)
+        book.complete_merge(0, opened.version + 1, 0.0, 0.0)
+
+    def opens_after(book: RoundBook, slot: int) -> int:
+        """Steps of the slot after its last snapshot."""
+        known = range(book.marks[0][slot], book.marks[0][slot] + 50)
+        return next(step for step in known if book.next_due([at(slot, step, book.versions)]) == 0) - known[0]
+
+    book = RoundBook(1, rules(every=24), Mode())
+    for slot in range(2):
+        book.begin_progress(slot, 0)
+    merged(book, 24, (8, 1))
+    assert opens_after(book, 0) == 24 - 7, "the step that is being made ends before any answer"
+    assert opens_after(book, 1) == 24
+    merged(book, 60, (100, 1))  # a pull was lost
+    assert opens_after(book, 0) == 24 - 7, "the median counts, the lesser of two"
+    merged(book, 200, (20, 20), round=0)  # offers answer no pull
+    assert opens_after(book, 0) == 24 - 7
+    book.begin_progress(0, 300)
+    book.steps_at_last_opening[0] = 0  # P = 1: nothing opens within H steps of the last opening
+    assert opens_after(book, 0) == 24, "another process has another way"
+    many = RoundBook(1, rules(every=24), Mode())
+    for turn in range(1, 20):
+        merged(many, 200 * turn, (8 if turn < 15 else 3, 1))
+    assert opens_after(many, 0) == 24 - 2, "the way has become shorter: old answers count no more"
+
+
 def test_a_report_counts_only_on_the_current_version() -> None:
     book = RoundBook(1, rules(every=4), Mode())
     book.begin_progress(0, 0)
@@ -95,7 +131,8 @@ def test_a_report_counts_only_on_the_current_version() -> None:
 
 
 def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
-    """Its old steps are above its base still, but its progress counts from the opening."""
+    """Its old steps are above its base still, but its progress counts from the opening; and only once a push of it
+    has come, or a turn of the usual pace is over."""
     book = RoundBook(1, rules(every=4, quorum=1), Mode())
     book.begin_progress(0, 0)
     book.begin_progress(1, 0)
@@ -104,8 +141,36 @@ def test_a_slot_left_out_of_a_merge_does_not_open_the_next_round() -> None:
     book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
     book.begin_merge(opened, 0.1)
     book.complete_merge(0, 1, 0.0, 0.0)
-    assert book.next_due([at(0, 5, [1]), at(1, 5, [1])]) is None
-    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])]) == 0
+    turn = 4 * 0.1
+    assert book.next_due([at(0, 5, [1]), at(1, 6, [1])], turn) is None
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], turn - 0.01) is None
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], turn) == 0
+    book.record_late(push(1, 0, opened.id, 1, last=3).header)
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], 0.0) == 0
+
+
+def test_whose_push_comes_while_its_round_is_merged_counts_at_once() -> None:
+    book = RoundBook(1, rules(every=4), Mode())
+    for slot in (0, 1):
+        book.begin_progress(slot, 0)
+    opened = book.open_round(0, 0.0, [at(0, 4, [0]), at(1, 3, [0])])
+    book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
+    book.begin_merge(opened, 0.1)
+    book.record_late(push(1, 0, opened.id, 1, last=3).header)
+    book.complete_merge(0, 1, 0.0, 0.0)
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], 0.0) == 0
+
+
+def test_a_new_process_counts_though_the_one_before_it_owed_a_push() -> None:
+    book = RoundBook(1, rules(every=4), Mode())
+    for slot in (0, 1):
+        book.begin_progress(slot, 0)
+    opened = book.open_round(0, 0.0, [at(0, 4, [0]), at(1, 3, [0])])
+    book.accept(opened, push(0, 0, opened.id, 1, last=4), 0.0)
+    book.begin_merge(opened, 0.1)
+    book.complete_merge(0, 1, 0.0, 0.0)
+    book.begin_progress(1, 3)
+    assert book.next_due([at(0, 5, [1]), at(1, 7, [1])], 0.0) == 0
 
 
 @pytest.mark.promise(

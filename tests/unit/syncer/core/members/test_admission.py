@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core_desk import Desk, config, of, report
-from diloco_protocol.vocabulary import JobPhase
+from diloco_protocol.vocabulary import EventKind, JobPhase
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books import slots
@@ -236,9 +236,9 @@ def test_who_joined_with_another_model_before_there_was_one_is_refused_before_an
     assert max(i for i, kind in enumerate(kinds) if kind is ev.Refuse) < kinds.index(ev.Announce)
     (announced,) = of(actions, ev.Announce)
     assert set(announced.merged) == {1, 3}
-    assert (
-        desk.core.slots[1].state == "lost" and "its model is not the job's" in of(actions, ev.RecordEvent)[-2].message
-    )
+    (lost,) = [note.message for note in of(actions, ev.RecordEvent) if note.kind == EventKind.LOST]
+    assert desk.core.slots[1].state == "lost" and "its model is not the job's" in lost
+    assert [note.kind for note in of(actions, ev.RecordEvent)].count(EventKind.REFUSED) == 3, "each place is told once"
     desk.report(1, 0), desk.report(3, 0)
     assert not of(desk.do(ev.ConnectionLost(2)), ev.Refuse)
     assert not of(desk.join(6, 1), ev.Refuse), "its successor has the job's model"

@@ -156,6 +156,44 @@ def test_when_the_shared_donor_fails_the_next_is_asked_once_for_all() -> None:
     assert [offer.connection for offer in told] == [4, 5]
 
 
+@pytest.mark.promise(
+    "A new learner takes over an optimizer state over a link of any speed: while bytes come, and while the syncer "
+    "still has to answer, it begins with no fresh one"
+)
+def test_a_newcomer_whose_session_breaks_shares_what_is_under_way_to_it() -> None:
+    desk = trained()
+    desk.join(3, 2)
+    (ask,) = of(desk.do(ev.PeerStateRequested(3)), ev.RequestPeerState)
+    desk.do(ev.ConnectionLost(3))
+    desk.join(4, 2)
+    assert not of(desk.do(ev.PeerStateRequested(4)), ev.RequestPeerState)
+    assert of(desk.do(ev.PeerStateReceived(ask.transfer)), ev.OfferPeerState) == [ev.OfferPeerState(4, ask.transfer)]
+    desk.do(ev.ConnectionLost(4))
+    desk.join(5, 2)
+    (ask,) = of(desk.do(ev.PeerStateRequested(5)), ev.RequestPeerState)
+    desk.do(ev.ConnectionLost(5))
+    assert not of(desk.later(desk.core.config.peer_seconds), ev.RequestPeerState), "for nobody no other is asked"
+
+
+@pytest.mark.promise(
+    "A new learner takes over an optimizer state over a link of any speed: while bytes come, and while the syncer "
+    "still has to answer, it begins with no fresh one"
+)
+def test_donors_whose_sessions_break_again_and_again_are_asked_three_times_each() -> None:
+    desk = trained()
+    desk.join(3, 2)
+    (ask,) = of(desk.do(ev.PeerStateRequested(3)), ev.RequestPeerState)
+    slots = {1: 0, 2: 1}
+    for connection in range(4, 9):
+        slot = slots.pop(ask.connection)
+        (ask,) = of(desk.do(ev.ConnectionLost(ask.connection)), ev.RequestPeerState)
+        slots[connection] = slot
+        desk.join(connection, slot, process=f"p{slot + 1}")
+        desk.report(connection, 4 * connection)
+    assert ask.connection == 7
+    assert of(desk.do(ev.ConnectionLost(7)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
+
+
 def young(desk: Desk, connection: int, step: int) -> list[ev.Action]:
     return desk.do(ev.Reported(connection, replace(report(step), young_optimizer=True)))
 

@@ -186,7 +186,7 @@ def test_that_merges_have_few_learners_is_told_with_both_times() -> None:
         desk.do(ev.VersionSent(1, 0, number))
     (told,) = [note for note in of(desk.log, ev.RecordEvent) if note.kind is EventKind.FEW_LEARNERS]
     assert told.message.startswith("merges have 1.0 of 2 learners: an exchange takes ")
-    assert "and the 1 steps that it may overlap take 0.1 s" in told.message
+    assert "and the 1 steps that it may overlap take 1.25 s" in told.message
     desk = Desk(config(heartbeat_timeout=1e6))
     desk.begin(1)
     for number in range(1, FEW_MERGES + 3):

@@ -664,19 +664,89 @@ def test_an_empty_store_whose_holders_have_gone_says_what_to_do() -> None:
     assert of(life.join(11, 0, previous_incarnation=0), ev.Admit)[0].initialise, "the job starts anew"
 
 
-def test_an_empty_store_whose_only_holder_stands_by_says_what_to_do() -> None:
+@pytest.mark.promise(
+    "An emptied store is rebuilt from a learner that stands by, where no learner with a slot holds merged versions"
+)
+def test_an_empty_store_is_rebuilt_from_who_stands_by() -> None:
+    life = Life(None, 5)
+    (builder,) = of(life.join(11, 0), ev.Admit)
+    assert builder.initialise, "nobody has told of a model yet"
+    life.join(12, 1)
+    assert rejoin(life, 13, 2).seat is None, "it stands by"
+    assert life.core.initialiser is None, "and the job has no new model"
+    (asked,) = of(life.log, ev.RequestInitialModel)
+    assert asked.connection == 13
+    life.do(ev.ConnectionLost(13))
+    life.do(ev.Reported(11, StepReport()))
+    again = rejoin(life, 14, 2)
+    assert again.initialise and again.seat is None
+    assert life.core.version_0_origins(14) == (0, 1), "it stands in for what is merged"
+    assert [a.above for a in of(life.do(ev.InitialModelStored("L", (8, 8))), ev.RestartFromStore)] == [0]
+
+    # And then for the versions themselves, as everybody is.
+    life = Life(life.core.state(life.now), 6)
+    life.do(ev.InitialModelStored("L", (8, 8)))  # as the store has it
+    life = Life(life.core.state(life.now), 6, (0, 1))
+    for connection, ordinal in ((21, 0), (22, 1)):
+        assert of(life.join(connection, ordinal), ev.Admit)[0].seat is not None
+    assert rejoin(life, 23, 2).seat is None
+    assert {(ask.connection, ask.fragment) for ask in of(life.log, ev.RequestVersion)} == {(23, 0)}
+    assert of(life.do(ev.LostVersionStored(0)), ev.RestartFromStore), "from then on the store has it"
+
+
+def test_an_empty_store_gets_version_0_from_who_stands_by() -> None:
+    """Where nothing was merged yet, and nobody with a slot holds version 0."""
     life = Life(None, 5)
     life.join(11, 0)
     life.join(12, 1)
-    assert rejoin(life, 13, 2).seat is None, "it stands by"
-    for _ in range(int(CONFIG.rebuild_seconds / (CONFIG.heartbeat_timeout - 1)) + 2):
+    assert rejoin(life, 13, 2, VERSION_0).seat is None
+    assert of(life.log, ev.RequestInitialModel) == [ev.RequestInitialModel(13)]
+    life.do(ev.ConnectionLost(13))
+    assert rejoin(life, 14, 2, VERSION_0).initialise and life.core.version_0_origins(14) == (1, 1)
+
+
+def test_who_stands_by_is_asked_for_an_emptied_stores_model_after_those_with_slots() -> None:
+    life = Life(None, 5)
+    life.join(11, 0)
+    assert not of(life.log, ev.RequestInitialModel)
+    assert rejoin(life, 12, 1).initialise
+    assert not rejoin(life, 13, 2).initialise
+    assert life.core.initialiser == 12
+    life.do(ev.InitialModelFailed(12))
+    assert of(life.log, ev.RequestInitialModel) == [ev.RequestInitialModel(12)], "once more, not the other"
+    life.do(ev.ProcessEnded("r", 1, "p1", "killed"))
+    assert life.core.slots[1].holder.process == "p2", "the place is free for who stood by"
+    assert of(life.log, ev.RequestInitialModel)[-1] == ev.RequestInitialModel(13)
+
+
+def test_who_stands_by_is_not_asked_for_an_emptied_stores_model_while_a_holder_may_come_back_to_its_slot() -> None:
+    life = Life(None, 5)
+    life.join(11, 0)
+    rejoin(life, 12, 1)
+    life = Life(life.core.state(life.now), 6)
+    life.join(21, 0)
+    assert rejoin(life, 23, 2).seat is None
+    assert not of(life.log, ev.RequestInitialModel), "the other may be back soon"
+    assert rejoin(life, 22, 1, previous_incarnation=2).initialise
+
+
+def test_who_stands_by_and_does_not_come_back_is_asked_after_others() -> None:
+    life = Life(None, 5)
+    life.join(11, 0)
+    life.join(12, 1)
+    rejoin(life, 13, 2)
+    rejoin(life, 14, 3)
+    assert of(life.log, ev.RequestInitialModel) == [ev.RequestInitialModel(13)]
+    life.do(ev.ConnectionLost(13))
+    assert of(life.log, ev.RequestInitialModel) == [ev.RequestInitialModel(13)], "it is expected back"
+    for _ in range(2):
         life.later(CONFIG.heartbeat_timeout - 1)
         for connection in (11, 12):
             life.do(ev.Reported(connection, StepReport()))
-        life.do(ev.Reported(13, StepReport()))
-    assert "one that stands by does. Stop a learner that has a slot" in life.core.phase_message
-    freed = life.do(ev.ProcessEnded("r", 1, life.core.slots[1].holder.process, "stopped"))
-    assert of(freed, ev.Promote) and of(freed, ev.RequestInitialModel) == [ev.RequestInitialModel(13)], "as it says"
+    assert of(life.log, ev.RequestInitialModel)[-1] == ev.RequestInitialModel(14)
+    assert rejoin(life, 15, 3).initialise
+    life.do(ev.ConnectionLost(15))
+    assert life.core.initialiser is None
 
 
 def test_an_empty_store_does_not_believe_every_epoch() -> None:

@@ -1,0 +1,82 @@
+"""What one learner's work counts for, beside that of the others: weights in a merge, tokens and steps toward the stop.
+
+Theory of operation. Steps and tokens are what learners say. One that has a wrong ``tokens=`` in its loop, or lies,
+would take a merge for itself, end the job, or move the learning rate of all. So what it says counts in proportion to
+what is seen, and honest learners notice nothing of it:
+
+* *Tokens per step* count up to ``MOST`` times those of the learner with the second most, each by the batch that the job
+  gives its region. A single learner can so neither raise nor lower what the others' tokens count for, where there are
+  two others; where there is one other, the lower of both decides.
+* *Steps of a push* count up to sync.staleness.maxSteps, or ``MOST`` times those of the second longest of the merge.
+* *Steps toward the stop* count while few of them are in no merge (``Slot.advance``), and so do their tokens.
+
+Example. Three learners of one batch tell of 16, 16 and 4000 tokens a step. The third one's count as 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nlargest
+from typing import Literal, NamedTuple
+
+from diloco_syncer.core.books.ledger import Ledger
+from diloco_syncer.core.books.slots import Slot
+
+StopKind = Literal["steps", "tokens", "seconds"]
+MOST = 4.0
+
+
+class Work(NamedTuple):
+    """Tokens in so many steps, of a learner whose batch has so many sequences a step."""
+
+    tokens: int
+    steps: int
+    batch: int = 1
+
+
+def bound_tokens(works: Sequence[Work]) -> list[float]:
+    """Of each the tokens that count; those that need no bound are as they were."""
+    rates = nlargest(2, (work.tokens / (work.steps * work.batch) for work in works if work.steps and work.tokens))
+    most = MOST * rates[-1] if rates else 0.0
+    return [min(work.tokens, most * work.batch * work.steps) for work in works]
+
+
+def counted_work(works: Sequence[Work], most_ahead: int) -> tuple[list[float], list[int]]:
+    """Tokens and steps of a merge's pushes, as far as they count for its weights."""
+    steps = bound_steps([work.steps for work in works], most_ahead)
+    counted = [
+        Work(work.tokens * count // work.steps if count < work.steps else work.tokens, count, work.batch)
+        for work, count in zip(works, steps, strict=True)
+    ]
+    return bound_tokens(counted), steps
+
+
+def bound_steps(steps: Sequence[int], most_ahead: int) -> list[int]:
+    """Of each push of a merge the steps that count for its weight."""
+    most = max(most_ahead, int(MOST * nlargest(2, steps)[-1]))
+    return [min(count, most) for count in steps]
+
+
+def claimed_amount(kind: StopKind, slots: Sequence[Slot], ledger: Ledger, elapsed: float) -> float:
+    """What the stop's limit would be compared with if all that learners say were believed, which is never less than
+    what counts: the greatest slot step, tokens of all learners, or ``elapsed`` seconds since the first step."""
+    if kind == "steps":
+        return max(slot.step for slot in slots)
+    return ledger.total_trained() if kind == "tokens" else elapsed
+
+
+def reached_amount(
+    kind: StopKind, slots: Sequence[Slot], ledger: Ledger, elapsed: float, batches: Sequence[int]
+) -> float:
+    """What counts toward the stop: the greatest slot step, tokens of all learners, or seconds. ``batches``: of each
+    slot's learner, in sequences."""
+    if kind == "seconds":
+        return elapsed
+    if kind == "steps":
+        return max(slot.counted_step for slot in slots)
+    works = []
+    for slot, batch in zip(slots, batches, strict=True):
+        steps, tokens = ledger.steps(slot.index), ledger.trained(slot.index)
+        counted = max(0, steps - slot.uncounted_steps)
+        works.append(Work(tokens * counted // steps if counted < steps else tokens, counted, batch))
+    return sum(bound_tokens(works))
