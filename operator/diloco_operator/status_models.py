@@ -58,6 +58,10 @@ class Progress(Spec):
 
     tokens: int | None = Field(None, description="Trained, all learners (syncer's cluster only).")
     step: int | None = Field(None, description="Greatest slot step (of this cluster's, without the syncer).")
+    percent: int | None = Field(None, description="How much of training.stop is reached (syncer's cluster only).")
+    seconds_left: int | None = Field(
+        None, description="Seconds until training.stop is reached, if the rest takes as long as what is done did."
+    )
     merges: int | None = Field(None, description="Merges made durable.")
     not_merged: int | None = Field(None, description="Trained tokens that are in no store: the most that can be lost.")
     stored_at: str | None = Field(None, max_length=40, description="RFC 3339: when the newest merge was seen.")

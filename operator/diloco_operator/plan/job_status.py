@@ -134,6 +134,8 @@ def _progress(view: View) -> Object | None:
     return {
         "tokens": document.tokens.trained,
         "step": document.step,
+        "percent": None if document.progress is None else int(100 * document.progress),
+        "secondsLeft": None if document.seconds_left is None else round(document.seconds_left),
         "merges": document.merges,
         "notMerged": document.tokens.pending,
         "storedAt": before.get("storedAt") if document.merges == before.get("merges") else rfc3339(view.now),

@@ -32,6 +32,16 @@ def test_a_job_starts_and_then_nothing_is_done() -> None:
     assert len(world.events) == 2
 
 
+def test_progress_is_in_the_status_as_the_syncer_says_it() -> None:
+    world = started()
+    document = world.document().model_copy(update={"progress": 0.399, "seconds_left": 61.6})
+    world.document = lambda: document  # type: ignore[method-assign]
+    world.run(90)
+    progress = world.status["progress"]
+    assert (progress["percent"], progress["secondsLeft"]) == (39, 62) and progress["storedAt"]
+    assert progress["notMerged"] == document.tokens.pending
+
+
 def test_settings_and_claim_come_before_what_holds_pods() -> None:
     world = World(job_object())
     first = world.turn()
