@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
+from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.books import shares
@@ -229,10 +230,7 @@ class Phases:
 
     def stop_progress(self, now: float) -> float:
         """How much of the job's stop is reached, 0 to 1."""
-        state, (_, limit) = self.state, self.state.config.stop
-        if state.ledger is None:
-            return 0.0
-        return min(1.0, state.reached_amount(now) / limit)
+        return documents.stop_progress(self.state, now)
 
     def _stop_reached(self, now: float) -> bool:
         state = self.state
