@@ -220,6 +220,8 @@ def test_the_size_of_a_push_is_compared_with_the_parameters_piece_by_piece() -> 
     assert other == pytest.approx(12.0 / (min(sizes) + usual), rel=1e-5)
     assert made.growth(0, *squares([delta])) == pytest.approx(3.0 / usual, rel=1e-5)
     record, broadcast = made.merge(action(0, 1, pushes=1), [delta], squares([delta]), 1, 1)
+    before = made.growth(0, *squares([delta]))
+    assert before == pytest.approx(3.0 / usual, rel=1e-5), "a version that is not durable counts for nothing"
     made.publish(record, broadcast, 0.0)
     assert made.growth(0, *squares([delta])) < 3.0 / usual, "it is compared with the newest version"
 
