@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from typing import Any
 
 import common
 from trials.cells import Cache, Trial, common_losses, run_trials
-from trials.options import add_trial_options, check_cache, check_shown
+from trials.options import add_trial_options, check_cache, check_shown, run_from_cache
 from trials.reports import ablation_report, show_trials
 from trials.search import INNER_RATES, SEARCH_ROUND, best_rate, learners_in_merges, of_seeds, tuned
 from trials.tables import TrialRow, beside_default, make_row
@@ -308,12 +307,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """0: all trials are there; 3: --hours were over before."""
-    chosen = parse(arguments)
-    if not chosen.quick:
-        return run_ablations(chosen, chosen.cache)
-    # It shows that trials run, so none may be known.
-    with tempfile.TemporaryDirectory(prefix="diloco-ablations-") as folder:
-        return run_ablations(chosen, Path(folder) / "trials.jsonl")
+    return run_from_cache(parse(arguments), run_ablations)
 
 
 def run_ablations(chosen: argparse.Namespace, file: Path) -> int:

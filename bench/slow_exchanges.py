@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from typing import Any
 import common
 from diloco.reports.document import ResultDocument
 from trials.cells import Cache, Trial, run_trials
-from trials.options import add_trial_options, check_cache, check_shown
+from trials.options import add_trial_options, check_cache, check_shown, run_from_cache
 from trials.reports import INTERVAL, write_trials
 from trials.search import of_seeds
 from trials.tables import difference, excess, mean
@@ -174,11 +173,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """0: all trials are there; 3: --hours were over before."""
-    chosen = parse(arguments)
-    if not chosen.quick:
-        return run_rows(chosen, chosen.cache)
-    with tempfile.TemporaryDirectory(prefix="diloco-exchanges-") as folder:
-        return run_rows(chosen, Path(folder) / "trials.jsonl")
+    return run_from_cache(parse(arguments), run_rows)
 
 
 def run_rows(chosen: argparse.Namespace, file: Path) -> int:

@@ -1,9 +1,10 @@
-"""Options that quality.py and ablations.py share."""
+"""Options that quality.py, ablations.py and slow_exchanges.py share."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sized
+import tempfile
+from collections.abc import Callable, Sized
 from pathlib import Path
 
 import common
@@ -36,6 +37,14 @@ def check_cache(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> 
     chosen.show |= chosen.published
     if chosen.show and not chosen.cache.exists():
         parser.error(f"--show --cache {chosen.cache}: there is no such file")
+
+
+def run_from_cache(chosen: argparse.Namespace, run: Callable[[argparse.Namespace, Path], int]) -> int:
+    """``run`` with what is known. A quick run shows that trials run, so nothing may be known."""
+    if not chosen.quick:
+        return run(chosen, chosen.cache)
+    with tempfile.TemporaryDirectory(prefix="diloco-trials-") as folder:
+        return run(chosen, Path(folder) / "trials.jsonl")
 
 
 def check_shown(chosen: argparse.Namespace, rows: Sized) -> None:
