@@ -33,7 +33,7 @@ from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase, Sy
 
 DRAIN_SECONDS = 10.0  # after Ctrl-C, without any progress of learners that offer their work and a syncer that ends
 MAX_DRAIN_SECONDS = 600.0
-_FOLLOWS = {
+_FOLLOWS: dict[str, str] = {
     JobPhase.EVALUATING: "the stop was reached, and the merged model is evaluated to the end",
     JobPhase.COMPLETE: "the job is complete already, and its processes leave",
     JobPhase.FAILED: "the job has failed already, and its processes leave",
