@@ -202,7 +202,7 @@ def test_each_flush_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pyt
     for caller in sorted(callers - RARE):
         with pytest.raises(AssertionError):
             for seed in range(40):
-                run_lives(tmp_path / caller, monkeypatch, seed, 0.0, caller)
+                run_lives(tmp_path / caller, monkeypatch, seed, 0.0, left_out=caller)
 
 
 def test_a_name_that_a_failed_try_has_left_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
