@@ -61,6 +61,7 @@ class Promised:
     offers: set[str] = field(default_factory=set)
     taped: list[int] = field(default_factory=lambda: [0, 0])
     numbers: int = 0  # given
+    sound: bool = True  # the disk never fails
 
 
 class Life:
@@ -94,7 +95,8 @@ class Life:
         assert all(one <= other for one, other in zip(promised.versions, found, strict=True))
         offers = {offer.name for offer in restored.offers}
         assert promised.offers <= offers, (promised.offers, offers)
-        assert all(self.tape.newest.get(p, 0) >= version for p, version in enumerate(promised.taped))
+        if promised.sound:  # of the tape's lines on a failing disk nothing is promised yet
+            assert all(self.tape.newest.get(p, 0) >= version for p, version in enumerate(promised.taped))
         promised.begun, promised.versions, promised.state = restored.layout is not None, found, state
         promised.offers = offers  # it tells learners of what it finds
 
@@ -146,7 +148,7 @@ class Life:
 
 def live_on(root: Path, disk: SimulatedDisk, chance: random.Random, faults: float) -> None:
     """Lives one after the other, each killed within some call, half of them by a power cut."""
-    promised = Promised()
+    promised = Promised(sound=not faults)
     for number in range(LIVES):
         disk.faults, disk.kill_after = 0.0, chance.randrange(1, 300)
         try:
@@ -202,7 +204,7 @@ def test_each_flush_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pyt
     for caller in sorted(callers - RARE):
         with pytest.raises(AssertionError):
             for seed in range(40):
-                run_lives(tmp_path / caller, monkeypatch, seed, 0.0, caller)
+                run_lives(tmp_path / caller, monkeypatch, seed, 0.0, left_out=caller)
 
 
 def test_a_name_that_a_failed_try_has_left_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
