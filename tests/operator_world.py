@@ -116,6 +116,7 @@ class SyncerSim:
     target: str = ""
     moves_at: float = 0.0
     misses: str = ""  # why it holds with a quorum
+    problem: str = ""  # why its store cannot be written: nothing is merged, and no drain ends
     lost: list[str] = field(default_factory=list)  # regions that it counts as lost
     required: int = 1
     stop: int = 10**12
@@ -520,14 +521,14 @@ class World:
             syncer.phase = "training"
         if syncer.phase in ("training", "holding"):
             syncer.phase = "training" if active >= syncer.required and not syncer.misses else "holding"
-            if syncer.phase == "training":
+            if syncer.phase == "training" and not syncer.problem:
                 syncer.merges += 1
                 syncer.tokens += 100 * active
                 for slot in syncer.slots:
                     slot.merged += self._in_quorum(slot)
             if syncer.tokens >= syncer.stop:
                 syncer.phase, syncer.target, syncer.moves_at = "draining", "complete", self.now + 2
-        elif syncer.phase == "draining" and self.now >= syncer.moves_at:
+        elif syncer.phase == "draining" and self.now >= syncer.moves_at and not syncer.problem:
             syncer.phase = syncer.target
 
     def _claim_epoch(self, pod: PodSim) -> None:
@@ -601,6 +602,7 @@ class World:
         return status_document(
             phase=syncer.phase,
             message=syncer.misses,
+            store_problem=syncer.problem,
             regions_lost=syncer.lost,
             epoch=syncer.epoch,
             merges=syncer.merges,

@@ -18,6 +18,7 @@ RECORDED: dict[str, dict[str, range]] = {
         "WIPED": range(1, 1000, 20),
         **dict.fromkeys(("MOVED", "SPARES", "VISITED", "CROSSINGS", "LIVE_1", "LIVE_2", "LIVE_3"), range(50)),
         "DRAWN": range(200),
+        "BROKEN": range(40),
     },
     "shell": {"TROUBLE": range(60), "LOSING": range(60), "STANDING_BY": range(12), "SUCCESSIONS": range(5, 20)},
     "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "DRAWN"), range(8)),

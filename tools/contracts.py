@@ -41,6 +41,7 @@ _EVENT: dict[str, Any] = {
 }  # fmt: skip
 _STATUS: dict[str, Any] = {
     "job": "tiny-gpt", "phase": "training", "message": "", "epoch": 1, "elapsed_seconds": 12.5,
+    "progress": 0.25, "seconds_left": 37.5,
     "stop": {"kind": "tokens", "limit": 2e6}, "step": 120, "loss": 2.4, "quorum": {"active": 3, "required": 1},
     "standby": 0, "standbys": [], "evaluators": 1, "versions": [3, 2, 2], "parameters": 869504, "rounds": [_ROUND],
     "slots": [_SLOT],

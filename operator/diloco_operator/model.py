@@ -172,6 +172,7 @@ class Topic(Enum):
     APPLY_FAILED = auto()
     CONDITION = auto()  # subject: the condition's type
     SYNCER_FAULT = auto()
+    DURABLE = auto()
     QUORUM = auto()
     REGION_SCALE = auto()  # subject: a region
     REGION_ROLLOUT = auto()  # subject: a region

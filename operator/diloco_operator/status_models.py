@@ -1,7 +1,8 @@
 """``status`` of a DiLoCoJob: the models that the CRD's status schema is generated from.
 
 The plan writes it whole through these models, so nothing is written that the API server would prune. People and
-programs read it; the plan itself reads back ``conditions``, ``drain``, ``release``, ``replacements`` and ``startTime``.
+programs read it; the plan itself reads back ``conditions``, ``drain``, ``release``, ``replacements``, ``startTime`` and
+``syncer``.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class SyncerStatus(Spec):
 
     epoch: int | None = Field(None, description="How many syncers this job's store has had.")
     step: int | None = Field(None, description="Greatest slot step.")
+    merges: int | None = Field(None, description="Merges that its store had when it was last seen with any.")
+    volume: str | None = Field(None, max_length=64, description="UID of the claim that the syncer has its store in.")
     address: str | None = Field(None, max_length=300, description="host:port that learners dial.")
     external: str | None = Field(None, max_length=300, description="host:port of its load balancer, once it has one.")
     image: str | None = Field(None, max_length=1024, description="Image that it runs.")
@@ -55,7 +58,13 @@ class Progress(Spec):
 
     tokens: int | None = Field(None, description="Trained, all learners (syncer's cluster only).")
     step: int | None = Field(None, description="Greatest slot step (of this cluster's, without the syncer).")
+    percent: int | None = Field(None, description="How much of training.stop is reached (syncer's cluster only).")
+    seconds_left: int | None = Field(
+        None, description="Seconds until training.stop is reached, if the rest takes as long as what is done did."
+    )
     merges: int | None = Field(None, description="Merges made durable.")
+    not_merged: int | None = Field(None, description="Trained tokens that are in no store: the most that can be lost.")
+    stored_at: str | None = Field(None, max_length=40, description="RFC 3339: when the newest merge was seen.")
     loss: Shown = Field(None, description="Of the merged model (else of the learners), nats a token.")
     goodput: Shown = Field(None, description="Compute of merged steps over all slots' wall time.")
 

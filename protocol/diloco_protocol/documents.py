@@ -231,6 +231,12 @@ class StatusDocument(Document):
     stop: StopGoal | None = Field(
         None, description="where the job ends; null: the syncer is of a release that does not report it"
     )
+    progress: Number = Field(
+        None, description="how much of the job's stop is reached, 0 to 1; null: the syncer is of an earlier release"
+    )
+    seconds_left: Number = Field(
+        None, description="seconds until the stop, if the rest takes as long as what is done did; null: not known"
+    )
     step: Count = Field(description="step of the slot that is furthest")
     loss: Number = Field(
         description="last score of the merged model; before the first score, the mean of the active learners' losses"

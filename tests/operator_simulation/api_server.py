@@ -108,6 +108,8 @@ class ApiServer:
         digits = hashlib.sha256(f"{self.cluster} {self._uids}".encode()).hexdigest()
         uid = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:32]}"
         made = copied(manifest)
+        if kind == "PersistentVolumeClaim":
+            made["metadata"] = {"finalizers": ["kubernetes.io/pvc-protection"], **made["metadata"]}
         made["metadata"] = {"generation": 1, **made["metadata"], "uid": uid, "creationTimestamp": rfc3339(wall())}
         return self.put(kind, made)
 

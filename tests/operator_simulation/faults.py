@@ -276,6 +276,17 @@ async def edit_labels_or_owners(world: World) -> None:
     world.edit_an_object(kubernetes, [kind.name for kind in CHILDREN], {"metadata": metadata})
 
 
+async def delete_the_claim(world: World) -> None:
+    """The claim stays while the syncer's pod has it. A person then follows the status: the pod goes, and the store is
+    made anew from learners."""
+    hub = next(iter(world.clusters.values()))
+    world.delete_an_object(hub, "PersistentVolumeClaim")
+    await world.sleep(world.rng.uniform(5, 60))
+    job = world.job()
+    if job is not None and not job["spec"].get("suspend"):
+        world.delete_pods(world.pods("syncer"))
+
+
 async def suspend_and_resume(world: World) -> None:
     world.edit(suspend=True)
     await world.sleep(world.rng.uniform(5, 90))
@@ -313,6 +324,7 @@ FAULTS: dict[str, Fault] = {
         scale_by_hand,
         scale_everything_to_nothing,
         edit_labels_or_owners,
+        delete_the_claim,
         suspend_and_resume,
     )
 }

@@ -90,6 +90,7 @@ class Kubernetes:
         self.nodes = {f"n{i}": Node(name, f"n{i}") for i in range(nodes)}
         self.quota: int | None = None
         self.pull_seconds = (0.5, 3.0)
+        self.volume_gone: Callable[[], None] = lambda: None  # told when the syncer's volume is deleted
         self.programs: dict[str, Callable[[Process], None]] = {}
         self._rng = rng
         self._reaches = reaches
@@ -120,6 +121,7 @@ class Kubernetes:
                 if self._rng.random() < 0.8:  # controllers are not in step with anything
                     control(obj)
         self._nodes()
+        self._claims()
         for pod in self.pods():
             if not pod["spec"].get("nodeName") and not pod["metadata"].get("deletionTimestamp"):
                 self._schedule(pod)
@@ -239,6 +241,24 @@ class Kubernetes:
                     self._set_status(pod, conditions=[*_other(pod, "DisruptionTarget"), reason])
                     self._delete(pod)
 
+    def _claims(self) -> None:
+        """A claim that is being deleted goes when no pod uses it, and its data with it."""
+        for claim in self.server.all("PersistentVolumeClaim"):
+            meta = claim["metadata"]
+            used = any(
+                pod["metadata"]["labels"].get(LABEL_ROLE) == "syncer" and pod["spec"].get("nodeName")
+                for pod in self.pods()
+            )
+            if meta.get("deletionTimestamp") and not used:
+                self.server.patch(
+                    "PersistentVolumeClaim", meta["namespace"], meta["name"], {"metadata": {"finalizers": None}}, ""
+                )
+                self.volume_gone()
+
+    def _may_mount(self) -> bool:
+        claims = self.server.all("PersistentVolumeClaim")
+        return any(not claim["metadata"].get("deletionTimestamp") for claim in claims)
+
     def _schedule(self, pod: Object) -> None:
         role = pod["metadata"]["labels"].get(LABEL_ROLE)
         ready = [node.name for node in self.nodes.values() if node.ready]
@@ -250,7 +270,7 @@ class Kubernetes:
             and other["status"].get("phase") != "Failed"
             for other in self.pods()
         )
-        if not ready or held:
+        if not ready or held or (role == "syncer" and not self._may_mount()):
             message = "0/3 nodes are available: 3 Insufficient cpu."
             if held:
                 message = "0/3 nodes: pod has pod using PersistentVolumeClaim with the same name and ReadWriteOncePod"

@@ -60,6 +60,8 @@ class Programs:
         self.standbys: list[str] = []
         self.silence: dict[str, float] = {}  # by region: since when nobody of it takes part or stands by
         self.regions_lost: list[str] = []
+        self.volume_is_new = False  # the next syncer finds an empty store
+        self.lost = 0  # merges that no learner could give back
         self._processes = processes
         self._reaches = reaches
         self._target = ""
@@ -90,7 +92,23 @@ class Programs:
 
     # ------------------------------------------------------------------ the syncer
 
+    def lose_the_volume(self) -> None:
+        """The store goes; learners that have trained with it hold what was in it."""
+        self.volume_is_new = True
+
+    def _take_back(self) -> None:
+        """A new store: as the old one where a learner of it is left, else empty."""
+        self.volume_is_new = False
+        held = {slot.process for slot in self.store.slots}
+        if any(learner.id in held and learner.works for learner in self._processes("learner")):
+            self.store.epoch = 0
+        else:
+            self.lost = self.store.merges
+            self.store = Store()
+
     def _claim(self, process: Process) -> None:
+        if self.volume_is_new:
+            self._take_back()
         self.syncer, store = process, self.store
         spec = process.job["spec"]
         store.epoch += 1

@@ -20,6 +20,11 @@ def make_world(seed: int) -> World:
     return World(job_object(**SPREAD), ("hub", "far"), nodes=3, seed=seed)
 
 
+def is_held(world: World) -> bool:
+    """Whether the job waits for a person, since its volume was deleted while it was suspended."""
+    return world.condition("Stalled").get("reason") == "StoreLost"
+
+
 async def break_and_heal(world: World, faults: int) -> None:
     """Random faults, some at once; then all is well again, and stays so."""
     for cluster in world.clusters:
@@ -37,7 +42,14 @@ async def break_and_heal(world: World, faults: int) -> None:
     world.note("no fault lasts any more")
     world.upgrade_job()  # or an edit after an upgrade waits for the user's word
     await world.run(30)
-    await world.until(World.whole, 900)
+    await world.until(lambda w: w.whole() or w.programs.lost or is_held(w), 900)
+    if world.programs.lost or is_held(
+        world
+    ):  # a claim went with the last learner: that is said, and nothing begins anew
+        await world.until(
+            lambda w: w.condition("Durable").get("reason") == "StoreLost" or w.events["StoreLost"] > 0, 120
+        )
+        return
     await world.run(60)
     before = [(operator, operator.turns, operator.api.writes) for operator in world.operators]
     await world.run(300)

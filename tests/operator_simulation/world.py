@@ -283,6 +283,7 @@ class World:
         for kubernetes in self.clusters.values():
             for role in ("syncer", "learner", "evaluator"):
                 kubernetes.programs[role] = getattr(self.programs, f"run_{role}")
+            kubernetes.volume_gone = self.programs.lose_the_volume
             kubernetes.server.create(JOB.name, {"kind": JOB.name, **copied(job)})
             for name in _named_secrets(job):
                 kubernetes.server.create("Secret", {"metadata": {"name": name, "namespace": NAMESPACE}})
@@ -470,6 +471,8 @@ class World:
         touched = verb in ("apply", "delete") and obj is not None and kind != JOB.name
         if touched and kind != POD.name and not is_of_a_job(obj):
             self._violated(f"{operator.name}: {verb} of the foreign {kind} {name}")
+        if verb == "patch" and kind == JOB.name and "status" in body:
+            self._judge_words(operator, body["status"])
         if verb == "apply" and kind in ("StatefulSet", "Deployment"):
             self._judge_scale(operator, kind, name, body["spec"]["replicas"])
         if verb != "delete" or kind != POD.name or obj is None or obj["metadata"]["uid"] != body["uid"]:
@@ -480,6 +483,29 @@ class World:
         self.deletions[name] += 1
         self._judge_deletion(operator, obj, body["grace"] == 0)
 
+    def _judge_words(self, operator: SimulatedOperator, status: Object) -> None:
+        """ "Saved" is said only where the store has it."""
+        rows = [row for row in status.get("conditions") or () if row["type"] == "Suspended"]
+        before = self.condition("Suspended", operator.kubernetes.name).get("reason")
+        phase = self.programs.store.phase
+        if rows and rows[0]["reason"] == "Saved" != before and phase != "suspended":
+            self._violated(f"{operator.name}: all is said to be saved, and the store's phase is {phase}")
+
+    def _judge_unsaved(self, operator: SimulatedOperator, job: Object, kind: str, replicas: int) -> None:
+        """Learners are taken down for a suspension only when the store has what they trained."""
+        waits = job["spec"].get("suspendPolicy", "WhenSaved") == "WhenSaved"
+        hub = next(iter(self.clusters.values()))
+        if (
+            kind != "StatefulSet"
+            or replicas
+            or operator.kubernetes is not hub
+            or not waits
+            or not self.programs.store.merges
+        ):
+            return
+        if self.programs.store.phase != "suspended" and any(p.works for p in hub.processes("learner")):
+            self._violated(f"{operator.name}: learners are taken down, and {self.programs.store.phase} is no end")
+
     def _judge_scale(self, operator: SimulatedOperator, kind: str, name: str, replicas: int) -> None:
         """The number of pods that an object is to have. One that is scaled down loses those that work."""
         kubernetes = operator.kubernetes
@@ -487,7 +513,10 @@ class World:
         ended = self.programs.store.phase in ("complete", "failed") or self.status(kubernetes.name).get(
             "completionTime"
         )
-        if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend") or ended:
+        if job is None or job["metadata"].get("deletionTimestamp") or ended:
+            return
+        if job["spec"].get("suspend"):
+            self._judge_unsaved(operator, job, kind, replicas)
             return
         wanted = {f"{self.job_name}-{r['name']}": r["learners"] + r.get("spares", 0) for r in job["spec"]["regions"]}
         for pod in kubernetes.pods():

@@ -564,12 +564,23 @@ class World:
     def initialise(self, connection: int) -> None:
         if connection in self.connections and self.core.initialiser == connection:
             learner, origins = self.connections[connection], self.core.version_0_origins(connection)
+            if self.end_mixture(learner):
+                return
             for p in range(self.setup.fragments):
                 # What stands in for a version holds its steps: the job must never go on from it.
                 ids = learner.holdings[p][2] if origins else frozenset()
                 self.records[p, 0] = Record(origins[p] if origins else self.epoch, ids, [], self.epoch)
             self.seen["rebuilds"] += bool(origins)
             self.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments))
+
+    def end_mixture(self, learner: Learner) -> bool:
+        """As the worker does: who holds merged versions of some fragments only begins no job anew with them."""
+        some = len(learner.holdings) < self.setup.fragments and any(held[1] for held in learner.holdings.values())
+        if some and learner in self.learners:
+            self.seen["mixtures"] += 1
+            self.kill(learner)
+            self.at(1.0, lambda: self.respawn(learner.place))
+        return some
 
     def announce(self, learner: Learner, p: int, merged: ev.MergedPush) -> None:
         version = self.core.versions[p]
@@ -619,12 +630,16 @@ class World:
 
     def train(self, learner: Learner) -> None:
         assert learner.seat is not None
-        tokens = self.random.choice([1, 7, 100])
+        tokens = self.count_tokens(learner)
         learner.adoption.on_step(tokens, learner.speed)
         step_id = (f"{learner.process}/{learner.seat.incarnation}", learner.adoption.now.step)
         self.tokens_of[step_id] = tokens
         self.count_well_step(learner, step_id)
         learner.theta = [ids | {step_id} for ids in learner.theta]
+
+    def count_tokens(self, learner: Learner) -> int:
+        """The tokens of a step that this learner makes."""
+        return self.random.choice([1, 7, 100])
 
     def report(self, learner: Learner) -> None:
         connection = learner.connection

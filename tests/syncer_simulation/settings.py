@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.adoption import Rule
+from syncer_simulation.broken_world import BrokenWorld, drawn_broken, settle_broken
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.learners import Setup
 from syncer_simulation.shell_sessions import ShellWorld
@@ -88,7 +89,7 @@ def settle_live(share: float) -> Callable[[World], object]:
     return judge
 
 
-CORE: dict[str, Kind[Setup, World]] = {
+CORE: dict[str, Kind[Any, Any]] = {
     "ORDINARY": of_core(Setup(0)),
     "HARSH": of_core(HARSH),
     "SCALED": of_core(SCALED),
@@ -98,6 +99,7 @@ CORE: dict[str, Kind[Setup, World]] = {
     "VISITED": of_core(VISITED),
     "CROSSINGS": of_core(CROSSINGS),
     "DRAWN": Kind(drawn_setup, World, settle),
+    "BROKEN": Kind(drawn_broken, BrokenWorld, settle_broken),
     # With K = M every loss holds everybody up. Of the seeds that it names, a test asks for a greater share of the pace.
     "LIVE_1": of_core(LOSSY, settle_live(0.5), 600.0),
     "LIVE_2": of_core(replace(LOSSY, quorum=2), settle_live(0.5), 600.0),

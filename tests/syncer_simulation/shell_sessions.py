@@ -232,7 +232,7 @@ class ShellWorld(SyncerProcesses):
 
     def initialise(self, connection: int) -> None:
         learner = self.connections.get(connection)
-        if learner is None:
+        if learner is None or self.end_mixture(learner):
             return
         initial = sync_pb2.Initial
         held = [learner.holdings[p][2] for p in range(self.setup.fragments)] if self.held_by(learner) else learner.base

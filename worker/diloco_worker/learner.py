@@ -62,7 +62,7 @@ from diloco_worker.standalone.rehearsal import RehearsalLearner
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
-from diloco_worker.sync.inner_optimizers import InnerOptimizers
+from diloco_worker.sync.inner_optimizers import InnerOptimizers, refuse_arguments
 from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.stall_watchdog import StallWatchdog
@@ -169,6 +169,7 @@ class Learner:
         if REHEARSAL in variables:
             return cast(Self, RehearsalLearner(model, optimizers, variables))
         refuse_ranks(variables)
+        refuse_arguments(model, optimizers)
         if is_alone(variables):
             # Not a subclass, which would have to build what a session needs; tests hold their public names together.
             return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables))

@@ -89,9 +89,11 @@ class WorkerSettings:
         refuse_ranks(env)
         job_file = env.get("DILOCO_JOB_FILE")
         if not job_file:
+            others = sorted(name for name in env if name.startswith("DILOCO_") and not name.startswith("DILOCO_LOG_"))
+            alone = f". To train alone, unset {', '.join(others)}" if others else ""
             raise ConfigurationError(
                 "DILOCO_JOB_FILE is not set: start this program with `diloco run JOB.yaml`, "
-                "or set it to the job's normal form"
+                f"or set it to the job's normal form{alone}"
             )
         job = _read_job(Path(job_file))
         pod = env.get("DILOCO_POD") or ""

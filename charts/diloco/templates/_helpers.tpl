@@ -35,7 +35,7 @@ app.kubernetes.io/part-of: diloco
 {{- if .Values.serviceAccount.create -}}
 {{- .Values.serviceAccount.name | default (include "diloco.fullname" .) -}}
 {{- else -}}
-{{- .Values.serviceAccount.name | default "default" -}}
+{{- required "serviceAccount.name: name the ServiceAccount, or set serviceAccount.create; the namespace's default account would get the operator's rights" .Values.serviceAccount.name -}}
 {{- end -}}
 {{- end -}}
 

@@ -45,9 +45,9 @@ def check_program(program: Path, arguments: Sequence[str], job: Path | None) -> 
     for row in findings:
         yield _finding("loop", row["level"], row["said"])
     steps, moved = next(((row["steps"], row["moved"]) for row in reversed(rows) if "steps" in row), (0, 0))
-    if not rows:
+    if not rows and not end:
         fix = "make a Learner by Learner.from_environment(model, optimizer): docs/your-own-loop.md"
-        yield _finding("loop", "error", end or "it ended and made no Learner: a job could not use it", fix=fix)
+        yield _finding("loop", "error", "it ended and made no Learner: a job could not use it", fix=fix)
     elif end and not any(row["level"] == "error" for row in findings):
         yield _finding("loop", "error", end)
     moves = f"{moved} fragment{'s' * (moved != 1)}"

@@ -21,6 +21,7 @@ PASSED_ON = ("DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS")
 CLUSTER_ONLY = (
     "suspend",
     "ttlSecondsAfterFinished",
+    "suspendPolicy",
     "syncer.cluster",
     "syncer.endpoint.*",
     "syncer.tls.*",

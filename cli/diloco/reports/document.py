@@ -31,6 +31,7 @@ class Axis(_Part):
     name: str
     unit: str = ""
     log: bool = Field(False, description="logarithmic; not heeded where a value is not above 0")
+    counts: bool = Field(False, description="what is counted: no marks between whole numbers")
     places: list[str] = Field([], description="of a plot's x: names for 0, 1, …, at each of which bars are drawn")
 
     @property

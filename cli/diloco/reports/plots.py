@@ -144,7 +144,7 @@ def _draw_marks(axes: Any, plot: Plot) -> None:
 
 
 def _set_scales(axes: Any, plot: Plot) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     points = [point for series in plot.series for point in _drawn(series)]
     for axis, at, which in ((plot.x, 0, "x"), (plot.y, 1, "y")):
@@ -154,6 +154,8 @@ def _set_scales(axes: Any, plot: Plot) -> None:
             getattr(axes, f"set_{which}scale")("log")
             ticks.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
             ticks.set_minor_locator(NullLocator())
+        elif axis.counts:
+            ticks.set_major_locator(MaxNLocator(integer=True))
         ticks.set_major_formatter(lambda value, _: value_text(float(value)))  # matplotlib's own writes formulas
     axes.grid(True, which="major", color=_INK, alpha=0.15, linewidth=0.6)
 

@@ -130,7 +130,7 @@ def _time_plots(curves: RunCurves, marks: list[Mark]) -> Iterator[Plot]:
     named = [("goodput", curves.curve("goodput")), ("uptime", curves.curve("uptime"))]
     yield _plot("Goodput and uptime", share, named, marks)
     active = [("active learners", curves.curve("active"))]
-    yield _plot("Learners that train", Axis(name="learners"), active, marks, line="steps")
+    yield _plot("Learners that train", Axis(name="learners", counts=True), active, marks, line="steps")
     speed = [("all learners", curves.curve("tokens_per_second"))]
     yield _plot("Tokens per second", Axis(name="tokens per second"), speed, marks)
     carried = [
@@ -225,10 +225,12 @@ def _rows(document: StatusDocument | Report) -> list[dict[str, Scalar]]:
         if own is not None:
             figures += [("training loss, first", own.first, LOSS.unit), ("training loss, last", own.last, LOSS.unit)]
         else:
-            figures += [
-                ("loss at the start", document.initial_loss, LOSS.unit),
-                ("loss", document.final_loss, LOSS.unit),
-            ]
+            figures.append(("loss at the start", document.initial_loss, LOSS.unit))
+            scored = [loss for _, loss in document.eval_loss if loss is not None]
+            if document.final_loss is None and scored:
+                figures.append(("loss at the last score", scored[-1], LOSS.unit))
+            else:
+                figures.append(("loss", document.final_loss, LOSS.unit))
     return [{"name": name, "value": value, "unit": unit} for name, value, unit in figures]
 
 

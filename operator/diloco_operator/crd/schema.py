@@ -41,6 +41,8 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Quorum", "string", ".status.quorum", 0),
     ("Step", "integer", ".status.progress.step", 0),
     ("Tokens", "integer", ".status.progress.tokens", 0),
+    ("Percent", "integer", ".status.progress.percent", 0),
+    ("SecondsLeft", "integer", ".status.progress.secondsLeft", 1),
     ("Loss", "number", ".status.progress.loss", 0),
     ("Goodput", "number", ".status.progress.goodput", 0),
     ("Merges", "integer", ".status.progress.merges", 1),
@@ -58,6 +60,7 @@ def definition() -> dict[str, Any]:
         "plural": JOB.plural,
         "singular": JOB.name.lower(),
         "shortNames": ["dj"],
+        "categories": ["all"],
     }
     columns = [
         {"name": name, "type": kind, "jsonPath": path} | ({"priority": priority} if priority else {})

@@ -228,8 +228,13 @@ def _template(
             "volumes": [volume.source for volume in volumes],
         },
     }
+    main = base["spec"]["containers"][0]
+    image, pull = main["image"], main.pop("imagePullPolicy")
     for patch in patches:
         base = merge_template(base, patch)
+    for one in base["spec"]["containers"]:
+        if one["name"] == role and one.get("image") == image:  # an image of the user's own has Kubernetes' default
+            one.setdefault("imagePullPolicy", pull)
     metadata = base["metadata"]
     metadata["labels"] = {**(metadata.get("labels") or {}), **names.labels(job.name, role, region)}
     metadata["annotations"] = {**(metadata.get("annotations") or {}), names.INPUTS: inputs}

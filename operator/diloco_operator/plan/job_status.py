@@ -18,6 +18,7 @@ from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings
 from diloco_operator.plan.conditions.region_conditions import hub_has_drained
 from diloco_operator.plan.desired import job_release, own_release
+from diloco_operator.plan.durability import claim_is_going, find_lost_store, known_merges
 from diloco_operator.plan.lifecycle import STAGE_WORDS
 from diloco_operator.plan.regions import image_of
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
@@ -116,6 +117,10 @@ def _syncer_status(view: View) -> Object | None:
         found["image"] = image
     if document is not None:
         found["epoch"], found["step"] = document.epoch, document.step
+        claim = view.live(names.claim(view.job.name))
+        if claim is not None and not claim_is_going(view):
+            found["volume"] = str(claim["metadata"]["uid"])
+        found["merges"] = max(document.merges, known_merges(view) if find_lost_store(view) else 0) or None
     return found
 
 
@@ -129,7 +134,11 @@ def _progress(view: View) -> Object | None:
     return {
         "tokens": document.tokens.trained,
         "step": document.step,
+        "percent": None if document.progress is None else int(100 * document.progress),
+        "secondsLeft": None if document.seconds_left is None else round(document.seconds_left),
         "merges": document.merges,
+        "notMerged": document.tokens.pending,
+        "storedAt": before.get("storedAt") if document.merges == before.get("merges") else rfc3339(view.now),
         # A syncer that began again knows none, after the job's end for good.
         "loss": document.loss if document.loss is not None else before.get("loss"),
         # It falls by itself while nothing happens, and a status is not written for that.
@@ -171,7 +180,7 @@ def differs_beyond_progress(before: Object, now: Object) -> bool:
     def steady(status: Object) -> Object:
         kept = {k: v for k, v in status.items() if k != "progress" and v not in (None, {}, [], "")}
         if isinstance(kept.get("syncer"), dict):
-            kept["syncer"] = {k: v for k, v in kept["syncer"].items() if k != "step"}
+            kept["syncer"] = {k: v for k, v in kept["syncer"].items() if k not in ("step", "merges")}
         kept["regions"] = [{k: v for k, v in row.items() if v not in (None, "")} for row in kept.get("regions") or []]
         return kept
 

@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 from diloco_operator.job import seconds_of
 from diloco_operator.model import Call, Fact
 from diloco_operator.objects.manifests import Scale
+from diloco_operator.plan import durability
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
 from diloco_protocol.vocabulary import ENDED_PHASES, ControlMethod, JobPhase
 
@@ -105,6 +106,7 @@ class LifecycleDecision:
     calls: list[Call] = field(default_factory=list)
     message: str = ""  # what is waited for, in words
     drain: Drain = ""  # the ``status.drain`` to write
+    stalled: str = ""  # reason why a person has to act before it goes on; empty: it goes on by itself
 
     @property
     def training(self) -> bool:
@@ -209,20 +211,36 @@ def _suspended(view: View) -> LifecycleDecision:
         said = view.condition("Suspended")
         kept = str(said.get("message") or "") if said.get("reason") == NOT_SAVED else ""
         found.message = ALL_SAVED if found.drain == SAVED else kept or _explain_not_saved()
+        syncer, danger = view.pod_of("syncer"), durability.find_danger(view)
+        waits = view.job.spec.suspend_policy != "Anyway" and syncer is not None and syncer.alive
+        if danger is not None and danger.reason == "VolumeGoing" and waits:
+            found.scale, found.message, found.stalled = Scale(syncer=1), danger.message, danger.reason
+        elif danger is not None and danger.reason == durability.LOST and found.stage == "suspended":
+            found.drain, found.message, found.stalled = NOT_SAVED, danger.message, danger.reason
         return found
     found = LifecycleDecision("suspending", _full_scale(view), drain=ASKED)
     answers = view.document is not None
     unanswered = view.observe(Fact.SUSPENDING_UNANSWERED, holds=not answers)
     waited = view.observe(Fact.SUSPENDING)
-    if view.job_phase == JobPhase.SUSPENDED:
+    late = unanswered >= UNREACHABLE_SECONDS or waited >= SUSPEND_SECONDS
+    in_vain, danger = durability.may_wait_in_vain(view), durability.learners_have_the_only_copy(view)
+    if danger is not None and not (late and in_vain):
+        # Learners have the only copy that will last: they train on, and hear of no suspension.
+        found.message = f"The suspension waits until what was trained is safe. {danger.message}"
+        found.stalled = danger.reason
+    elif view.job_phase == JobPhase.SUSPENDED:
         found.drain, found.message = SAVED, ALL_SAVED
-    elif unanswered < UNREACHABLE_SECONDS and waited < SUSPEND_SECONDS:
+    elif not (late and in_vain):
         found.calls = announce(view, JobPhase.SUSPENDED, "the job is suspended")
-        found.message = (
-            "Learners offer their work and the syncer makes a checkpoint."
-            if answers
-            else f"The syncer does not answer; the pods are removed without it after {UNREACHABLE_SECONDS:.0f} s."
-        )
+        found.message = "Learners offer their work and the syncer makes a checkpoint."
+        if not answers and in_vain:
+            found.message = f"The syncer does not answer; the pods go without it after {UNREACHABLE_SECONDS:.0f} s."
+        elif not answers:
+            found.message = (
+                "The syncer does not answer, so nothing can be saved, and learners stay. Put the syncer right (see "
+                "SyncerReady), or set suspendPolicy: Anyway to remove the pods without it."
+            )
+        found.stalled = "NotSaved" if late else ""
     elif unanswered >= UNREACHABLE_SECONDS:
         found.drain = NOT_SAVED
         found.message = _explain_not_saved(f": the syncer did not answer for {UNREACHABLE_SECONDS:.0f} s")
@@ -242,6 +260,9 @@ def _explain_not_saved(why: str = "") -> str:
 def _running(view: View) -> LifecycleDecision:
     view.memory.timers.stop(Fact.SUSPENDING, Fact.SUSPENDING_UNANSWERED)
     if not view.begun or not _has_pods(view):
+        gone = durability.find_replaced_volume(view) if has_drained(view) else ""
+        if gone and view.job.spec.suspend_policy != "Anyway":  # nobody shall find the job at its beginning
+            return LifecycleDecision("suspended", message=gone, drain=NOT_SAVED, stalled=durability.LOST)
         return LifecycleDecision("running", _full_scale(view))
     if has_drained(view):
         message = "The pods from before the suspension are removed first."

@@ -42,7 +42,7 @@ from diloco_operator.model import (
     Topic,
 )
 from diloco_operator.objects import pods
-from diloco_operator.plan import lifecycle
+from diloco_operator.plan import durability, lifecycle
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditions
 from diloco_operator.plan.desired import DesiredObjects, desired_objects, find_held_edit
@@ -213,7 +213,9 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
     status = _status_not_ready(job, observed.now, "Deleting", "Deleting", message=message)
     was = "deleting" if job.status.get("phase") == "Deleting" else ""
     message = "The job is being deleted: its learners are informed, then its objects are removed."
-    event_log.transition(Topic.JOB_END, was, "deleting", "Normal", "Deleting", message)
+    danger = durability.find_danger(view) if job.document is not None else None
+    message += f" {danger.message}" if danger is not None else ""
+    event_log.transition(Topic.JOB_END, was, "deleting", "Normal" if danger is None else "Warning", "Deleting", message)
     return JobPlan(
         finalizer=not done,
         calls=tuple(decision.calls),

@@ -21,6 +21,7 @@ from diloco_operator.model import EventWanted, Object, PlanMemory, Topic
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, explain_small_resources
 from diloco_operator.plan.conditions.region_conditions import DRAINED
+from diloco_operator.plan.durability import LOST
 from diloco_operator.plan.lifecycle import NOT_SAVED, SAVED
 from diloco_operator.plan.pod_status import ObstacleKind
 from diloco_operator.plan.regions import ROLLING
@@ -119,6 +120,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
         _report_pods(view, event_log, found)
     else:
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
+    _report_durable(event_log, before.get("Durable", {}), conditions.found.get("Durable", {}))
     _report_output(view, event_log)
     _report_end(view, event_log, found, before, now=conditions.found)
     return event_log.events
@@ -188,6 +190,17 @@ def _report_syncer_fault(event_log: EventLog, before: Mapping[str, Any], now: Ma
     fault = state(now)
     message = str(now.get("SyncerReady", {}).get("message", ""))
     event_log.transition(Topic.SYNCER_FAULT, state(before), fault, "Warning", fault, f"The syncer: {message}")
+
+
+def _report_durable(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """An Event when the volume begins to go, and one when the store came back empty. The other dangers have Events of
+    SyncerReady."""
+
+    def state(condition: Mapping[str, Any]) -> str:
+        return str(condition.get("reason")) if condition.get("reason") in ("VolumeGoing", LOST) else ""
+
+    reason, message = state(now), str(now.get("message"))
+    event_log.transition(Topic.DURABLE, state(before), reason, "Warning", reason, message)
 
 
 def _report_quorum(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -97,12 +97,18 @@ def flush_to_device(path: Path) -> None:
         os.close(descriptor)
 
 
+def flush_name(path: Path) -> None:
+    """Flush that ``path`` is there, in the directory above it, unless that may not be read."""
+    with contextlib.suppress(PermissionError):
+        flush_to_device(path.absolute().parent)
+
+
 def _is_groups(folder: Path) -> bool:
     return bool(folder.stat().st_mode & stat.S_ISGID)
 
 
 def make_directory(path: Path) -> None:
-    """Make a private directory and those above it that are missing; one that is there stays as it is.
+    """Make a private directory and those above it that are missing, durably; one that is there stays as it is.
 
     Raises FileExistsError if there is something else.
     """
@@ -113,6 +119,7 @@ def make_directory(path: Path) -> None:
         if _is_groups(each.parent):
             with contextlib.suppress(OSError):  # a file system without modes
                 each.chmod(0o2770)
+        flush_name(each)
     path.mkdir(exist_ok=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from diloco_protocol.spec.base import OutputUri, Spec
@@ -34,6 +36,12 @@ class JobSpec(Spec):
     """The job itself."""
 
     suspend: bool = Field(False, description="true: drain, make a checkpoint and stop, until it is false again.")
+    suspend_policy: Literal["WhenSaved", "Anyway"] = Field(
+        "WhenSaved",
+        description="In clusters: whether a suspension waits until the syncer has saved everything, however long that "
+        "takes, or removes the pods after some minutes anyway; what is not saved then may be lost. With Anyway a job "
+        "whose volume was replaced while it was suspended continues with what the new one has.",
+    )
     release: str | None = Field(
         None,
         min_length=1,

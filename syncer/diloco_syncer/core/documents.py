@@ -27,7 +27,7 @@ from diloco_protocol.documents import (
     TrainingLoss,
     VersionRange,
 )
-from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState
+from diloco_protocol.vocabulary import ENDED_PHASES, TRAINING_PHASES, JobPhase, SlotState
 from diloco_syncer.core.books.slots import Slot
 from diloco_syncer.core.state import JobState
 
@@ -63,6 +63,18 @@ def goodput(state: JobState, now: float) -> float:
     if state.ledger is None or slot_seconds <= 0:
         return 0.0
     return state.ledger.merged_compute_seconds() / (state.ledger.fragments * slot_seconds)
+
+
+def stop_progress(state: JobState, now: float) -> float:
+    """How much of the job's stop is reached, 0 to 1."""
+    return 0.0 if state.ledger is None else min(1.0, state.reached_amount(now) / state.config.stop[1])
+
+
+def seconds_left(state: JobState, now: float) -> float | None:
+    """Seconds until the stop, if the rest takes as long as what is done did; None: not known, or nothing is trained."""
+    done = stop_progress(state, now)
+    known = done > 0 and state.phase in TRAINING_PHASES
+    return state.clock.elapsed(now) * (1.0 - done) / done if known else None
 
 
 def newest_loss(state: JobState) -> float | None:
@@ -148,6 +160,8 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         epoch=state.epoch,
         elapsed_seconds=state.clock.elapsed(now),
         stop=StopGoal.model_validate({"kind": kind, "limit": limit}),
+        progress=stop_progress(state, now),
+        seconds_left=seconds_left(state, now),
         step=state.members.furthest,
         loss=newest_loss(state),
         quorum=Quorum(active=sum(slot.in_quorum for slot in slots), required=state.config.rules.quorum),

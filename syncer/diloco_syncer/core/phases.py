@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
+from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.books import shares
@@ -33,6 +34,7 @@ from diloco_syncer.core.state import JobState
 _EVALUATING = "the merged model is evaluated"
 _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "enough learners are active"
+_RESUMES = "; started again on its store, the job goes on"
 _AGAIN = "continued: the learners have to join again"
 _NOTHING_MERGED = (
     "and nothing was merged: {who} had work to offer at the end,"
@@ -224,14 +226,11 @@ class Phases:
 
     def _end(self, name: JobPhase, message: str, now: float) -> bool:
         self.state.clock.end(now)
-        return self._set(name, message, now)
+        return self._set(name, message + _RESUMES * (name is JobPhase.FAILED), now)
 
     def stop_progress(self, now: float) -> float:
         """How much of the job's stop is reached, 0 to 1."""
-        state, (_, limit) = self.state, self.state.config.stop
-        if state.ledger is None:
-            return 0.0
-        return min(1.0, state.reached_amount(now) / limit)
+        return documents.stop_progress(self.state, now)
 
     def _stop_reached(self, now: float) -> bool:
         state = self.state

@@ -120,7 +120,7 @@ class ReceivedPushes:
             payload.delta, payload.spooled = None, loop.create_future()
             self._unspooled[handle] = payload
         del delta, encoded
-        self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle, growth))
+        self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle, growth=growth))
         return await verdict
 
     def _decode(self, header: PushHeader, encoded: Array) -> tuple[Floats, Float64s, float]:

@@ -65,8 +65,8 @@ _ELSEWHERE = frozenset({"PermanentRedirect", "TemporaryRedirect", "Authorization
 
 
 class BucketStore(Store):
-    """Objects below a URI such as ``s3://bucket/folder``. Raises ``NotWritable`` with the cure when the
-    bucket cannot be used, also when it does not refuse to overwrite."""
+    """Objects below a URI such as ``s3://bucket/folder``. Raises ``NotWritable`` with the cure when the bucket cannot
+    be used, also when it does not refuse to overwrite, or says of an object what was true before."""
 
     def __init__(self, where: str) -> None:
         self._scheme, _, rest = where.partition("://")
@@ -102,6 +102,7 @@ class BucketStore(Store):
         self._bulk = self._opened(BULK_SECONDS, BULK_SECONDS)
         self._reading = self._opened(BULK_SECONDS, READ_SECONDS)
         self._check_conditional_put()
+        self._check_answers()
 
     def _opened(self, seconds: float, silent: float) -> Any:
         from obstore.store import from_url
@@ -148,6 +149,22 @@ class BucketStore(Store):
             f"store {self.where}: it does not refuse to overwrite (a put with If-None-Match); use a service "
             "that does, or a volume",
         )
+
+    def _check_answers(self) -> None:
+        """Refuse a service that answers whether an object is there out of a cache: a syncer would not hear that another
+        has claimed the next epoch (epochs.py)."""
+        probe = f"probe-{os.getpid()}-{os.urandom(4).hex()}"
+        seen = [self.exists(probe)]
+        self._exists_on_create(probe)
+        seen.append(self.exists(probe))
+        self._delete(probe)
+        seen.append(self.exists(probe))
+        if seen != [False, True, False]:
+            raise NotWritable(
+                errno.EOPNOTSUPP,
+                f"store {self.where}: it does not say at once whether an object is there (HEAD lags after a put or a "
+                "delete); turn the cache before it off, or use a service without one, or a volume",
+            )
 
     def _exists_on_create(self, name: str) -> bool:
         with self._explained(opening=True), contextlib.suppress(self._exists_already):

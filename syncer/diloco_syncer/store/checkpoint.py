@@ -376,6 +376,7 @@ class Checkpoints:
         restored.core, restored.problems = found.core, found.problems
         if found.name:
             self._states = [(found.name, found.versions)]
+            restored.problems += self._missing_state(found.name)
         restored.newest = [chain.newest for chain in found.chains]
         restored.newer = sorted((r for chain in found.chains for r in chain.newer), key=lambda r: r.number)
         restored.number = max((record.number for record in restored.newest), default=0)
@@ -399,6 +400,18 @@ class Checkpoints:
                 restored.problems.append(f"{error}; no newcomer gets this optimizer state")
                 self._set_aside(name)
         return restored
+
+    def _missing_state(self, found: str) -> list[str]:
+        """What there is to say if a manifest names a newer state than was found; a damaged one was told of."""
+        for name in reversed(self.store.list("manifests")):
+            try:
+                state = read_document(self.store, name)["state"]
+            except (Damaged, ObjectNotFound):
+                continue
+            if state > found and not self.store.exists(state):
+                return [f"{state} is gone, which {name} names: going back to an older state"]
+            break
+        return []
 
     def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:
         """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment. Of those

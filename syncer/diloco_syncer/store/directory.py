@@ -1,4 +1,8 @@
-"""A store in a local directory, for example a volume."""
+"""A store in a local directory, for example a volume.
+
+What a killed syncer left may be in the memory of the machine alone: a name of which the folder was not flushed. The
+next one goes on from all that it finds, and tells learners of it. So it flushes every folder first.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from diloco_protocol.common.files import (
     Buffer,
     NotWritable,
     create_whole,
+    flush_name,
     flush_to_device,
     make_directory,
     read_bounded,
@@ -32,6 +37,9 @@ class DirectoryStore(Store):
             probe = self.root / f".probe-{os.getpid()}"
             write_whole(probe, b"")
             probe.unlink()
+            flush_name(self.root)
+            for folder in self._folders():
+                flush_to_device(folder)
         except FileExistsError as error:
             raise NotWritable(errno.ENOTDIR, f"store {self.root} is not a directory") from error
         except PermissionError as error:
@@ -45,11 +53,14 @@ class DirectoryStore(Store):
             make_directory(path)
         else:
             path.mkdir(parents=True, exist_ok=True)
+            flush_name(path)
 
     def _folder(self, path: Path) -> None:
         if not path.parent.is_dir():
             self._make_directory(path.parent)
-            flush_to_device(path.parent.parent)
+
+    def _folders(self) -> list[Path]:
+        return [self.root, *(path for path in self.root.iterdir() if path.is_dir())]
 
     def create(self, name: str, *parts: Buffer) -> None:
         path = self._path(name)
@@ -57,6 +68,7 @@ class DirectoryStore(Store):
         try:
             create_whole(path, *parts, mode=self._mode)
         except FileExistsError as error:
+            flush_to_device(path.parent)  # it may be there since a try that failed at this very point
             raise ObjectExists(name) from error
 
     def replace(self, name: str, *parts: Buffer) -> None:
@@ -96,5 +108,4 @@ class DirectoryStore(Store):
 
     def remove_leftovers(self) -> int:
         """Remove half-written temporary files of killed syncers; returns how many."""
-        folders = [self.root, *(path for path in self.root.iterdir() if path.is_dir())]
-        return sum(remove_leftovers(folder) for folder in folders)
+        return sum(remove_leftovers(folder) for folder in self._folders())

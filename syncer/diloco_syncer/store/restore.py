@@ -17,6 +17,7 @@ same steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from diloco_syncer.store.documents import copy_name, read_copied, read_document
 from diloco_syncer.store.epochs import epoch_of
 from diloco_syncer.store.records import Array, Damaged, MergeRecord, Recovered, parse_record_name, record_name
 
+READERS = 4  # records that are read at a time, and in memory twice
 T = TypeVar("T")
 
 
@@ -188,7 +190,13 @@ class StoreReader:
         there: dict[int, set[int]] = {}
         for fragment, version in self.merges():
             there.setdefault(fragment, set()).add(version)
-        chains = [self._chain(layout, p, begun, epoch, there=there.get(p, set())) for p, begun in enumerate(versions)]
+
+        def read(fragment: int) -> Chain:
+            return self._chain(layout, fragment, versions[fragment], epoch, there=there.get(fragment, set()))
+
+        # Several streams at a time: a bucket gives one no more than a part of the link.
+        with ThreadPoolExecutor(READERS, "restore") as readers:
+            chains = list(readers.map(read, range(len(versions))))
         lost = [chain for chain in chains if chain.is_stand_in]
         if lost and not self.restart:
             raise StoreUnusable(f"no whole version is left of fragment {lost[0].newest.fragment}: {lost[0].why}")

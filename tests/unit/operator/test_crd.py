@@ -181,6 +181,7 @@ def test_columns_show_what_the_status_has() -> None:
         "Quorum",
         "Step",
         "Tokens",
+        "Percent",
         "Loss",
         "Goodput",
         "Age",

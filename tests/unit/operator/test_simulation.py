@@ -272,6 +272,32 @@ async def labels_and_owners_are_edited(world: World) -> None:
     assert before == {pod["metadata"]["uid"] for pod in world.pods("learner") + world.pods("syncer")}
 
 
+async def the_claim_goes(world: World) -> None:
+    """`kubectl delete pvc`, then a suspension: it waits. When the syncer's pod is deleted, learners give all back. A
+    claim that is deleted while the job is suspended is said, and the job does not begin anew."""
+    operator = world.start_operator()
+    await world.until(World.whole, 120)
+    await world.run(70)  # until the status has the number of merges
+    merges = world.programs.store.merges
+    world.delete_an_object(operator.kubernetes, "PersistentVolumeClaim")
+    await world.until(lambda w: w.condition("Durable").get("reason") == "VolumeGoing", 30)
+    world.edit(suspend=True)
+    await world.run(400)
+    assert len(world.pods("learner")) == 3 and world.condition("Stalled")["reason"] == "VolumeGoing"
+    world.delete_pods(world.pods("syncer"))
+    await world.until(lambda w: w.condition("Suspended").get("reason") == "Saved", 120)
+    assert world.programs.store.merges >= merges and world.events["VolumeGoing"] == 1
+    await world.until(lambda w: not w.pods("learner") and not w.pods("syncer"), 60)
+    world.delete_an_object(operator.kubernetes, "PersistentVolumeClaim")
+    await world.until(lambda w: w.condition("Suspended").get("reason") == "NotSaved", 30)
+    world.edit(suspend=False)
+    await world.run(120)
+    assert not world.pods("learner") and not world.pods("syncer"), world.story()
+    assert world.condition("Ready")["status"] == "False" and world.condition("Stalled")["reason"] == "StoreLost"
+    world.edit(suspendPolicy="Anyway")
+    await world.until(lambda w: w.programs.lost > 0 and w.whole(), 120)
+
+
 def _is_hung(world: World, pod: dict[str, Any]) -> bool:
     process = world.clusters["hub"].process_of(pod["metadata"]["uid"])
     return process is not None and process.hung
@@ -399,6 +425,11 @@ def test_what_is_scaled_by_hand_is_scaled_back_and_nobody_is_taken() -> None:
 )
 def test_labels_and_owners_that_are_edited_are_put_back() -> None:
     simulate(three_learners, labels_and_owners_are_edited)
+
+
+@pytest.mark.promise("A claim that goes is reported, a suspension waits for it, and a job never begins anew unsaid")
+def test_a_claim_that_goes_is_told_and_takes_no_learner() -> None:
+    simulate(three_learners, the_claim_goes)
 
 
 @pytest.mark.promise(

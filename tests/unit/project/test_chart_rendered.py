@@ -240,6 +240,20 @@ def test_a_policy_that_would_pull_a_name_without_a_registry_is_refused(
     assert "set images.registry to your registry, or set images.pullPolicy=Never" in said
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (("images.registry=https://r.io/x",), "registry"),
+        (("images.registry=r.io//x",), "registry"),
+        (("serviceAccount.create=false",), "serviceAccount.name"),
+    ],
+)
+def test_values_that_make_wrong_names_are_refused(values: tuple[str, ...], words: str) -> None:
+    with pytest.raises(chart.Problem) as refused:
+        render(*(part for value in values for part in ("--set", value)))
+    assert words in str(refused.value)
+
+
 @pytest.mark.promise("Pods of jobs can use a private registry and a priority class without a setting in each job")
 def test_every_value_reaches_the_operator() -> None:
     made = settings.load([], environment(render("--values", str(CHART / "ci" / "everything.yaml"))))

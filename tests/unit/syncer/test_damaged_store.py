@@ -40,7 +40,7 @@ class DamagedStore(ShellWorld):
         checkpoints.identify({"seed": "1"})
 
     def train(self, learner: Learner) -> None:
-        if not self.idle < self.now < self.until + 2.0:
+        if self.now <= self.idle or self.settled:
             super().train(learner)
 
     def damage(self) -> None:

@@ -434,6 +434,7 @@ class SyncerConnection:
 
     def _answer_peer_state(self, answer: StateDownloaded) -> None:
         self._state_requests, self._state_offered = 0, None
+        self._kept.forget(sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.PEER_STATE))  # it may be large
         self.inbox.put(answer)
 
     # ------------------------------------------------------- work beside the session

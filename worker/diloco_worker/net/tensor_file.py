@@ -8,11 +8,12 @@ nobody uses the mapping any more. What the kernel keeps of it in its cache it ma
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from diloco_protocol.arrays.kernels import Bytes
 
 MAX_HEADER = 64 << 20
+_SMALL, _JOINED = 64 << 10, 256  # bytes of a tensor, and how many are copied at once: 16 MiB at most
 _NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -64,11 +66,22 @@ def write_tensors(
     data = map_new_file(8 + len(text) + end, folder)
     data[: 8 + len(text)] = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     at = 8 + len(text)
-    for tensor in tensors.values():
-        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    for piece in _pieces(tensors.values()):
+        flat = piece.cpu().view(torch.uint8).numpy()
         data[at : at + flat.size] = flat
         at += flat.size
     return data
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors one after the other, flat, small ones of one kind joined: copying has a cost for each piece."""
+    for (_, _, small), group in itertools.groupby(tensors, lambda one: (one.dtype, one.device, one.nbytes <= _SMALL)):
+        flat = (tensor.detach().reshape(-1) for tensor in group)
+        if not small:
+            yield from flat
+            continue
+        while joined := list(itertools.islice(flat, _JOINED)):
+            yield torch.cat(joined) if len(joined) > 1 else joined[0]
 
 
 def read_header(data: Any) -> tuple[dict[str, str], dict[str, Any]]:

@@ -8,6 +8,7 @@ learner exchanges is compared by its values.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import ConfigurationError, WorkerError, refuse_ranks
 from diloco_worker.standalone.learner import StandaloneLearner, job_alone
 from diloco_worker.sync import optimizer_state
+from diloco_worker.sync.inner_optimizers import refuse_arguments
 from diloco_worker.sync.loop_checks import LoopChecks
 
 VARIABLE = "DILOCO_REHEARSAL"  # names the file that is added to, one JSON object a line
@@ -61,6 +63,7 @@ class RehearsalLearner(StandaloneLearner):
         logging.getLogger("diloco_worker").addHandler(self._findings)
         try:
             refuse_ranks(environ)
+            refuse_arguments(model, optimizers)
             super().__init__(model, optimizers, job_alone(environ))
         except WorkerError as error:
             self._findings.add(error)
@@ -96,7 +99,9 @@ class RehearsalLearner(StandaloneLearner):
         if self.step == STEPS - 1:
             self._hand_over()
         self._findings.write({"steps": self.step + 1, "moved": self._next - len(self._before)})
-        return tokens if isinstance(tokens, int) and tokens > 0 else 0
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # a finding by now
+            return max(0, int(tokens))
+        return 0
 
     def _exchange(self) -> None:
         """Look whether the fragments are where they were moved to at the boundary before, and move others."""
@@ -106,6 +111,11 @@ class RehearsalLearner(StandaloneLearner):
         for fragment, (offset, after) in self._moved.items():
             change = fragments.snapshot(fragment).array - after
             fragments.move(fragment, Kind.REBASE, Vector.from_array(-offset), Vector.from_array(0 * offset))
+            if not np.isfinite(change).all():
+                raise ConfigurationError(
+                    f"training diverged by step {self.step + 1}: {self.layout.fragments[fragment][0].tensor}, or a "
+                    "tensor beside it, has values that are not finite. Lower the learning rate, or clip the gradients"
+                )
             if float(change @ offset) < -0.5 * float(offset @ offset):
                 raise ConfigurationError(
                     f"a step undoes a merge: it puts {self.layout.fragments[fragment][0].tensor} back to where it was. "

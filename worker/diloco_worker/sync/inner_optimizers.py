@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,20 @@ _COPYING = re.compile(
 # How a step is computed, not what; torch.compile sets some of them for as long as it traces.
 _WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _COPIES = frozenset({"master_param", "master_params", "master_weight", "fp32_param", "slow_param", "slow_buffer"})
+
+
+def refuse_arguments(model: Any, optimizers: Any) -> None:
+    """Raise ConfigurationError for what is no model, or neither an optimizer nor several, as where they are swapped."""
+    several = hasattr(optimizers, "param_groups") or isinstance(optimizers, Iterable)
+    for name, given, fits, wanted in (
+        ("model", model, isinstance(model, torch.nn.Module), "a torch.nn.Module"),
+        ("optimizers", optimizers, several, "a torch.optim.Optimizer, or a list of several"),
+    ):
+        if not fits:
+            raise ConfigurationError(
+                f"Learner.from_environment(model, optimizers): {name} is of the type {type(given).__name__}: give "
+                f"{wanted}"
+            )
 
 
 class InnerOptimizers:

@@ -6,8 +6,11 @@ import math
 import statistics
 import time
 from collections import deque
+from typing import SupportsFloat
 
 import torch
+
+from diloco_worker.settings import WorkerError
 
 
 class StepMetrics:
@@ -73,7 +76,13 @@ class StepMetrics:
 
     def put_loss(self, loss: torch.Tensor | float) -> None:
         """Take a step's loss, nats per token. A scalar tensor on a GPU is copied beside the training and read when
-        it is there."""
+        it is there. Raises WorkerError for what is no number."""
+        if not (loss.numel() == 1 if isinstance(loss, torch.Tensor) else isinstance(loss, SupportsFloat)):
+            shape = f" of {loss.numel()} values" if isinstance(loss, torch.Tensor) else ""
+            raise WorkerError(
+                f"after_step: loss is of the type {type(loss).__name__}{shape}: give one number, the mean over the "
+                "step's tokens"
+            )
         if isinstance(loss, torch.Tensor) and loss.device.type == "cuda":
             self.read_loss()
             with torch.cuda.device(loss.device):  # the current stream is that of the current device

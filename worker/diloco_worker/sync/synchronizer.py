@@ -35,7 +35,7 @@ import torch
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.spec.job_spec import JobSpec
-from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase, PushRefusal
+from diloco_protocol.vocabulary import ENDED_PHASES, STOPPED_PHASES, JobPhase, JoinRefusal, PushRefusal
 from diloco_protocol.wire.records import Announcement, Lease, Pull, Seat, StepReport
 from diloco_worker import logs
 from diloco_worker.core.adoption import Adoption, AdoptionConfig, Kind
@@ -60,7 +60,7 @@ from diloco_worker.net.inbox import (
     Welcomed,
 )
 from diloco_worker.net.transfers import Push
-from diloco_worker.settings import DivergedError, WorkerError
+from diloco_worker.settings import DivergedError, RefusedError, WorkerError
 from diloco_worker.sync.boundary_guard import BoundaryGuard
 from diloco_worker.sync.deterministic import DeterministicMode
 from diloco_worker.sync.frozen_parameters import FrozenParameters
@@ -272,11 +272,7 @@ class Synchronizer:
             case Welcomed():
                 self._on_welcome(message)
             case InitialRequested():
-                # What it holds where it holds something, as its Join says: an emptied store is rebuilt without this
-                # learner's own work. A tenure that has just begun has no bases yet.
-                held = self._newest
-                vectors = [held[p].vector if p in held else self.fragments.snapshot(p) for p in range(len(self.layout))]
-                self.client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
+                self._upload_initial()
             case FrozenDownloaded():
                 self._frozen.load(message)
             case StateRequested():
@@ -289,6 +285,17 @@ class Synchronizer:
                     self._prefetcher.repeat_requests()
             case Failed():
                 raise message.error
+
+    def _upload_initial(self) -> None:
+        """Upload version 0: what this learner holds, as its Join says, so that an emptied store is rebuilt without its
+        own work; else its model as it is. Raises ``RefusedError`` where it holds merged versions of some fragments:
+        a store was emptied once more before the others came, and the job would begin anew from a mixture."""
+        held = self._newest
+        if len(held) < len(self.layout) and any(one.announcement.version for one in held.values()):
+            words = "the store is empty, and this process holds some fragments of the model that was in it: restart it"
+            raise RefusedError(JoinRefusal.EMPTY_STORE, words)
+        vectors = [held[p].vector if p in held else self.fragments.snapshot(p) for p in range(len(self.layout))]
+        self.client.upload_initial(vectors, self._frozen.serialize(), self._frozen.digest())
 
     def _on_welcome(self, welcome: Welcomed) -> None:
         self._optimizer_bytes = welcome.optimizer_bytes

@@ -2,7 +2,7 @@
 
 On every job: Ready, Suspended, Complete, Failed, Degraded, NameConflict, and kstatus' Reconciling and Stalled
 (``decide.py``).
-In the hub: SyncerReady, QuorumMet, RegionLost (``decide.py``), LinksTooSlow and RoundOverdue
+In the hub: SyncerReady, Durable, QuorumMet, RegionLost (``decide.py``), LinksTooSlow and RoundOverdue
 (``hub_conditions.py``).
 In a cluster without the syncer: HubReachable, SettingsDiffer (``region_conditions.py``).
 On both sides: SpecDrift. In the hub it is about the learners that the syncer refused for it

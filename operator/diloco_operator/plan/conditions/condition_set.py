@@ -19,6 +19,7 @@ ORDER = (
     "Ready",
     "QuorumMet",
     "SyncerReady",
+    "Durable",
     "HubReachable",
     "RegionLost",
     "LinksTooSlow",

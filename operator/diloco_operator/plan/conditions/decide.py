@@ -9,7 +9,7 @@ from diloco_operator import names
 from diloco_operator.job import rfc3339
 from diloco_operator.model import ApplyError, Fact
 from diloco_operator.objects.manifests import external_address, sync_address
-from diloco_operator.plan import lifecycle, refusals
+from diloco_operator.plan import durability, lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
@@ -69,6 +69,7 @@ def decide_conditions(view: View, found: TurnFindings) -> ConditionSet:
     stage = None if found.decision.training else _stage_reason(found)
     if view.here.syncer:
         _decide_syncer_ready(view, found, out)
+        _decide_durable(view, out)
         _decide_quorum_met(view, found, out)
         _decide_region_lost(view, found, out)
         hub_conditions.decide_hub_conditions(view, stage, out)
@@ -200,6 +201,18 @@ def _describe_claim(view: View, pod: Pod) -> str:
     message = newest_message(view.observed.cluster_events, ref)
     why = f": {shortened(message)}" if message else ""
     return f" (claim {ref.name} is not bound{why}; syncer.storage names its class and size)"
+
+
+def _decide_durable(view: View, out: ConditionSet) -> None:
+    """Whether what was merged is safe. ``status.progress`` has the numbers, which change all the time."""
+    danger = durability.find_danger(view)
+    if danger is not None:
+        out.set("Durable", False, *danger)
+    elif view.document is not None and view.document.merges:
+        message = "Every merge is in the store. status.progress says since when, and how much is not merged yet."
+        out.set("Durable", True, "Stored", message)
+    else:
+        out.keep_or_unknown("Durable", "NothingMerged", "Nothing was merged yet.")
 
 
 def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> None:
@@ -365,7 +378,8 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
         out.set("Ready", False, *found.refused)
         return
     if not decision.training:
-        words, as_wanted = STAGE_WORDS[decision.stage], decision.stage in ("waiting", "suspended", "complete")
+        words = STAGE_WORDS[decision.stage]
+        as_wanted = decision.stage in ("waiting", "suspended", "complete") and not decision.stalled
         reason = words.phase if as_wanted or decision.stage == "failed" else words.reason
         out.set("Ready", as_wanted, reason, decision.message or words.message)
         return
@@ -403,8 +417,9 @@ def _decide_progress(view: View, found: TurnFindings, out: ConditionSet) -> None
         known = view.is_true("Stalled") and view.condition("Stalled").get("reason") == ready["reason"]
         lasts = known or view.seconds(Fact.APPLY_REFUSED) >= STALLED_SECONDS
         refused = lasts and ready["reason"] != "QuotaExceeded"
-    stalled = refused or stage == "failed"
-    out.set("Stalled", stalled, ready["reason"] if stalled else "NotStalled", ready["message"] if stalled else "")
+    stalled = refused or stage == "failed" or bool(found.decision.stalled)
+    reason = found.decision.stalled or ready["reason"]
+    out.set("Stalled", stalled, reason if stalled else "NotStalled", ready["message"] if stalled else "")
     starts = found.decision.training and ready["status"] == "False" and view.job_phase in ("", JobPhase.WAITING)
     rolls = bool(found.rollout.regions) or found.syncer_waits
     moves = not stalled and (starts or rolls or stage in ("suspending", "restarting", "finishing", "failing"))

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Delete, EventWanted, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
+from diloco_operator.plan.durability import claim_is_going, learners_have_the_only_copy
 from diloco_operator.plan.pod_status import Pod
 from diloco_operator.plan.pods.node_loss import node_lost_since
 from diloco_operator.plan.view import UID_DIGITS, View
@@ -188,6 +189,8 @@ def _budget(view: View) -> int:
     if view.document is None or not view.here.syncer:
         # A cluster without the syncer does not know the quorum: one at a time in a region is its limit.
         return 0 if view.here.syncer else len(view.here.regions)
+    if learners_have_the_only_copy(view) is not None:
+        return 0
     here = {region.name for region in view.here.regions}
     pods = {pod.process: pod for pod in view.pods}
     active = 0
@@ -208,6 +211,9 @@ def _is_quiet(view: View, slot: SlotRow) -> bool:
 
 
 def _explain_no_budget(view: View) -> str:
+    danger = learners_have_the_only_copy(view)
+    if danger is not None:
+        return f"no learner is restarted while what is trained is not safe ({danger.reason})"
     if view.document is None:
         return "no healthy learner is restarted while the syncer does not answer"
     return (
@@ -226,6 +232,8 @@ def syncer_change_waits(view: View, ref: Ref, wanted: Object) -> bool:
         return False
     syncer = view.pod_of("syncer")
     works = syncer is not None and syncer.alive and syncer.ready
+    if works and claim_is_going(view):
+        return True  # the volume would go with its pod
     waits = _is_shrinking(view) or (_without_inputs(found[1]) != _without_inputs(wanted) and not _is_rolled_out(view))
     return works and waits
 

@@ -373,10 +373,14 @@ class RoundBook:
             answer = next((push.header for push in closed.pushes if push.header.slot == slot), None)
             if answer is not None and answer.round == closed.id:
                 self._leads.setdefault(slot, deque(maxlen=LEADS)).append(answer.last_step - step)
-        until = closed.opened_at + self.rules.every * (self.step_seconds.value or 0.0)
-        self._silent[fragment] = dict.fromkeys(closed.pulled - closed.slots() - closed.late, until)
+        self.begin_silence(closed)
         self.apply_record(fragment, version, (push.header for push in closed.pushes))
         return closed
+
+    def begin_silence(self, closed: Round) -> None:
+        """Who was asked in this round and has pushed nothing counts no steps toward the next, for a turn's time."""
+        until = closed.opened_at + self.rules.every * (self.step_seconds.value or 0.0)
+        self._silent[closed.fragment] = dict.fromkeys(closed.pulled - closed.slots() - closed.late, until)
 
     def record_arrival(self, fragment: int, version: int, slot: int, now: float) -> None:
         """The slot's process has all bytes of this version. With the K-th of them its broadcast was as long."""

@@ -121,7 +121,7 @@ def test_how_the_program_ended(
     found = list(check_program(tmp_path / "train.py", [], None))
     assert [one.level for one in found] == [level for level, _ in expected]
     for one, (_, said) in zip(found, expected, strict=True):
-        assert one.said.startswith(said)
+        assert one.said.startswith(said) and bool(one.fix) == ("made no Learner" in said)
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:

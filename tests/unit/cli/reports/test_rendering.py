@@ -128,6 +128,15 @@ def test_ticks_are_numbers_as_people_read_them() -> None:
     assert not any("$" in label or "\\" in label for label in labels)
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_is_counted_has_no_marks_between_whole_numbers(counts: bool) -> None:
+    of = plot(
+        x=Axis(name="time"), y=Axis(name="learners", counts=counts), series=[Series(name="a", x=[0, 9], y=[0, 2])]
+    )
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", render_html(ResultDocument(title="t", plots=[of])))
+    assert {"0", "1", "2"} <= set(labels) and counts == ("0.5" not in labels and "0.25" not in labels)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

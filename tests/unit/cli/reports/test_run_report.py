@@ -96,7 +96,11 @@ def test_a_run_that_is_over(workdir: Path) -> None:
     assert found.title == "tiny: report of the run"
     rows = {row["name"]: row["value"] for row in found.rows}
     assert rows["tokens dropped"] == 6 and rows["payload per token, both ways"] == 10.0 and rows["goodput"] == 0.75
+    assert rows["loss at the last score"] == 2.25, "it was interrupted"
+    ended = run_report("tiny", report(final_loss=2.0), RunCurves()).rows
+    assert next(row["value"] for row in ended if row["name"] == "loss") == 2.0
     plots = {plot.title: plot for plot in found.plots}
+    assert plots["Learners that train"].y.counts
     goodput = plots["Goodput and uptime"]
     assert goodput.series[0].points == [(1.0, 0.5), (2.0, 0.625), (3.0, 0.5)]
     assert [mark.label for mark in goodput.marks] == [

@@ -289,6 +289,18 @@ def test_as_many_learners_may_be_evicted_at_once_as_the_job_can_be_without(
     assert found == budgets
 
 
+@pytest.mark.promise("The chart's pull policy holds for the operator's own images only")
+@pytest.mark.parametrize(("own", "policy"), [({}, "Never"), ({"image": "ghcr.io/me/w:1"}, None)])
+def test_a_users_own_image_has_its_own_pull_policy(own: dict[str, str], policy: str | None) -> None:
+    settings = replace(SETTINGS, image_pull_policy="Never")
+    for asked in (None, "Always"):
+        given = {"name": "learner", **own} | ({"imagePullPolicy": asked} if asked else {})
+        spec = {"podTemplate": {"spec": {"containers": [given]}}}
+        one = job(learners=spec)
+        made = pods.learner_template(one, one.spec.regions[0], "diloco-worker:1", settings)
+        assert made["spec"]["containers"][0].get("imagePullPolicy") == (asked or policy)
+
+
 def test_argo_cd_does_not_prune_the_claim() -> None:
     claim = everything(job())[names.claim("job")]["metadata"]
     assert claim["annotations"] == {

@@ -40,7 +40,7 @@ def test_a_failed_jobs_learners_go_though_its_syncer_never_says_that_it_has_fail
 
 
 def test_a_suspension_whose_syncer_never_says_that_it_is_done_ends() -> None:
-    world = started()
+    world = started(suspendPolicy="Anyway")
     says_for_ever(world, "draining")
     world.edit(suspend=True)
     world.run(280)

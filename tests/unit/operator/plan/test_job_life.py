@@ -32,6 +32,16 @@ def test_a_job_starts_and_then_nothing_is_done() -> None:
     assert len(world.events) == 2
 
 
+def test_progress_is_in_the_status_as_the_syncer_says_it() -> None:
+    world = started()
+    document = world.document().model_copy(update={"progress": 0.399, "seconds_left": 61.6})
+    world.document = lambda: document  # type: ignore[method-assign]
+    world.run(90)
+    progress = world.status["progress"]
+    assert (progress["percent"], progress["secondsLeft"]) == (39, 62) and progress["storedAt"]
+    assert progress["notMerged"] == document.tokens.pending
+
+
 def test_settings_and_claim_come_before_what_holds_pods() -> None:
     world = World(job_object())
     first = world.turn()
@@ -297,8 +307,86 @@ def test_a_suspension_that_is_taken_back(delay: float) -> None:
     idle(world)
 
 
-def test_a_syncer_that_does_not_answer_cannot_hold_up_a_suspension() -> None:
+@pytest.mark.promise(
+    "A suspension removes no learner before the syncer has saved everything, unless `suspendPolicy` is `Anyway`"
+)
+def test_a_suspension_waits_for_a_syncer_that_does_not_answer() -> None:
     world = started()
+    world.syncer_silent = True
+    world.run(40)
+    assert world.condition("Durable")["reason"] == "SyncerNotAnswering"
+    world.edit(suspend=True)
+    world.run(600)
+    assert len(world.pods) == 4 and not any(pod.terminating for pod in world.pods.values())
+    assert world.truth("Stalled") == "True" and "suspendPolicy" in world.condition("Stalled")["message"]
+    world.syncer_silent = False
+    world.until(lambda w: w.condition("Suspended").get("reason") == "Saved", 60)
+
+
+def full_volume(world: World) -> None:
+    world.syncer.problem = "the disk is full"
+
+
+def claim_goes(world: World) -> None:
+    world.objects[names.claim("job")]["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"
+
+
+@pytest.mark.promise(
+    "A suspension removes no learner before the syncer has saved everything, unless `suspendPolicy` is `Anyway`"
+)
+@pytest.mark.parametrize(
+    ("harm", "reason"), [(full_volume, "StoreProblem"), (claim_goes, "VolumeGoing")], ids=["full", "claim"]
+)
+def test_while_learners_have_the_only_copy_none_of_them_is_taken(harm: Any, reason: str) -> None:
+    world = started()
+    harm(world)
+    world.run(20)
+    assert world.truth("Durable") == "False" and world.condition("Durable")["reason"] == reason
+    assert world.told("VolumeGoing" if reason == "VolumeGoing" else "SyncerStoreProblem") == 1
+    uids = set(world.pods)
+    world.edit(learners=template("other:1"))
+    world.run(60)
+    assert set(world.pods) == uids and reason in world.region()["cause"], "no learner is restarted for an edit"
+    world.edit(suspend=True)
+    world.run(600)
+    assert set(world.pods) == uids and world.syncer.phase != "suspended"
+    assert world.condition("Stalled")["reason"] == reason and world.status["phase"] == "Suspending"
+    world.edit(suspendPolicy="Anyway")
+    world.until(lambda w: w.truth("Suspended") == "True", 60)
+    assert world.condition("Suspended")["reason"] == "NotSaved" and not world.pods
+
+
+def test_a_syncer_whose_volume_goes_is_not_replaced_for_an_edit() -> None:
+    world = started()
+    uid = world.of("syncer")[0].uid
+    claim_goes(world)
+    world.run(20)
+    world.edit(sync={"quorum": 2})
+    world.run(60)
+    assert world.of("syncer")[0].uid == uid and world.syncer.required == 1
+    del world.objects[names.claim("job")]["metadata"]["deletionTimestamp"]
+    world.until(lambda w: w.syncer.required == 2, 120)
+
+
+@pytest.mark.promise("A store that comes back empty is reported with what it had, until it has as much again")
+def test_a_store_that_comes_back_empty_is_told() -> None:
+    world = started()
+    world.run(120)
+    world.edit(ttlSecondsAfterFinished=1000)  # so that all of the status is written
+    world.run(5)
+    had = world.status["syncer"]["merges"]
+    world.syncer = type(world.syncer)()
+    world.delete_pod(world.of("syncer")[0].name)
+    world.until(lambda w: w.condition("Durable").get("reason") == "StoreLost", 60)
+    assert f"{had} merges" in world.condition("Durable")["message"] and world.told("StoreLost") == 1
+    world.run(30)
+    assert world.condition("Durable")["reason"] == "StoreLost" and world.told("StoreLost") == 1
+    world.until(lambda w: w.syncer.merges > had, 600)
+    world.until(lambda w: w.truth("Durable") == "True", 90)
+
+
+def test_a_syncer_that_does_not_answer_cannot_hold_up_a_suspension_for_ever() -> None:
+    world = started(suspendPolicy="Anyway")
     world.syncer_silent = True
     world.run(20)
     world.edit(suspend=True)

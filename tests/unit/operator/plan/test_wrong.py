@@ -34,7 +34,7 @@ def test_a_foreign_object_stops_the_job_and_is_never_touched() -> None:
     assert world.truth("NameConflict") == "False" and world.told("NameConflictOver") == 1
 
 
-def refused(world: World, kind: str, name: str, reason: Any, seconds: float) -> None:
+def refused(world: World, kind: str, name: str, reason: Any, *, seconds: float) -> None:
     """The writes of one object are not taken for so long."""
     take, world.objects = world._apply, {r: o for r, o in world.objects.items() if r != (kind, name)}
 
@@ -53,9 +53,9 @@ def refused(world: World, kind: str, name: str, reason: Any, seconds: float) -> 
 def test_a_webhook_that_stays_away_is_stalled_after_a_patience_and_a_quota_is_not() -> None:
     for reason, word, stalled in (("webhook", "WebhookUnavailable", "True"), ("quota", "QuotaExceeded", "False")):
         world = World(job_object())
-        refused(world, "StatefulSet", "job-local", reason, STALLED_SECONDS - 10)
+        refused(world, "StatefulSet", "job-local", reason, seconds=STALLED_SECONDS - 10)
         assert world.condition("Ready")["reason"] == word and world.truth("Stalled") == "False"
-        refused(world, "StatefulSet", "job-local", reason, 20)
+        refused(world, "StatefulSet", "job-local", reason, seconds=20)
         assert world.truth("Stalled") == stalled, world.condition("Stalled")
         world.apply_errors = ()
         world.until(World.whole)

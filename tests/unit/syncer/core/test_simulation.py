@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 import world_seeds
 import worlds
+from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.rounds import Round, RoundBook
+from diloco_syncer.core.books.slots import Slot
 from diloco_worker.core.adoption import Rule
 from example_counts import share_of
+from syncer_simulation.broken_world import BrokenSetup, BrokenWorld, settle_broken
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.learners import Learner, Setup
 from syncer_simulation.settings import CROSSINGS, HARSH, LOSSY, SCALED, WIPED, settle_rebuilt
@@ -315,3 +318,40 @@ def test_the_simulation_notices_reports_that_are_not_bound_to_a_tenure(monkeypat
             world = World(replace(CROSSINGS, seed=seed))
             world.run()
             settle(world)
+
+
+BROKEN = BrokenSetup(7, 3, 2, 8, quorum=1, steps=600, chaos=0.0, latency=0.1, max_versions=1000)
+
+
+@pytest.mark.promise(
+    "One learner that lies or is broken moves the others' merges per second and the job's end by at most its share",
+    section="Syncer",
+)
+@pytest.mark.parametrize(
+    ("fault", "stop"), [("says it is slow", "steps"), ("claims steps", "tokens"), ("counts too many tokens", "tokens")]
+)
+def test_one_broken_learner_moves_the_job_by_at_most_its_share(fault: str, stop: str) -> None:
+    world = BrokenWorld(replace(BROKEN, fault=fault, stop=stop))
+    world.run()
+    settle_broken(world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "stop", "where", "name", "what"),
+    [
+        ("claims steps", "steps", RoundBook, "begin_silence", lambda *_: None),
+        ("claims steps", "steps", Slot, "counted_step", property(lambda slot: slot.step)),
+        ("claims steps", "tokens", Slot, "advance", lambda slot, step, *_: setattr(slot, "step", max(slot.step, step))),
+        ("counts too many tokens", "tokens", shares, "bound_tokens", lambda works: [work.tokens for work in works]),
+    ],
+)
+def test_the_simulation_notices_what_a_broken_learner_does(
+    monkeypatch: pytest.MonkeyPatch, fault: str, stop: str, where: object, name: str, what: object
+) -> None:
+    monkeypatch.setattr(where, name, what)
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            world = BrokenWorld(replace(BROKEN, seed=seed, fault=fault, stop=stop))
+            world.run()
+            settle_broken(world)

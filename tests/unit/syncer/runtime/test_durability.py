@@ -122,7 +122,9 @@ async def test_transitions_and_refusals_are_on_the_tape_at_the_next_checkpoint_w
     store = DirectoryStore(tmp_path)
     refused = {"stale": 2}
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, [], dict(refused)), lambda problem: None)
+    made = Durability(
+        checkpoints, Tape(store), lambda: Snapshot(0, {}, [], dict(refused)), lambda problem: None, newest_records=list
+    )
 
     async def lines_of_checkpoint() -> list[tuple[str, object]]:
         before = len(list(tape_reader.raw_lines(store)))
@@ -146,7 +148,7 @@ async def test_transitions_and_refusals_are_on_the_tape_at_the_next_checkpoint_w
 async def test_a_merges_line_follows_what_happened_before_it(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
     made.note_event(event(1))
     await made.write_merge_record(MergeRecord("job", 1, 0, 1, theta=np.zeros(2, np.float32)))
     assert [json.loads(raw)["kind"] for raw in tape_reader.raw_lines(store)] == [SEGMENT, EVENT, MERGE]

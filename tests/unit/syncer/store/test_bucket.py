@@ -231,6 +231,25 @@ def refused(where: str) -> str:
     return said
 
 
+@pytest.mark.promise("A bucket behind a cache that says what was true before is refused at the start, with the cure")
+@pytest.mark.parametrize("kept", [False, True], ids=["after a put", "after a delete"])
+def test_a_service_that_answers_out_of_a_cache_is_refused(
+    s3: S3Service, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """Fencing asks whether the next epoch is there."""
+    real, cache = BucketStore.exists, dict[str, bool]()
+
+    def exists(self: BucketStore, name: str) -> bool:
+        found = cache.get(name, real(self, name))
+        if found is kept:
+            cache[name] = found
+        return found
+
+    monkeypatch.setattr(BucketStore, "exists", exists)
+    with given(environment(s3.url)), pytest.raises(NotWritable, match=r"HEAD lags.*turn the cache before it off"):
+        open_store(f"s3://bucket/{uuid.uuid4().hex}")
+
+
 def test_no_such_bucket(s3: S3Service) -> None:
     with given(environment(s3.url)):
         said = refused("s3://nobody-made-this/x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,36 @@ def test_a_damaged_newest_state_falls_back_to_the_one_before_and_loses_nothing(s
     assert restored.core == {"n": 1} and "SHA-256" in restored.problems[0]
     assert [r.version for r in restored.newest] == [4, 4]
     assert [(r.fragment, r.version) for r in restored.newer] == [(0, 3), (1, 3), (0, 4), (1, 4)]
+
+
+def test_a_newest_state_that_is_gone_is_told(store: Store) -> None:
+    made, versions = begun(store), [0, 0]
+    for upto in (2, 4):
+        merge(made, versions, upto)
+        made.write_manifest({"n": upto}, versions, "")
+        made.collect("")
+    newest = store.list("state")[-1]
+    store.delete(newest)
+    restored = opened(store).load()
+    assert restored.core == {"n": 2} and [r.version for r in restored.newest] == [4, 4]
+    assert restored.problems == [
+        f"{newest} is gone, which {store.list('manifests')[-1]} names: going back to an older state"
+    ]
+
+
+def test_records_are_restored_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other."""
+    store = DirectoryStore(tmp_path / "s")
+    made, versions = begun(store), [0, 0]
+    merge(made, versions, 2)
+    both, read = threading.Barrier(2, timeout=20), StoreReader.record
+
+    def record_of(self: StoreReader, fragment: int, version: int) -> MergeRecord:
+        both.wait()
+        return read(self, fragment, version)
+
+    monkeypatch.setattr(StoreReader, "record", record_of)
+    assert [r.version for r in opened(store).load().newest] == [2, 2]
 
 
 def test_a_damaged_newest_record_goes_back_one_version_loudly(store: Store) -> None:

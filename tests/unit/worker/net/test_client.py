@@ -20,7 +20,7 @@ from diloco_protocol.security.certificates import issue
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, STOPPED_PHASES
-from diloco_protocol.wire import convert, sync_pb2
+from diloco_protocol.wire import bulk, convert, sync_pb2
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, Seat, StepReport
 from diloco_worker import Learner, device
 from diloco_worker.core.connection_status import ConnectionStatus
@@ -541,10 +541,13 @@ async def test_a_peers_state_goes_on_in_the_next_session_and_is_asked_for_anew_w
     assert not box.take_all()
     assert (await session(States(b"x"), offer)).asked == [(3, 5)] and asked() == [wanted]
     assert box.take_all() == [inbox.StateDownloaded(True, b"x")]
+    begun = sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.PEER_STATE, transfer=5)
+    one._kept.find(begun).parts.append(bulk.Part(0, 4))
     for _ in range(connection_module._STATE_REQUESTS):
         assert not (await session(States(None))).asked and asked() == [wanted]
     await session(States(None))
     assert not asked() and box.take_all() == [inbox.StateDownloaded(True, None)], "as if no peer had one"
+    assert not one._kept.find(begun).parts, "and what had come of one lies about no longer"
 
 
 def test_a_heartbeat_says_what_a_newcomer_lacks(made: tuple[SyncerConnection, inbox.Inbox]) -> None:

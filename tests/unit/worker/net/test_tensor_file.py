@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from diloco_worker.net import tensor_file
 from diloco_worker.net.tensor_file import NotTensors, map_new_file, read_header, read_tensors, write_tensors
 from own_process import anonymous_bytes, run_in_own_process
 
@@ -31,6 +32,15 @@ def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
         assert found.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_many_small_tensors_are_copied_together() -> None:
+    """The training thread of a learner on a CPU copies them, and a copy has a cost however small it is."""
+    small = {f"{i}|{key}": torch.full((i % 7,), float(i)) for i in range(1000) for key in ("a", "b")}
+    tensors = {**small, "large": torch.ones(100_000), "step": torch.tensor(3), "other": torch.ones(2)}
+    assert len(list(tensor_file._pieces(tensors.values()))) == -(-len(small) // tensor_file._JOINED) + 3
+    found = read_tensors(write_tensors(tensors, {}))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.promise(

@@ -142,6 +142,10 @@ def odd_state(loop: Loop) -> None:
     loop.after_step = lambda step: loop.optimizer.state[loop.model[0].bias].update(odd=odd)
 
 
+def diverges(loop: Loop) -> None:
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e6)
+
+
 @pytest.mark.promise(
     "`diloco doctor train.py` names what a job would refuse of a program, or train wrongly without a word"
 )
@@ -155,6 +159,7 @@ def odd_state(loop: Loop) -> None:
         (counts_none, "error", "after_step(tokens=0) in 5 steps running"),
         (adds_another_module, "error", "the optimizer AdamW holds 2 tensors that are no parameters of the model"),
         (leaves_out, "warning", "no optimizer holds 2.weight, 2.bias: nothing trains it"),
+        (diverges, "error", "training diverged by step "),
         (notes_in_state, "warning", UNWRITABLE),
         (odd_state, "warning", "no newcomer takes the optimizer's state over: '0.bias|odd' is (16,) torch.int16"),
     ],
@@ -175,6 +180,15 @@ def test_what_no_loop_can_go_on_with_ends_it_with_the_same_words(loop: Loop, tmp
     with pytest.raises(ConfigurationError, match="WORLD_SIZE is 2") as raised:
         loop.run(told, WORLD_SIZE="2")
     assert loop.read(told) == [("error", str(raised.value))]
+    told.unlink()
+    loop.optimizer, optimizer = None, loop.optimizer
+    with pytest.raises(ConfigurationError, match=r"optimizers is of the type NoneType: give a torch\.optim") as raised:
+        loop.run(told)
+    assert loop.read(told) == [("error", str(raised.value))]
+    loop.model, model = optimizer, loop.model
+    with pytest.raises(ConfigurationError, match=r"model is of the type AdamW: give a torch\.nn\.Module"):
+        Learner.from_environment(loop.model, model, environ={})
+    loop.model = model
     loop.model.add_module("again", torch.nn.Linear(8, 16))
     loop.model.again.weight.data = loop.model[0].weight.data
     loop.optimizer = torch.optim.AdamW(loop.model.parameters())
@@ -196,3 +210,11 @@ def test_a_loop_that_marks_no_step_ends_and_is_told(loop: Loop, tmp_path: Path) 
     assert level == "error" and said.startswith(
         f"its loop was given {2 * MANY_BATCHES} batches and has finished no step"
     )
+
+
+def test_the_tokens_of_a_tensor_are_counted(loop: Loop, tmp_path: Path) -> None:
+    loop.tokens = torch.tensor(32)  # type: ignore[assignment]
+    with Learner.from_environment(loop.model, loop.optimizer, environ={VARIABLE: str(tmp_path / "told")}) as learner:
+        next(iter(learner.batches(loop.rows)))
+        learner.after_step(tokens=loop.tokens)
+        assert learner.tokens == 32

@@ -15,6 +15,7 @@ from diloco_protocol.wire.records import Announcement, Payload, Pull, Seat
 from diloco_worker.fragments import ModelFragments, Vector, build_layout
 from diloco_worker.net.inbox import Downloaded, Inbox, InitialRequested, PhaseChanged, PushAnswered
 from diloco_worker.net.transfers import Push
+from diloco_worker.settings import RefusedError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.step_metrics import StepMetrics
@@ -37,11 +38,12 @@ def answer(sequence: int, accepted: bool | None, reason: str = "") -> PushAnswer
 
 
 class Scripted:
-    """A learner of one fragment that has made a step on version 0; its syncer says what the test says."""
+    """A learner of one fragment that has made a step on version 0, or of more and has none yet; its syncer says
+    what the test says."""
 
-    def __init__(self) -> None:
-        model = torch.nn.Linear(4, 2)
-        layout = build_layout(model, 1)
+    def __init__(self, fragments: int = 1) -> None:
+        model = torch.nn.Linear(4, 2 if fragments == 1 else 40)
+        layout = build_layout(model, fragments)
         self.inbox, self.pushes = Inbox(), list[Push]()
         self.client: Any = Mock(report_wanted=False, push=self.pushes.append)
         inner = InnerOptimizers(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -58,7 +60,10 @@ class Scripted:
             metrics=StepMetrics(),
             stopping=lambda: False,
         )
-        self.hear(PhaseChanged(JobPhase.TRAINING, ""), self.seat(1), self.download(0))
+        self.hear(PhaseChanged(JobPhase.TRAINING, ""), self.seat(1))
+        if fragments > 1:
+            return
+        self.hear(self.download(0))
         with torch.no_grad():
             model.bias.add_(1.0)
         self.step()
@@ -142,3 +147,17 @@ def test_an_emptied_store_is_rebuilt_of_merged_versions_only() -> None:
     one.hear(one.seat(2), InitialRequested())
     ((vectors, *_), _) = one.client.upload_initial.call_args
     assert [vector.array.tolist() for vector in vectors] == [[0.0] * 10]
+
+
+@pytest.mark.promise("A job never begins anew from a model of which some fragments are an earlier life's")
+@pytest.mark.parametrize("version", [0, 3])
+def test_who_holds_some_fragments_of_a_lost_model_begins_no_other_with_them(version: int) -> None:
+    one = Scripted(fragments=2)
+    elements = one.synchronizer.layout.elements(0)
+    one.hear(Downloaded(one.announcement(version), Vector.from_array(np.full(elements, 1.0, np.float32))))
+    if version:
+        with pytest.raises(RefusedError, match="empty-store"):
+            one.hear(InitialRequested())
+    else:
+        one.hear(InitialRequested())
+    assert one.client.upload_initial.called == (not version), "of version 0 the others are this learner's own"

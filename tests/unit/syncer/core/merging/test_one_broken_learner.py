@@ -48,7 +48,13 @@ class Played:
 
     def report(self, **changes: object) -> StepReport:
         rows = tuple(
-            FragmentReport(1, version, self.step - merged, (self.step - merged) * self.tokens, merged * self.tokens)
+            FragmentReport(
+                1,
+                version,
+                self.step - merged,
+                (self.step - merged) * self.tokens,
+                confirmed_tokens=merged * self.tokens,
+            )
             for version, merged in zip(self.version, self.merged, strict=True)
         )
         report = StepReport(self.step, self.step, self.step * self.tokens, rows, step_seconds=self.says)
@@ -125,7 +131,7 @@ class Job:
             if isinstance(action, ev.Merge):
                 self.merges.append(action)
                 norms, norm = (1.0,) * len(action.responders), self.norm(action.fragment)
-                self.desk.do(ev.MergeDurable(action.fragment, action.version, 0.0, norms, norm))
+                self.desk.do(ev.MergeDurable(action.fragment, action.version, 0.0, norms, norm=norm))
             elif isinstance(action, ev.Announce):
                 for connection, learner in learners.items():
                     merged = action.merged.get(connection, ev.MergedPush())
