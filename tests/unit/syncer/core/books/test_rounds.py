@@ -116,6 +116,9 @@ def test_a_round_opens_as_early_as_learners_answer_late() -> None:
     book.begin_progress(0, 300)
     book.steps_at_last_opening[0] = 0  # P = 1: nothing opens within H steps of the last opening
     assert opens_after(book, 0) == 24, "another process has another way"
+    far = RoundBook(1, rules(every=24), Mode())
+    merged(far, 24, (1000, 1))
+    assert opens_after(far, 0) == 24 - 18, "what it says of its steps is not believed without end"
     many = RoundBook(1, rules(every=24), Mode())
     for turn in range(1, 20):
         merged(many, 200 * turn, (8 if turn < 15 else 3, 1))
