@@ -156,7 +156,7 @@ def test_an_emptied_store_is_rebuilt_and_keeps_the_books_exact(
 @pytest.mark.slow
 def test_the_simulation_empties_stores_and_rebuilds_them() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(15):
+    for seed in range(40):
         world = World(replace(WIPED, seed=seed))
         world.run()
         settle_rebuilt(world)
@@ -314,7 +314,7 @@ def test_the_simulation_notices_reports_that_are_not_bound_to_a_tenure(monkeypat
     report = Learner.report
     monkeypatch.setattr(Learner, "report", lambda self: replace(report(self), tenure=0))
     with pytest.raises((AssertionError, ValueError)):  # a column below 0 is no row of a ledger
-        for seed in range(10):
+        for seed in range(30):
             world = World(replace(CROSSINGS, seed=seed))
             world.run()
             settle(world)
