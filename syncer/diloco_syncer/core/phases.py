@@ -267,4 +267,8 @@ class Phases:
         if self.state.phase in (JobPhase.TRAINING, JobPhase.HOLDING):
             self.state.phase = JobPhase.WAITING
             self.state.phase_message = _AGAIN  # that of the phase before would contradict this one
+        elif self.state.phase is JobPhase.EVALUATING and self.aggregator.has_last_merges:
+            # The store has lost a last merge, and has offers that were in it: they are merged again, and scored.
+            self.state.phase, self.state.phase_message = JobPhase.DRAINING, self._target_message
+            self.state.scores.final = None
         self._entered_at = self._progress_at = now

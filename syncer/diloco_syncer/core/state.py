@@ -57,6 +57,7 @@ class JobState:
         self.before: list[VersionBefore] = []  # by fragment
         self.merges = 0  # durable ones, of all fragments
         self.lineage = Lineage()
+        self.taken_back: dict[tuple[int, int], int] = {}  # by slot and fragment: tokens of a version that was lost
         self.slots_with_unknown_tenure: set[int] = set()  # they had tenures that the restored state never saw
         self.refusals = RecentRefusals()
         self.scores = Scores()

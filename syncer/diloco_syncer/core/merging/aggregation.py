@@ -26,7 +26,7 @@ from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.merging.push_checks import PushChecks
-from diloco_syncer.core.recovery.receipts import hold_unknown_offer, remember_version
+from diloco_syncer.core.recovery.receipts import hold_taken_back_offer, hold_unknown_offer, remember_version
 from diloco_syncer.core.reports import apply_report
 from diloco_syncer.core.state import JobState
 
@@ -167,6 +167,11 @@ class Aggregator:
             if state.rounds.is_ready(opened, now, reachable, late):
                 self._start_merge(opened, now)
                 return
+
+    @property
+    def has_last_merges(self) -> bool:
+        """Whether a fragment has offers of K slots, which merge without any learner."""
+        return any(len({offer.header.slot for offer in offers}) >= self._quorum for offers in self._offers.values())
 
     def finish_rounds(self, now: float) -> tuple[bool, bool]:
         """Start the last merges, when all have left. Returns whether one was started, and whether one is under way."""
@@ -351,9 +356,10 @@ class Aggregator:
             return False
         current = state.ledger.of_open_tenure(header)
         if not current and header.id not in state.ledger.books[slot.index].cells[header.fragment].held:
-            if slot.index not in state.slots_with_unknown_tenure:
+            if slot.index in state.slots_with_unknown_tenure:
+                hold_unknown_offer(state.ledger, header)
+            elif not hold_taken_back_offer(state, header):
                 return False
-            hold_unknown_offer(state.ledger, header)
         if current:
             state.ledger.apply_report(slot.index, header.report)
             slot.pushes.mark_accepted(header.fragment, header.sequence)

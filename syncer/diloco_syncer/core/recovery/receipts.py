@@ -110,10 +110,25 @@ def _take_back(state: JobState, slot: Slot, fragment: int, row: SlotReceipt) -> 
     tenure_tokens = row.tenure_tokens if row.tenure == tenure_hash(state, slot) else 0
     elsewhere = (cell.merged - row.merged_tokens) - (cell.tenure_merged - tenure_tokens)
     cell.dropped["died"] += elsewhere
+    state.taken_back[slot.index, fragment] = elsewhere
     cell.merged, cell.tenure_merged, cell.compute_seconds = row.merged_tokens, tenure_tokens, row.compute_seconds
     book.forget_sums()
     slot.merged_last_step[fragment] = row.last_step
     slot.pushes.merged[fragment] = MergedPush(row.sequence, row.version) if tenure_tokens else MergedPush()
+
+
+def hold_taken_back_offer(state: JobState, header: PushHeader) -> bool:
+    """Hold an offer that was in a version which the store has lost, and that the store has again. False: it was not."""
+    assert state.ledger
+    place = header.slot, header.fragment
+    if header.tokens > state.taken_back.get(place, 0):
+        return False
+    cell = state.ledger.books[header.slot].cells[header.fragment]
+    state.taken_back[place] -= header.tokens
+    cell.dropped["died"] -= header.tokens
+    cell.held[header.id] = header.tokens
+    state.ledger.books[header.slot].forget_sums()
+    return True
 
 
 def validate_receipt(state: JobState, fragment: int, version: int, rows: Receipt) -> str:

@@ -105,3 +105,32 @@ def test_a_job_that_has_ended_is_not_gone_on_with_from_a_stand_in(phase: str) ->
     with pytest.raises(StoreUnusable, match="no version is left that fits"):
         take_back_versions(Core(reached, state, 2, 0.0), newest(0))
     assert [record.version for record in take_back_versions(Core(reached, state, 2, 0.0), newest(1))] == [1]
+
+
+@pytest.mark.promise("A last merge that the store lost is made again of the offers that it has again")
+def test_an_offer_of_a_version_that_was_lost_waits_again_and_a_job_that_awaited_its_score_merges_it() -> None:
+    desk, _ = merged_twice()
+    state = desk.core.state(0.0)
+    state["job"]["phase"]["name"] = "evaluating"
+    state["job"]["scores"]["final"] = 2.0
+    core = Core(replace(CONFIG, stop=("steps", 8)), json.loads(json.dumps(state)), 2, 0.0)
+    assert core.take_back_version(0, 1)
+    offer = desk.header(1, 4, round=0, sequence=9, incarnation=2)
+    assert not core.restore_offer(replace(offer, tokens=41), 5, 1.0), "so much of that slot was not lost"
+    assert core.restore_offer(offer, 6, 1.0)
+    assert ledger(core).pending(1, 0) == 40 and not ledger(core).dropped(1, 0) and not imbalances(ledger(core))
+    core.start(0.0, (1,))
+    assert core.phase == "draining" and core.state(0.0)["job"]["scores"]["final"] is None
+    left = core.handle(ev.Tick(), CONFIG.drain_seconds)
+    (merge,) = [action for action in left if isinstance(action, ev.Merge)]
+    assert merge.last and [responder.header.slot for responder in merge.responders] == [1]
+    core.handle(ev.MergeDurable(0, 2, 0.1, (1.0,)), CONFIG.drain_seconds)
+    assert core.phase != "draining" and core.versions == [2] and not imbalances(ledger(core))
+
+
+def test_a_job_that_awaits_its_score_goes_on_awaiting_it() -> None:
+    state = merged_twice()[0].core.state(0.0)
+    state["job"]["phase"]["name"] = "evaluating"
+    core = Core(replace(CONFIG, stop=("steps", 8)), state, 2, 0.0)
+    core.start(0.0, (1,))
+    assert core.phase == "evaluating"
