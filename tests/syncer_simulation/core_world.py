@@ -531,6 +531,8 @@ class World:
         assert (p, version) not in self.records
         self.records[p, version] = Record(epoch, ids, [], self.epoch, taken=(epoch, rows))
         self.seen["taken"] += 1
+        # An offer that was taken before may be in that version in part: its learner is heard no more, and it is dropped.
+        self.offered = {push_id: (q, ids) for push_id, (q, ids) in self.offered.items() if q != p}
         self.handle(ev.LostVersionStored(p))
 
     def seated(self, learner: Learner, seat: Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:

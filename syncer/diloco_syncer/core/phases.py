@@ -34,7 +34,8 @@ from diloco_syncer.core.state import JobState
 _EVALUATING = "the merged model is evaluated"
 _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "enough learners are active"
-_RESUMES = "; started again on its store, the job goes on"
+RESUMES = "; started again on its store, the job goes on"
+"""What the syncer says with a failure of its own finding. Who else ends a job knows how it is continued."""
 _AGAIN = "continued: the learners have to join again"
 _NOTHING_MERGED = (
     "and nothing was merged: {who} had work to offer at the end,"
@@ -136,7 +137,7 @@ class Phases:
             return True
         lost = self._missed_regions()
         if lost and self.state.config.on_region_lost == "Fail":
-            return self._end(JobPhase.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail", now)
+            return self._end(JobPhase.FAILED, f"{lost}, and failurePolicy.onRegionLost is Fail{RESUMES}", now)
         quorum = self.state.config.rules.quorum
         # A suspect slot is not given up yet. A draining one has offers for one more merge, and opens no round.
         active = sum(s.occupied and s.state is not SlotState.DRAINING for s in self.state.members.slots)
@@ -198,7 +199,7 @@ class Phases:
         if self._target is JobPhase.COMPLETE and not any(state.versions):
             quorum = state.config.rules.quorum
             nothing = _NOTHING_MERGED.format(who=f"fewer than {quorum} learners" if quorum > 1 else "no learner")
-            return self._end(JobPhase.FAILED, f"{self._target_message}, {nothing}", now)
+            return self._end(JobPhase.FAILED, f"{self._target_message}, {nothing}{RESUMES}", now)
         if self._target is JobPhase.COMPLETE and self.state.config.evaluated:
             return self._set(JobPhase.EVALUATING, _EVALUATING, now)
         return self._end(self._target, self._target_message, now)
@@ -226,7 +227,7 @@ class Phases:
 
     def _end(self, name: JobPhase, message: str, now: float) -> bool:
         self.state.clock.end(now)
-        return self._set(name, message + _RESUMES * (name is JobPhase.FAILED), now)
+        return self._set(name, message, now)
 
     def stop_progress(self, now: float) -> float:
         """How much of the job's stop is reached, 0 to 1."""

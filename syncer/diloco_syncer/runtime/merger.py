@@ -18,6 +18,7 @@ from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import convert
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
+from diloco_syncer.core.phases import RESUMES
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Broadcast, Diverged, GlobalModel
 from diloco_syncer.runtime.pushes import ReceivedPushes
@@ -65,7 +66,7 @@ class Merger:
                 largest = max(action.responders, key=lambda r: self.pushes.norm(r.handle))
                 if len(action.responders) <= self.core.config.rules.quorum:
                     words = f"{error}; the largest push is of {self.core.slots[largest.header.slot].learner}"
-                    self.emit(ev.EndRequested(JobPhase.FAILED, words))
+                    self.emit(ev.EndRequested(JobPhase.FAILED, words + RESUMES))
                     return
                 left_out.append(largest)
                 action = without_responder(action, largest)

@@ -283,9 +283,10 @@ async def test_control_calls_of_an_operator(syncer: SyncerProcess) -> None:
         await until(lambda: any(event["kind"] == "first-step" for event in syncer.status()["events"]))
         told = await calls.call("status")
         page = syncer.status()
-        assert {**told, "elapsed_seconds": 0, "slots": 0, "rounds": 0} == {
+        assert {**told, "elapsed_seconds": 0, "seconds_left": 0, "slots": 0, "rounds": 0} == {
             **page,
             "elapsed_seconds": 0,
+            "seconds_left": 0,
             "slots": 0,
             "rounds": 0,
         } | {"tokens_per_second": told["tokens_per_second"], "uptime": told["uptime"]}

@@ -31,11 +31,7 @@ def test_a_job_is_running_until_its_phase_is_an_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "said", "message"),
-    [
-        (JobPhase.FAILED, "failed", "enough; started again on its store, the job goes on"),
-        (JobPhase.DELETED, "interrupted", ""),
-    ],
+    ("phase", "said", "message"), [(JobPhase.FAILED, "failed", "enough"), (JobPhase.DELETED, "interrupted", "")]
 )
 def test_a_job_that_failed_or_was_deleted_says_so(phase: JobPhase, said: str, message: str) -> None:
     desk = Desk(config())

@@ -78,7 +78,9 @@ def test_with_a_quorum_of_one_no_learner_had_work() -> None:
     desk.report(1, 4)
     desk.do(ev.ProcessEnded("r", 0, "", "exit code 5"))
     assert desk.core.phase is JobPhase.FAILED
-    assert "nothing was merged: no learner had work" in desk.core.status(desk.now, SHELL).message
+    message = desk.core.status(desk.now, SHELL).message
+    assert "nothing was merged: no learner had work" in message
+    assert message.endswith("; started again on its store, the job goes on")
 
 
 def test_a_job_that_once_merged_is_complete_though_its_last_learners_end() -> None:
