@@ -11,6 +11,7 @@ store.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from diloco_protocol.wire import convert, services, sync_pb2
 from diloco_protocol.wire.records import Announcement, Held, PushHeader, PushPlan
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.merging import push_checks
 from diloco_syncer.store.records import Floats, MergeRecord
 from diloco_syncer.syncer import Syncer
 from diloco_worker.fragments import build_layout
@@ -140,7 +142,10 @@ class WorkerWorld(SyncerProcesses):
         def nanoseconds() -> int:
             return round((BEGUN + self.now) * 1e9)
 
-        with virtual_threads(self), mock.patch.multiple(time, sleep=threads.sleep, time_ns=nanoseconds):
+        clocks = mock.patch.multiple(time, sleep=threads.sleep, time_ns=nanoseconds)
+        # The parameters are marks of steps, which begin at 0, and no model: their sizes mean nothing.
+        sizes = mock.patch.object(push_checks, "MOST_GROWTH", math.inf)
+        with virtual_threads(self), clocks, sizes:
             try:
                 super().run(limit)
             finally:

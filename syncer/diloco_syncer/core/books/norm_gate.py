@@ -40,6 +40,7 @@ class NormGate:
         self.factor = factor
         self._samples: dict[int, deque[Sample]] = {}  # by fragment
         self._refused: dict[int, int] = {}  # by fragment: how many in a row
+        self._growing: dict[int, set[int]] = {}  # by fragment: slots whose pushes are far larger than the parameters
         self._merges: dict[int, deque[float]] = {}  # by fragment: norms of merges in this life
         self.large_merges = 0  # in this life
 
@@ -56,6 +57,13 @@ class NormGate:
         """Whether pushes of the fragment are known to be about as large."""
         usual = self._usual_norm(fragment, steps)
         return usual is not None and norm <= GATE_FACTOR * usual
+
+    def is_shared_growth(self, fragment: int, slot: int) -> bool:
+        """Remember that a push of the slot is far larger than the parameters; returns whether one of another slot was,
+        too, since the fragment's last merge. Then it is the job that moves so far, and no broken learner."""
+        slots = self._growing.setdefault(fragment, set())
+        slots.add(slot)
+        return len(slots) > 1
 
     def _usual_norm(self, fragment: int, steps: int) -> float | None:
         """The running median for so many steps; None: too few pushes were merged."""
@@ -89,6 +97,7 @@ class NormGate:
 
     def add(self, fragment: int, merged: Iterable[Sample]) -> None:
         """Remember pushes that were merged."""
+        self._growing.pop(fragment, None)
         self._samples.setdefault(fragment, deque(maxlen=GATE_WINDOW)).extend(merged)
 
     def to_json(self) -> list[list[Any]]:

@@ -34,8 +34,8 @@ When all bytes are here:
 15. Checks 4 to 11 once more, since its round may have closed meanwhile
     (``core/merging/aggregation.py`` ``receive_push``).
 16. All its values are finite (``check_content``).
-17. No piece of it is far larger than the parameters, unless such pushes are usual in the fragment
-    (``check_content``).
+17. No piece of it is far larger than the parameters, unless such pushes are usual in the fragment, or another
+    learner's is as large (``check_content``).
 18. Its norm is, for its steps, not far above those of the fragment's merged pushes (``core/books/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
@@ -89,10 +89,15 @@ class PushChecks:
         their size beside the parameters."""
         if not finite:
             return PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values"
-        if growth > MOST_GROWTH and not self._state.norm_gate.is_usual(header.fragment, norm, header.steps):
+        gate = self._state.norm_gate
+        if (
+            growth > MOST_GROWTH
+            and not gate.is_usual(header.fragment, norm, header.steps)
+            and not gate.is_shared_growth(header.fragment, header.slot)
+        ):
             words = f"a tensor would move by {growth:.3g} times the size of its values: at most {MOST_GROWTH:g}"
             return PushRefusal.OUT_OF_SCALE, words
-        objection = self._state.norm_gate.objection(header.fragment, norm, header.steps)
+        objection = gate.objection(header.fragment, norm, header.steps)
         return (PushRefusal.NORM_GATE, objection) if objection else None
 
     def _check_end(self) -> Refusal | None:

@@ -370,6 +370,19 @@ def test_pushes_that_are_usual_are_of_scale_however_small_the_parameters_are() -
     assert checks.check_content(header, GATE_FACTOR + 0.1, True, MOST_GROWTH + 0.1) is not None
 
 
+def test_a_job_whose_learners_all_move_far_is_not_held_up() -> None:
+    desk = Desk(config(slots=2))
+    desk.begin(2)
+    checks, gate = desk.core._aggregator.checks, desk.core._state.norm_gate
+
+    def passes(slot: int) -> bool:
+        return checks.check_content(desk.header(slot, 4), 1.0, True, MOST_GROWTH + 0.1) is None
+
+    assert [passes(0), passes(0), passes(1), passes(0)] == [False, False, True, True]
+    gate.add(0, [(1.0, 4)])
+    assert not passes(1), "after a merge it is judged anew"
+
+
 @pytest.mark.promise("A merge whose norm is far above those before it is an event, and counted", section="Syncer")
 def test_a_merge_that_leaves_its_fragments_history_is_an_event() -> None:
     job = Job(honest=1)
