@@ -531,7 +531,7 @@ class World:
         assert (p, version) not in self.records
         self.records[p, version] = Record(epoch, ids, [], self.epoch, taken=(epoch, rows))
         self.seen["taken"] += 1
-        # An offer that was taken before may be in that version in part: its learner is heard no more, and it is dropped.
+        # An offer that was taken before may be in that version in part. It is dropped then, and its learner is gone.
         self.offered = {push_id: (q, ids) for push_id, (q, ids) in self.offered.items() if q != p}
         self.handle(ev.LostVersionStored(p))
 
