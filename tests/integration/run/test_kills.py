@@ -19,9 +19,11 @@ import pytest
 from runs import Run, check_ledger
 
 import tape_reader
+from diloco.processes.workdir import Workdir
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.store import records
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import read_document
@@ -230,6 +232,8 @@ def test_syncers_killed_lose_no_acknowledged_merge(
     assert listener.epochs and {1, 4} <= set(listener.epochs) and len(listener.heard) > 50
     store = DirectoryStore(run.workdir / "store")
     assert tape_reader.verify(store) == report["merges"]
+    audit = audit_store(store, Workdir(run.workdir).job_name() or "")
+    assert audit.holds and audit.epochs == (1, report["syncer"]["epoch"]), audit
     lines = {(line["fragment"], line["version"]): line for line in tape_reader.read(store)}
     checksums: dict[tuple[int, int], int] = {}
     for news in listener.heard:
