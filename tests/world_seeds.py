@@ -12,13 +12,13 @@ from typing import Any
 BUDGETS = {"core": 90.0, "shell": 60.0, "workers": 60.0, "operator": 90.0}  # seconds of processor time for new seeds
 RECORDED: dict[str, dict[str, range]] = {
     "core": {
-        "HARSH": range(1000),
-        "ORDINARY": range(1, 1000, 2),
+        "HARSH": range(500),
+        "ORDINARY": range(1, 1000, 4),
         "SCALED": range(1, 1000, 20),
         "WIPED": range(1, 1000, 20),
         **dict.fromkeys(("MOVED", "SPARES", "VISITED", "CROSSINGS", "LIVE_1", "LIVE_2", "LIVE_3"), range(50)),
         "DRAWN": range(200),
-        "BROKEN": range(40),
+        "BROKEN": range(16),
     },
     "shell": {"TROUBLE": range(60), "LOSING": range(60), "STANDING_BY": range(12), "SUCCESSIONS": range(5, 20)},
     "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "DRAWN"), range(8)),
