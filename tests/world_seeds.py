@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-BUDGETS = {"core": 90.0, "shell": 60.0, "workers": 60.0, "operator": 90.0}  # seconds of processor time for new seeds
+BUDGETS = {"core": 90.0, "shell": 60.0, "workers": 30.0, "operator": 90.0}  # seconds of processor time for new seeds
 RECORDED: dict[str, dict[str, range]] = {
     "core": {
         "HARSH": range(500),
@@ -21,7 +21,7 @@ RECORDED: dict[str, dict[str, range]] = {
         "BROKEN": range(16),
     },
     "shell": {"TROUBLE": range(60), "LOSING": range(60), "STANDING_BY": range(12), "SUCCESSIONS": range(5, 20)},
-    "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "DRAWN"), range(8)),
+    "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "DRAWN"), range(5)),
     "operator": {"FAULTS": range(12)},
 }
 
