@@ -56,7 +56,7 @@ NAMES = {
 INNER = {
     "versions": {"min", "max"},
     "tokens": {"trained", "merged", "pending", "dropped"},
-    "ledger": {"fragment", "merged", "pending", "dropped", "reasons"},
+    "ledger": {"fragment", "merged", "pending", "dropped", "reasons", "imbalance"},
     "learners": {
         "slot",
         "learner",
