@@ -41,7 +41,7 @@ from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch, find_successor
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.replay import replay_records, take_back_versions
-from diloco_syncer.store.tape import SETTINGS, Tape
+from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 
 log = logging.getLogger(__name__)
@@ -94,8 +94,6 @@ def restore(
             "the tape is damaged (%s): that segment is in discarded/, and the tape continues without it", tape.damage
         )
     complete_tape(tape, checkpoints, restored)
-    tape.append_note(SETTINGS, time.time(), settings_line(job, epoch.number, restored))
-    tape.flush()
     core_state = restored.core["core"] if restored.core is not None else None
     now = time.monotonic()
     _tell_of_a_clock_ahead(core_state)
@@ -109,7 +107,7 @@ def restore(
             core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
     # A port that the system is yet to choose is one at which no learner can be trying to join.
     expected = options.listen.rpartition(":")[2] not in ("", "0")
-    return Syncer(
+    syncer = Syncer(
         job,
         core,
         model,
@@ -122,7 +120,9 @@ def restore(
         plaintext=options.credentials,
         expected=expected,
         one_machine=is_loopback(options.listen.rpartition(":")[0]),
-    ), restored
+    )
+    syncer.durability.settings = settings_line(job, epoch.number, restored)
+    return syncer, restored
 
 
 def _tell_of_a_clock_ahead(saved: dict[str, Any] | None) -> None:
@@ -146,13 +146,14 @@ def complete_tape(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> N
     """Append the lines that a crash took, and write down where the tape is ahead of the store."""
     versions = [record.version for record in restored.newest]
     for record in tape.missing(checkpoints.newer_than(tape.newest, versions)):
-        tape.append(record)
+        tape.append(record, late=True)
     reasons = {fragment: why for fragment, _, why in restored.discarded}
     for fragment, version in enumerate(versions):
         if tape.newest.get(fragment, 0) > version:
             restored.behind = True
             why = reasons.get(fragment, "newer records are not in the store")
             tape.discard(fragment, version, checkpoints.epoch.number, why, time.time())
+    tape.flush()
 
 
 def settings_line(job: DiLoCoJob, epoch: int, restored: Restored) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.replay import take_back_versions
 from diloco_syncer.store.restore import StoreUnusable
-from diloco_syncer.store.tape import SETTINGS, Tape
+from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 from syncer_simulation.core_world import NOTHING_MERGED, World, settle
 from syncer_simulation.learners import Setup
@@ -213,6 +213,7 @@ class SyncerProcesses(World):
             model.begin(restored.layout, restored.newest)
         syncer = Syncer(self.job, core, model, checkpoints, tape=tape, restored=restored, loop=life.loop)
         syncer.driver.clock = SteadyClock(raw=life.loop.time)
+        syncer.durability.settings = settings_line(self.job, life.epoch, restored)
         self.register(life, syncer)
         self.epoch, self.core, self.newest, life.syncer = life.epoch, core, life, syncer
         replay(syncer, restored)
@@ -252,8 +253,6 @@ class SyncerProcesses(World):
         restored = checkpoints.load()
         tape = Tape(store)
         complete_tape(tape, checkpoints, restored)
-        tape.append_note(SETTINGS, BEGUN + self.now, settings_line(self.job, checkpoints.epoch.number, restored))
-        tape.flush()
         assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
         return checkpoints, restored, tape
 

@@ -104,7 +104,7 @@ def _tape_checks(tape: TapeAudit) -> list[Check]:
     lost = (
         f"; {tape.discarded} were lost, {tape.taken_back} times learners gave a version back" if tape.discarded else ""
     )
-    unweighed = f", but of {tape.unweighed} merges before the first line of settings" if tape.unweighed else ""
+    unweighed = f", but of {tape.unweighed} merges the settings are not known" if tape.unweighed else ""
     said = {
         CHAIN: f"{tape.lines - tape.first + 1} lines in {tape.segments} segments{begins}",
         VERSIONS: f"{tape.merges} merges without a gap{lost}",

@@ -81,7 +81,7 @@ class TapeAudit:
         self.discarded = 0
         self.events: Counter[str] = Counter()
         self.refused: dict[str, int] = {}
-        self.unweighed = 0  # merges before the first line of settings
+        self.unweighed = 0  # merges whose settings the tape may not have
         self.epochs: tuple[int, int] | None = None
         self.first = 1  # the number of the first line that is there
         self._gap = ""  # what is missing before the next line
@@ -188,7 +188,7 @@ class TapeAudit:
         of.undone.clear()
         self.merges += 1
         pushes = line["responders"]
-        self._check_weights(version, pushes)
+        self._check_weights(version, pushes, known="late" not in line)
         before, reached, tokens = dict[Key, int](), dict[Key, int](), Counter[int]()
         for push in sorted(pushes, key=lambda push: int(push["first_step"])):
             key = int(push["slot"]), int(push["tenure"])
@@ -214,11 +214,12 @@ class TapeAudit:
         if (fragment, version) in self._wanted:
             self.results[fragment, version] = str(line["result"])
 
-    def _check_weights(self, version: int, pushes: Sequence[dict[str, Any]]) -> None:
+    def _check_weights(self, version: int, pushes: Sequence[dict[str, Any]], known: bool) -> None:
+        """``known``: the settings that were in force are on the tape."""
         for push in pushes:
             if push["age"] != version - 1 - push["oldest_version"]:
                 self._object(WEIGHTS, f"slot {push['slot']} has the age {push['age']}, and not as its versions say")
-        if self._weights is None:
+        if self._weights is None or not known:
             self.unweighed += 1
             return
         works = [Work(int(push["tokens"]), int(push["steps"]), int(push["batch"])) for push in pushes]

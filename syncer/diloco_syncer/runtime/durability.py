@@ -37,7 +37,7 @@ from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.records import Array, MergeRecord
-from diloco_syncer.store.tape import EVENT, REFUSED, Tape
+from diloco_syncer.store.tape import EVENT, REFUSED, SETTINGS, Tape
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,6 +74,7 @@ class Durability:
     newest_records: Callable[[], Sequence[MergeRecord]]
     optimizer: str = ""  # the name in the store of the inner optimizer state; empty: none
     optimizer_bytes: int = 0
+    settings: dict[str, Any] | None = None  # the tape's line of this start, until it is there
     problem: str = ""  # what is wrong with the store, for people
     _optimizers: int = 0  # that were to be written
     _scrubbed: int = 0  # records
@@ -226,6 +227,9 @@ class Durability:
 
     def _append_notes(self) -> None:
         """Runs in the store's thread."""
+        if self.settings is not None:
+            self.tape.append_note(SETTINGS, time.time(), self.settings)
+            self.settings = None
         while self._notes:
             row = self._notes.popleft()
             self._noted += 1

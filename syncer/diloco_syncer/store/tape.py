@@ -4,10 +4,10 @@ Each line says when which fragment reached which version out of which pushes (sl
 age, tokens, steps, weight, norm), how long the round waited and the merge took, the SHA-256 of the result, and in
 ``previous`` the SHA-256 of the line before: changing or leaving out a line breaks the chain at the next.
 Where a store has lost versions, a line ``discarded`` says from which version the fragment goes on, and a line
-``recovered-from-learner`` that a later version came from a learner. At each start a line ``settings`` says by which
-rules merges are made from then on; an ``event`` is a transition of the job (a learner joined, was lost or refused, the
-phase changed); ``refused`` counts the uploads that were refused, by reason, since the job's start. ``diloco audit``
-reads it all (``diloco_syncer.audit``).
+``recovered-from-learner`` that a later version came from a learner. Before the first line of its own a syncer writes a
+line ``settings``, by which rules merges are made from then on. An ``event`` is a transition of the job (a learner
+joined, was lost or refused, the phase changed). ``refused`` counts the uploads that were refused, by reason, since the
+job's start. ``diloco audit`` reads it all (``diloco_syncer.audit``).
 
 **Segments.** The tape is a series of objects ``tape/<number of the first line>.jsonl``. In a directory a segment is
 begun whole, then appended to up to ``SEGMENT_BYTES``. A bucket cannot append: there each checkpoint makes one. A
@@ -254,9 +254,10 @@ class Tape:
 
     # ------------------------------------------------------------- writing
 
-    def append(self, record: MergeRecord) -> None:
-        """Write the record's line. One that cannot be written now is kept, and written by a later call."""
-        self._add(line_of(record))
+    def append(self, record: MergeRecord, late: bool = False) -> None:
+        """Write the record's line. One that cannot be written now is kept, and written by a later call. ``late``: the
+        merge is of an earlier life, whose settings the tape may lack as well."""
+        self._add(line_of(record) | ({"late": True} if late else {}))
 
     def discard(self, fragment: int, version: int, epoch: int, reason: str, time: float) -> None:
         """Tell that the fragment goes on from ``version``, because newer records cannot be used."""

@@ -141,6 +141,8 @@ def test_weights_and_ages_are_computed_again() -> None:
     assert audit_of(uniform, merge(1, push(0, 1, tokens=9), push(1, 1))).wrong == []
     assert audited(chained([head(), heavy])).wrong == [], "without settings nobody knows"
     assert audited(chained([head(), heavy])).unweighed == 1
+    late = audit_of({**heavy, "late": True})
+    assert (late.wrong, late.unweighed) == ([], 1), "a crash may have taken the settings of its life"
     assert checks(audit_of(merge(1, {**push(0, 1, weight=1.0), "age": 2}))) == [WEIGHTS]
 
 

@@ -22,7 +22,7 @@ from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import MergeRecord
-from diloco_syncer.store.tape import EVENT, MERGE, REFUSED, SEGMENT, Tape
+from diloco_syncer.store.tape import EVENT, MERGE, REFUSED, SEGMENT, SETTINGS, Tape
 from patience import until
 
 
@@ -152,3 +152,17 @@ async def test_a_merges_line_follows_what_happened_before_it(tmp_path: Path) -> 
     made.note_event(event(1))
     await made.write_merge_record(MergeRecord("job", 1, 0, 1, theta=np.zeros(2, np.float32)))
     assert [json.loads(raw)["kind"] for raw in tape_reader.raw_lines(store)] == [SEGMENT, EVENT, MERGE]
+
+
+async def test_the_settings_of_a_start_are_before_its_first_line_and_nothing_is_written_without_one(
+    tmp_path: Path,
+) -> None:
+    store = DirectoryStore(tmp_path)
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    made.settings = {"epoch": 1}
+    await made.persist(1)
+    assert not list(tape_reader.raw_lines(store))
+    for version in (1, 2):
+        await made.write_merge_record(MergeRecord("job", 1, 0, version, theta=np.zeros(2, np.float32)))
+    assert [json.loads(raw)["kind"] for raw in tape_reader.raw_lines(store)] == [SEGMENT, SETTINGS, MERGE, MERGE]

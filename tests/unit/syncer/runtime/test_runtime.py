@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tape_reader
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.documents import Report
@@ -39,7 +38,6 @@ from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
 from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.store import records
-from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
@@ -963,24 +961,20 @@ async def test_messages_and_uploads_of_a_session_are_taken_at_a_pace(
     "A superseded syncer leaves the tape to its successor; a syncer whose predecessor wrote a line at the "
     "last moment starts again from the store"
 )
-async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_line_that_a_predecessor_wrote_at_the_last_moment_begins_the_syncer_anew(tmp_path: Path) -> None:
     def record(version: int) -> MergeRecord:
         return MergeRecord(
             "shell", 1, 0, version, theta=np.full(LAYOUT.elements(0), version, np.float32), number=version
         )
 
-    monkeypatch.setattr(tapes, "SEGMENT_BYTES", 1)  # so each line begins a segment, as each checkpoint does in a bucket
+    predecessor = Tape(DirectoryStore(tmp_path))
     async with Bench(tmp_path) as bench:
-        predecessor = Tape(DirectoryStore(tmp_path))
         predecessor.append(record(1))
         predecessor.flush()
         bench.syncer.driver.run_task(bench.syncer.durability.write_merge_record(record(1)))
         assert await asyncio.wait_for(bench.syncer.driver.outcome, 20) == RESTART
     async with Bench(tmp_path) as bench:
-        follows = [json.loads(raw)["previous"] for raw in tape_reader.raw_lines(DirectoryStore(tmp_path))]
-        assert predecessor.previous in follows, "it goes on from that line"
+        assert bench.syncer.durability.tape.previous == predecessor.previous, "it goes on from that line"
         assert not bench.syncer.driver.outcome.done()
 
 

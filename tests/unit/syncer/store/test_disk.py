@@ -79,7 +79,6 @@ class Life:
         self.tape = Tape(store)
         self.check(restored)
         complete_tape(self.tape, self.checkpoints, restored)
-        self.tape.flush()
         promised.taped = list(promised.versions)
         if restored.layout is None:
             self.begin()
