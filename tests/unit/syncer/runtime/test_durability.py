@@ -159,7 +159,7 @@ async def test_the_settings_of_a_start_are_before_its_first_line_and_nothing_is_
 ) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None)
+    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
     made.settings = {"epoch": 1}
     await made.persist(1)
     assert not list(tape_reader.raw_lines(store))
