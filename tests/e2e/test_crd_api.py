@@ -688,7 +688,7 @@ def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tup
     from diloco_operator.status_models import JobRelease, JobStatus, Progress, SyncerStatus
 
     fresh, running = started
-    progress = Progress(tokens=1843200, step=612, merges=51, loss=1.64738291, goodput=0.93)
+    progress = Progress(tokens=1843200, step=612, percent=37, merges=51, loss=1.64738291, goodput=0.93)
     status = JobStatus(
         phase="Running",
         learners="3/3",
@@ -707,9 +707,10 @@ def test_get_shows_a_job_in_a_line(api: Api, bare_cluster: Cluster, started: tup
     left = {key: value for key, value in document.items() if value is not None}
     assert {key: value for key, value in answer.body["status"].items() if key in left} == without_nulls(left)
     lines = bare_cluster.kubectl("get", "dj", fresh, running).splitlines()
-    assert lines[0].split() == ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"]
+    columns = ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "PERCENT", "LOSS", "GOODPUT", "AGE"]
+    assert lines[0].split() == columns
     row = next(line for line in lines if line.startswith(running)).split()
-    assert row[1:-1] == ["Running", "3/3", "3/1", "612", "1843200", "1.6474", "0.93"], row
+    assert row[1:-1] == ["Running", "3/3", "3/1", "612", "1843200", "37", "1.6474", "0.93"], row
 
 
 def without_nulls(value: Any) -> Any:
