@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from diloco.console import COMPLETE, FAILED, CommandError, print_text, wrapped
 from diloco.processes.workdir import Workdir, find
 from diloco_syncer.audit.store_audit import Audit, Check, audit_store
-from diloco_syncer.store.base import Store
+from diloco_syncer.store.base import ObjectNotFound, Store
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.open import open_store
@@ -23,11 +25,17 @@ def audit(what: str, as_json: bool) -> int:
     """Audit the run or store that ``what`` names, print what holds, and return the exit code. Raises CommandError."""
     store, job = _open(what)
     try:
-        found = audit_store(store, job)
+        found = audit_store(store, job, _tell_progress)
     except (OSError, FormatRefused) as error:
         raise CommandError(f"{what} cannot be read: {error}", FAILED) from error
     print_text(json.dumps(_document(found), indent=1) if as_json else _text(what, found))
     return COMPLETE if found.holds else FAILED
+
+
+def _tell_progress(doing: str) -> None:
+    """Say on a terminal what is being read: the records of a large job take minutes."""
+    if sys.stderr.isatty():
+        print_text(f"reading {doing}", file=sys.stderr)
 
 
 def _open(what: str) -> tuple[Store, str]:
@@ -37,6 +45,8 @@ def _open(what: str) -> tuple[Store, str]:
         if (name := workdir.job_name()) is None or not workdir.store.is_dir():
             raise CommandError(f"{workdir.path} holds no store: its run has not begun")
         return DirectoryStore(workdir.store), name
+    if what.startswith("file://") and not os.path.isdir(what.removeprefix("file://")):
+        raise CommandError(f"{what}: there is no such directory")  # to open it would make it
     try:
         store = open_store(what)
         names = store.list("state")
@@ -45,7 +55,9 @@ def _open(what: str) -> tuple[Store, str]:
     for name in reversed(names):
         try:
             return store, str(read_document(store, name)["job"])
-        except (Damaged, FormatRefused, KeyError):
+        except FormatRefused as error:
+            raise CommandError(f"{what}: {error}") from error
+        except (Damaged, ObjectNotFound, KeyError):  # a running syncer removes states
             continue
     raise CommandError(f"{what} is no store of a job, or it has no state yet: name a run's directory or its store")
 

@@ -427,7 +427,8 @@ def audit(
     may be merged twice. Each record is read, and compared with its digest on the tape; each row of the ledger,
     with the sums of the tape.
 
-    It reads beside a run that goes on, and changes nothing. The exit code is 1 where something does not hold.
+    It reads beside a run that goes on, and changes nothing; opening a bucket writes a probe, and removes it.
+    The exit code is 1 where something does not hold.
 
     Examples:
 

@@ -19,7 +19,6 @@ from diloco_syncer.store.restore import StoreReader, StoreUnusable
 from diloco_syncer.store.tape import first_line_of, segment_names
 
 RECORDS, BOOKS = "records", "books"
-_CHUNK = 16 << 20
 _MAX_SEGMENT = 1 << 32
 
 
@@ -101,9 +100,9 @@ def _check(name: str, said: str, wrong: list[str]) -> Check:
 
 def _tape_checks(tape: TapeAudit) -> list[Check]:
     begins = f", from line {tape.first} on" if tape.first > 1 else ""
-    lost = (
-        f"; {tape.discarded} were lost, {tape.taken_back} times learners gave a version back" if tape.discarded else ""
-    )
+    lost = ""
+    if tape.discarded or tape.taken_back:
+        lost = f"; {tape.discarded} were lost, {tape.taken_back} times a learner gave a version back"
     unweighed = f", but of {tape.unweighed} merges the settings are not known" if tape.unweighed else ""
     said = {
         CHAIN: f"{tape.lines - tape.first + 1} lines in {tape.segments} segments{begins}",

@@ -49,7 +49,7 @@ def test_what_does_not_hold_is_named_and_is_the_exit_code(
 ) -> None:
     check = Check("records", False, "7 wrong", tuple(f"fault {number}" for number in range(7)))
     found = Audit("j", 3, (1, 2), (check,), events={"joined": 2}, refused={"stale": 4})
-    monkeypatch.setattr(audits, "audit_store", lambda store, job: found)
+    monkeypatch.setattr(audits, "audit_store", lambda store, job, progress: found)
     assert audit(str(run), as_json=False) == 1
     said = capsys.readouterr().out
     assert "epochs 1 to 2" in said and "WRONG records" in said and "fault 4" in said and "fault 5" not in said
@@ -67,6 +67,9 @@ def test_what_has_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s" / "epochs").mkdir(parents=True)
     with pytest.raises(CommandError, match="is no store of a job"):
         audit(str(tmp_path / "s"), as_json=False)
+    with pytest.raises(CommandError, match="there is no such directory"):
+        audit(f"file://{tmp_path}/none", as_json=False)
+    assert not (tmp_path / "none").exists()
     with pytest.raises(CommandError, match="a store is a directory, or a URI"):
         audit("ftp://x", as_json=False)
 

@@ -58,7 +58,7 @@ class NormGate:
         usual = self._usual_norm(fragment, steps)
         return usual is not None and norm <= GATE_FACTOR * usual
 
-    def is_shared_growth(self, fragment: int, slot: int) -> bool:
+    def record_growth(self, fragment: int, slot: int) -> bool:
         """Remember that a push of the slot is far larger than the parameters; returns whether one of another slot was,
         too, since the fragment's last merge. Then it is the job that moves so far, and no broken learner."""
         slots = self._growing.setdefault(fragment, set())

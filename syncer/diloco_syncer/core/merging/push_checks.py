@@ -93,7 +93,7 @@ class PushChecks:
         if (
             growth > MOST_GROWTH
             and not gate.is_usual(header.fragment, norm, header.steps)
-            and not gate.is_shared_growth(header.fragment, header.slot)
+            and not gate.record_growth(header.fragment, header.slot)
         ):
             words = f"a tensor would move by {growth:.3g} times the size of its values: at most {MOST_GROWTH:g}"
             return PushRefusal.OUT_OF_SCALE, words
