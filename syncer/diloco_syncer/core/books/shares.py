@@ -51,6 +51,32 @@ def counted_work(works: Sequence[Work], most_ahead: int) -> tuple[list[float], l
     return bound_tokens(counted), steps
 
 
+def weigh_pushes(kind: str, works: Sequence[Work], most_ahead: int) -> list[float]:
+    """The weights of a merge's pushes, by as much of their work as counts."""
+    return normalised_weights(kind, *counted_work(works, most_ahead))
+
+
+def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:
+    """How much each push counts in a merge (algorithm.md section 5): one weight per push, their sum 1.
+
+    ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the paper's); ``tokens``: tokens;
+    ``uniform``: the same for all. A push of zero steps weighs nothing. Raises ValueError for an unknown kind or if
+    nothing weighs anything.
+    """
+    if kind == "tokens-quality":
+        raw = [t * (t / s) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
+    elif kind == "tokens":
+        raw = [float(t) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
+    elif kind == "uniform":
+        raw = [1.0 if s else 0.0 for s in steps]
+    else:
+        raise ValueError(f"sync.merge.weights: {kind!r} is none of tokens-quality, tokens, uniform")
+    total = sum(raw)
+    if not total > 0:
+        raise ValueError("no push of the merge carries a step")
+    return [value / total for value in raw]
+
+
 def bound_steps(steps: Sequence[int], most_ahead: int) -> list[int]:
     """Of each push of a merge the steps that count for its weight."""
     most = max(most_ahead, int(MOST * nlargest(2, steps)[-1]))

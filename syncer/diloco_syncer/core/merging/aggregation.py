@@ -206,7 +206,7 @@ class Aggregator:
         headers = [push.header for push in pushes]
         batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
         works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
-        weights = normalised_weights(state.config.weights, *shares.counted_work(works, state.config.max_steps))
+        weights = shares.weigh_pushes(state.config.weights, works, state.config.max_steps)
         responders = tuple(
             ev.Responder(
                 push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
@@ -372,24 +372,3 @@ class Aggregator:
         """Data whose steps are in a version, or will be, are not leased again."""
         if self._state.leases is not None:
             slot.reported.sequences += self._state.leases.advance_cursors(slot.index, header.report.cursors)
-
-
-def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:
-    """How much each push counts in a merge (algorithm.md section 5): one weight per push, their sum 1.
-
-    ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the paper's); ``tokens``: tokens;
-    ``uniform``: the same for all. A push of zero steps weighs nothing. Raises ValueError for an unknown kind or if
-    nothing weighs anything.
-    """
-    if kind == "tokens-quality":
-        raw = [t * (t / s) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
-    elif kind == "tokens":
-        raw = [float(t) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
-    elif kind == "uniform":
-        raw = [1.0 if s else 0.0 for s in steps]
-    else:
-        raise ValueError(f"sync.merge.weights: {kind!r} is none of tokens-quality, tokens, uniform")
-    total = sum(raw)
-    if not total > 0:
-        raise ValueError("no push of the merge carries a step")
-    return [value / total for value in raw]
