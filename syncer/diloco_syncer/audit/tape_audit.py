@@ -224,7 +224,11 @@ class TapeAudit:
         if self._weights is None or not known:
             self.unweighed += 1
             return
-        works = [Work(int(push["tokens"]), int(push["steps"]), int(push["batch"])) for push in pushes]
+        works = []
+        for push in pushes:
+            steps = int(push["trained_steps"])
+            usual = int(push["trained_tokens"]) / steps if steps else math.inf
+            works.append(Work(int(push["tokens"]), int(push["steps"]), int(push["batch"]), usual))
         due = weigh_pushes(self._weights, works, self._max_steps)
         for push, weight in zip(pushes, due, strict=True):
             if not math.isclose(push["weight"], weight, rel_tol=_EXACT, abs_tol=_EXACT):

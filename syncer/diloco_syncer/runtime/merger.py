@@ -16,7 +16,7 @@ from diloco_protocol.resources import STATE_EVERY
 from diloco_protocol.vocabulary import JobPhase
 from diloco_protocol.wire import convert
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.books.shares import Work, weigh_pushes
+from diloco_syncer.core.books.shares import weigh_pushes, work_of
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.phases import RESUMES
@@ -99,7 +99,7 @@ class Merger:
 def without_responder(action: ev.Merge, responder: ev.Responder, config: CoreConfig) -> ev.Merge:
     """The merge of the others, with the weights that they would have had without it."""
     others = [other for other in action.responders if other is not responder]
-    works = [Work(other.header.tokens, other.header.steps, other.batch) for other in others]
+    works = [work_of(other.header, other.batch) for other in others]
     weights = weigh_pushes(config.weights, works, config.max_steps)
     responders = (replace(other, weight=weight) for other, weight in zip(others, weights, strict=True))
     return replace(action, responders=tuple(responders))

@@ -205,7 +205,7 @@ class Aggregator:
         pushes = state.rounds.begin_merge(opened, median_low(known) if known else None)
         headers = [push.header for push in pushes]
         batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
-        works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
+        works = [shares.work_of(header, batch) for header, batch in zip(headers, batches, strict=True)]
         weights = shares.weigh_pushes(state.config.weights, works, state.config.max_steps)
         responders = tuple(
             ev.Responder(
@@ -337,7 +337,7 @@ class Aggregator:
             if slot is None:
                 continue
             slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
-            self._advance_cursors(slot, header)
+            state.advance_cursors(slot, header.report.cursors)
             if state.ledger.of_open_tenure(header):
                 state.ledger.apply_report(slot.index, header.report)
             self._count_merged(slot, header, version)
@@ -364,11 +364,6 @@ class Aggregator:
             state.ledger.apply_report(slot.index, header.report)
             slot.pushes.mark_accepted(header.fragment, header.sequence)
         slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
-        self._advance_cursors(slot, header)
+        state.advance_cursors(slot, header.report.cursors)
         self._let_wait(Accepted(header, handle, norm))
         return True
-
-    def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:
-        """Data whose steps are in a version, or will be, are not leased again."""
-        if self._state.leases is not None:
-            slot.reported.sequences += self._state.leases.advance_cursors(slot.index, header.report.cursors)
