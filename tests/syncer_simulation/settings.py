@@ -130,6 +130,8 @@ TROUBLE = ShellSetup(
 LOSING = replace(TROUBLE, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
 # And a learner stands by, which may be the only one that holds what an emptied store had.
 STANDING_BY = replace(LOSING, spares=1, wipes=0.6, deaths=3.0, replaced=0.5)
+# And half of what is given back is a model of the learner's own.
+FORGED = replace(LOSING, wipes=0.4, forged=0.5, refusals=0.0)
 QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
 # One syncer after the other is succeeded, at the end too.
 SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
@@ -143,5 +145,6 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
     "STANDING_BY": of_shell(STANDING_BY),
+    "FORGED": of_shell(FORGED),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
 }
