@@ -13,10 +13,10 @@ from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.convert import to_wire
 from diloco_protocol.wire.records import Announcement, Evaluation, Payload, PushHeader, Receipt, Seat
+from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime.global_model import model_name
 from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
-from diloco_syncer.runtime.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.records import Array

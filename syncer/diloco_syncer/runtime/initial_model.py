@@ -30,13 +30,13 @@ from diloco_protocol.vocabulary import MAX_FRAGMENTS, JobPhase, TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.bulk import allocate as allocate_memory
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.version_tags import content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Broadcast, GlobalModel, first_records
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
-from diloco_syncer.runtime.version_tags import content_digest
 from diloco_syncer.store import records
 from diloco_syncer.store.records import Array, Floats, MergeRecord
 from diloco_syncer.store.spool import Spool

@@ -23,12 +23,12 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.version_tags import Announced, content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
-from diloco_syncer.runtime.version_tags import Announced, content_digest
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, theta_digest
 
 log = logging.getLogger(__name__)

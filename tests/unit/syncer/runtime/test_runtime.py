@@ -27,6 +27,7 @@ from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_protocol.wire.progress import OVERTAKEN_BYTES
 from diloco_protocol.wire.records import Held, SlotReceipt
+from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
 from diloco_syncer.core import events as ev
@@ -34,7 +35,6 @@ from diloco_syncer.output import model_output
 from diloco_syncer.runtime import global_model, initial_model
 from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.runtime.global_model import model_name
-from diloco_syncer.runtime.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection

@@ -8,7 +8,7 @@ that has nothing but its key left can tell a version that was announced from a l
 Where the control key is lost with the store, or is another than it was, no version is believed, and nothing can be
 taken back: the syncer says so, and goes on as if nobody held anything.
 
-A tag does not say that a version is the newest, nor of which lineage it is (core/books/lineage.py): learners that say
+A tag does not say that a version is the newest, nor of which lineage it is: learners that say
 untrue things of these can have an older announced version taken, or none.
 """
 
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Receipt
-from diloco_syncer.store.records import Array
 
 
 class Announced(NamedTuple):
@@ -67,6 +66,6 @@ class VersionTags:
         return mac.digest()
 
 
-def content_digest(data: Array) -> bytes:
-    """SHA-256 of a version's bytes."""
+def content_digest(data: Any) -> bytes:
+    """SHA-256 of a version's bytes, an array."""
     return hashlib.sha256(bulk.flat(data)).digest()
