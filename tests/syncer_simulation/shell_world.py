@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -34,7 +34,7 @@ from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.driver import RESTART, SteadyClock
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.startup import complete_tape, replay, settings_line
-from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.replay import take_back_versions
@@ -117,7 +117,7 @@ class SyncerProcesses(World):
     def __init__(self, setup: ShellSetup) -> None:
         self.job, self.layout = self.make_job(setup)
         self.layout_digest = self.layout.digest
-        self.objects: dict[str, bytes] = {}
+        self.objects: MutableMapping[str, bytes] = {}
         self.copies: list[dict[str, bytes]] = []
         self.out = [0.0, 0.0]  # from when to when the store is away
         self.lives: list[Life] = []
@@ -244,12 +244,16 @@ class SyncerProcesses(World):
     async def stop_servers(self, life: Life) -> None:
         self.end_sessions(life)
 
-    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+    def open_store(self) -> Store:
+        """The store, as the thread that asks has it."""
         setup = self.setup
         faults = setup.faults * setup.chaos
-        store = MemoryStore(
+        return MemoryStore(
             self.objects, self.random, setup.store_seconds, faults, out=self.out, on_change=self.oracle.read_object
         )
+
+    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+        store = self.open_store()
         checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
         self.identify(checkpoints)
         restored = checkpoints.load()
@@ -430,10 +434,10 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     state = world.core.state(world.now)["job"]["leases"]
     waiting = world.core._aggregator.accepted_headers() if world.setup.quorum > 1 else ()
     world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
-    store = MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object)
+    store = world.open_store()
     wrong = [check for check in audit_store(store, "shell").checks if check.wrong]
     # A store that loses objects loses lines of its tape, which the audit tells; everything else holds.
-    assert not wrong or (world.setup.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
+    assert not wrong or (world.oracle.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
     tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])
