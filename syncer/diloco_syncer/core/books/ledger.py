@@ -204,6 +204,13 @@ class Ledger:
         book.forget_sums()
         return dropped
 
+    def drop_held(self, header: PushHeader) -> None:
+        """Drop a held push that no merge can take."""
+        book = self.books[header.slot]
+        cell = book.cells[header.fragment]
+        cell.dropped["drain"] += cell.held.pop(header.id, 0)
+        book.forget_sums()
+
     def write_off_held(self, keep: set[PushId]) -> None:
         """After a restart, drop held pushes whose bytes are not in the store: they died with their learner."""
         for book in self.books:
