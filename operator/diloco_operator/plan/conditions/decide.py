@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from diloco_operator import names
 from diloco_operator.job import rfc3339
-from diloco_operator.model import ApplyError, Fact
+from diloco_operator.model import LASTING, ApplyError, Fact
 from diloco_operator.objects.manifests import external_address, sync_address
 from diloco_operator.plan import durability, lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
@@ -377,15 +377,19 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
     if found.refused is not None:
         out.set("Ready", False, *found.refused)
         return
+    essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
+    if decision.stage in ("waiting", "suspended") and not decision.stalled:
+        essential = [t for t in essential if t.reason in LASTING]  # the rest may be over when the job's turn comes
+    elif not decision.training:
+        essential = []
+    if essential:
+        out.set("Ready", False, _APPLY_ERRORS[essential[0].reason][0], " ".join(map(describe_apply_error, essential)))
+        return
     if not decision.training:
         words = STAGE_WORDS[decision.stage]
         as_wanted = decision.stage in ("waiting", "suspended", "complete") and not decision.stalled
         reason = words.phase if as_wanted or decision.stage == "failed" else words.reason
         out.set("Ready", as_wanted, reason, decision.message or words.message)
-        return
-    essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
-    if essential:
-        out.set("Ready", False, _APPLY_ERRORS[essential[0].reason][0], " ".join(map(describe_apply_error, essential)))
         return
     wanted = ("SyncerReady", "QuorumMet") if view.here.syncer else ("HubReachable",)
     for kind in wanted:

@@ -151,8 +151,6 @@ def test_a_job_that_is_not_taken_keeps_what_it_has(spec: dict[str, Any], reason:
 def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
     world = World(job_object(count=1))
     world.run(5)
-    from diloco_operator.model import ApplyError
-
     fault = ApplyError(names.stateful_set("job", "local"), "invalid", "containers[0].ports[0].containerPort: wrong")
     real = world._apply
 
@@ -171,9 +169,48 @@ def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
     world.until(World.whole)
 
 
-def test_what_is_good_to_have_does_not_stop_training() -> None:
-    from diloco_operator.model import ApplyError
+def refusing(world: World, *faults: ApplyError) -> None:
+    """Let the API server refuse what the plan has of these objects, in a dry run too."""
 
+    def apply(made: Any) -> None:
+        had = {Ref(one["kind"], one["metadata"]["name"]) for one in (*made.apply, *made.tries)}
+        world.apply_errors, before = tuple([fault for fault in faults if fault.ref in had]), world.apply_errors
+        world.next_turn = world.now if world.apply_errors != before else world.next_turn
+
+    world._apply = apply  # type: ignore[method-assign]
+
+
+def test_a_template_at_fault_is_told_while_the_job_waits_for_its_turn() -> None:
+    world = World(job_object(suspend=True))
+    kinds = {"PersistentVolumeClaim", "Deployment", "StatefulSet"}
+    assert {one["kind"] for one in world.turn().tries} == kinds
+    fault = ApplyError(names.stateful_set("job", "local"), "invalid", "spec.template.spec.nodeSelectr: no such field")
+    refusing(world, fault, ApplyError(names.claim("job"), "quota", "exceeded quota: small"))
+    world.run(30)
+    assert not world.objects and world.truth("Suspended") == "True" and not world.status.get("startTime")
+    ready = world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "Refused") and "nodeSelectr" in ready["message"]
+    assert "quota" not in ready["message"]  # it may be free when the job's turn comes
+    assert world.truth("Stalled") == "True" and world.told("Refused") == 1
+    refusing(world)
+    world.edit(learners={})
+    world.run(5)
+    assert (world.truth("Ready"), world.truth("Stalled")) == ("True", "False")
+
+
+def test_a_template_that_is_edited_while_the_job_is_suspended_is_tried_then() -> None:
+    world = started(1)
+    world.edit(suspend=True)
+    world.until(lambda w: w.truth("Suspended") == "True")
+    fault = ApplyError(names.stateful_set("job", "local"), "policy", "denied the request: no such registry")
+    refusing(world, fault)
+    world.edit(learners={"podTemplate": {"metadata": {"labels": {"a": "b"}}}})
+    world.run(5)
+    assert world.condition("Ready")["reason"] == "Refused" and world.truth("Suspended") == "True"
+    assert world.truth("Stalled") == "True"
+
+
+def test_what_is_good_to_have_does_not_stop_training() -> None:
     world = started(1)
     fault = ApplyError(Ref("PodDisruptionBudget", "job-local"), "forbidden", "poddisruptionbudgets is forbidden")
     world._apply, real = (lambda made: None), world._apply  # type: ignore[method-assign, assignment]
