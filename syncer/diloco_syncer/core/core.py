@@ -250,9 +250,10 @@ class Core:
             offers = {header.id for header in self._aggregator.accepted_headers() if header.round == 0}
             state.ledger.write_off_held(offers)
             receipts.count_unreported_tokens(state.ledger)
-            state.clock.assume(state.ledger.seconds_of_a_slot())
         for repair in repair_state(state):
             self.record_event(EventKind.REPAIRED, repair)
+        if state.ledger:
+            state.clock.assume(state.ledger.seconds_of_a_slot())
         if state.ledger and state.epochs[-1][0] != self.epoch:
             state.epochs.append((self.epoch, list(state.versions)))
         self._phases.restart(now)
