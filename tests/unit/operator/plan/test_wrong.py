@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
+from diloco_operator.job import Placement, read_job
 from diloco_operator.model import ApplyError, ClusterEvent, PlanMemory, Ref
 from diloco_operator.plan.conditions import decide
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import STALLED_SECONDS
 from diloco_operator.plan.planning import plan_job
+from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import LABEL_JOB
 from operator_world import SETTINGS, World, job_object, started
+
+HERE = Placement(True, ())
 
 # ------------------------------------------------------------------ wrong things
 
@@ -239,6 +243,68 @@ def test_a_missing_secret_is_made_again() -> None:
     )
     made = world.turn()
     assert [s.name for s in made.secrets if s.missed] == [name]
+    (obstacle,) = [
+        pod.obstacle
+        for pod in View(world.observed(), world.memory, SETTINGS, read_job(world.job), here=HERE).pods
+        if pod.obstacle
+    ]
+    assert obstacle.secret == name and obstacle.message.endswith("not found; the operator makes it again")
+
+
+def test_three_learners_with_one_obstacle_are_one_line() -> None:
+    world = World(job_object())
+    world.unschedulable = {f"job-local-{index}" for index in range(3)}
+    world.run(60)
+    said = world.condition("Degraded")["message"]
+    assert (
+        said.startswith("Region local: job-local-0, job-local-1, job-local-2: no node takes it")
+        and said.count("no node") == 1
+    )
+
+
+def test_one_refusal_of_several_objects_is_one_sentence_with_one_cure() -> None:
+    world = World(job_object(regions=[{"name": "a", "learners": 1}, {"name": "b", "learners": 1}]))
+    refs = [names.stateful_set("job", region) for region in ("a", "b")]
+    why = "the webhook w does not answer the API server. {0}: no route"
+    refusing(world, *(ApplyError(ref, "webhook", why.format(ref.name)) for ref in refs))
+    made = world.turn()
+    world.objects = {
+        Ref(one["kind"], one["metadata"]["name"]): {**one, "metadata": {**one["metadata"], "uid": "u", "generation": 1}}
+        for one in made.apply
+    }
+    world.run(10)
+    said = world.condition("Ready")["message"]
+    assert (
+        said.startswith("StatefulSet job-a, StatefulSet job-b: the webhook w") and said.count("Mend that webhook") == 1
+    )
+
+
+@pytest.mark.promise("A job that is made again under its name counts no loss of the pods that the earlier one left")
+def test_pods_of_an_earlier_job_of_the_name_are_no_loss() -> None:
+    world = started(2)
+    for pod in list(world.pods.values()):
+        world.delete_pod(pod.name)
+    again = job_object(count=2)
+    again["metadata"]["uid"] = "bbbbbbbb-0000-0000-0000-000000000002"
+    world.job, world.memory, world.objects, world.events = again, PlanMemory(), {}, []
+    world.syncer, world.asked, world.plans, world.next_turn = type(world.syncer)(), None, [], world.now
+    left = set(world.pods)
+    world.run(1)
+    assert set(world.pods) >= left, "they still end"
+    world.until(World.whole)
+    assert not left & set(world.pods)
+    assert not any(world.told(gone) for gone in ("SyncerGone", "LearnerGone", "LearnerReplaced", "SyncerReplaced"))
+    assert "replacements" not in world.status
+
+
+def test_before_a_syncer_has_served_nobody_is_said_to_go_on_alone() -> None:
+    world = World(job_object())
+    world.run(1)
+    assert world.condition("QuorumMet")["message"] == "The syncer cannot be asked yet."
+    world.until(World.whole)
+    world.syncer_silent = True
+    world.run(60)
+    assert "alone" in world.condition("QuorumMet")["message"]
 
 
 # ------------------------------------------------------------------ lost regions
@@ -251,13 +317,13 @@ def test_a_lost_region_is_told_and_comes_back() -> None:
     world.delete_pod("job-far-0", force=True)
     world.run(40)
     assert world.truth("RegionLost") == "False" and world.region("far")["lostSince"]
+    assert world.region("far")["state"] == "Starting"
     since = world.region("far")["lostSince"]
-    from diloco_operator.model import PlanMemory
-
     world.memory = PlanMemory()  # the operator restarts: the time goes on
     world.run(40)
     assert world.truth("RegionLost") == "True" and "far" in world.condition("RegionLost")["message"]
     assert world.region("far")["lostSince"] == since and world.told("RegionLost") == 1
+    assert world.region("far")["state"] == "Lost"
     assert world.truth("Ready") == "True", "two go on"
     world.unschedulable = set()
     world.until(World.whole)
