@@ -113,6 +113,11 @@ class LifecycleDecision:
         """Whether pods shall be there and train."""
         return self.stage == "running"
 
+    @property
+    def learners_stay(self) -> bool:
+        """Whether no learner is removed yet: they train, or shall drain."""
+        return self.training or self.drain == ASKED
+
 
 def outcome(view: View) -> Literal["complete", "failed", ""]:
     """How the job has ended, by its own conditions or its syncer's word; empty: it has not."""

@@ -157,7 +157,7 @@ def _report_region_elsewhere(
 def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, before: Object) -> int:
     """How many learners of the region the syncer has in the quorum. While it cannot be asked, the number of
     the last status stands, so that an operator that restarts changes nothing."""
-    if view.document is None and decision.training:
+    if view.document is None and decision.learners_stay:
         return min(int(before.get("inQuorum") or 0), region.most_learners)
     return sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
 
