@@ -252,6 +252,8 @@ def _suspended(view: View) -> LifecycleDecision:
     else:
         found.drain = NOT_SAVED
         found.message = _explain_not_saved(f": the syncer was not done within {SUSPEND_SECONDS:.0f} s")
+    if found.drain == NOT_SAVED and danger is not None:
+        found.message += f" {danger.message}"
     return found
 
 

@@ -369,6 +369,7 @@ def test_while_learners_have_the_only_copy_none_of_them_is_taken(harm: Any, reas
     world.edit(suspendPolicy="Anyway")
     world.until(lambda w: w.truth("Suspended") == "True", 60)
     assert world.condition("Suspended")["reason"] == "NotSaved" and not world.pods
+    assert ("being deleted" if reason == "VolumeGoing" else "disk is full") in world.condition("Suspended")["message"]
 
 
 def test_a_full_disk_is_told_once_and_not_with_each_file_that_is_tried() -> None:
