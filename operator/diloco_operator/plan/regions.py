@@ -24,7 +24,7 @@ from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
 from diloco_protocol.spec.cluster import RegionSpec
-from diloco_protocol.vocabulary import TRAINING_PHASES, SlotState
+from diloco_protocol.vocabulary import LABEL_JOB, TRAINING_PHASES, SlotState
 
 ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
@@ -181,6 +181,10 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
         unmade = explain_not_made(view, names.stateful_set(view.job.name, region.name))
         if unmade:
             return unmade
+        trains = any(s.in_quorum and (s.region, s.ordinal) == (region.name, ordinal) for s in view.slots)
+        if trains and missing > START_PATIENCE:  # the API server has the pod, or its slot would be fenced
+            label = f"{LABEL_JOB}={view.job.name}"
+            return f"it trains, but its pod has lost a label: put it back (kubectl label pod {place} {label})"
         return "its pod does not exist; its StatefulSet has not created it yet" if missing > START_PATIENCE else ""
     if pod.name in nodes.reasons:
         return nodes.reasons[pod.name]
