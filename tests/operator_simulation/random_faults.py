@@ -25,6 +25,12 @@ def is_held(world: World) -> bool:
     return world.condition("Stalled").get("reason") == "StoreLost"
 
 
+def is_told_of_the_loss(world: World) -> bool:
+    """An operator that was away cannot know how many merges were lost, and says that the volume is another."""
+    lost = world.condition("Durable").get("reason") == "StoreLost"
+    return lost or world.events["StoreLost"] > 0 or world.events["VolumeReplaced"] > 0
+
+
 async def break_and_heal(world: World, faults: int) -> None:
     """Random faults, some at once; then all is well again, and stays so."""
     for cluster in world.clusters:
@@ -43,12 +49,8 @@ async def break_and_heal(world: World, faults: int) -> None:
     world.upgrade_job()  # or an edit after an upgrade waits for the user's word
     await world.run(30)
     await world.until(lambda w: w.whole() or w.programs.lost or is_held(w), 900)
-    if world.programs.lost or is_held(
-        world
-    ):  # a claim went with the last learner: that is said, and nothing begins anew
-        await world.until(
-            lambda w: w.condition("Durable").get("reason") == "StoreLost" or w.events["StoreLost"] > 0, 120
-        )
+    if world.programs.lost or is_held(world):  # a claim went with the last learner
+        await world.until(is_told_of_the_loss, 120)
         return
     await world.run(60)
     before = [(operator, operator.turns, operator.api.writes) for operator in world.operators]
