@@ -776,7 +776,7 @@ async def test_a_push_that_is_far_larger_than_the_parameters_is_refused(tmp_path
 
 def test_who_is_left_out_takes_no_part_in_the_weights_of_the_others() -> None:
     """The bound on tokens compares the others with each other then, as the audit does."""
-    job = CoreConfig(places=(("r", 0),), rules=RoundRules(4, 0, 1, 0.9, 2.0), encoding="float32")
+    job = CoreConfig(places=(("r", 0),), rules=RoundRules(4, 0, 1, 0.9, grace_cap=2.0), encoding="float32")
     header = PushHeader(
         *(0, 0, 1, 1),
         base_version=0,
