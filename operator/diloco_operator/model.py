@@ -173,6 +173,7 @@ class Topic(Enum):
     CONDITION = auto()  # subject: the condition's type
     SYNCER_FAULT = auto()
     DURABLE = auto()
+    VOLUME = auto()  # state: the claim's UID
     QUORUM = auto()
     REGION_SCALE = auto()  # subject: a region
     REGION_ROLLOUT = auto()  # subject: a region

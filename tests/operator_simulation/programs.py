@@ -19,7 +19,6 @@ from status_documents import job_report, learner_page, slot_row, status_document
 HOLDING = ("active", "suspect", "draining")
 START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 1.5, 1.0, 2.0
 HEARTBEAT_SECONDS = 10.0
-NOTICED = 100  # merges
 RELEASE_FLAG = "--of-release="
 """A flag that each release of the operator gives to programs; only those of the same release know it."""
 
@@ -101,8 +100,8 @@ class Programs:
 
     def lose_the_volume(self, known: int) -> None:
         """The store goes; learners that have trained with it hold what was in it. ``known``: how many merges the job's
-        status tells of. Of few nobody can say later whether they were lost or made anew."""
-        self.volume_is_new, self.is_noticed = True, known >= NOTICED
+        status tells of. Of none nobody is told."""
+        self.volume_is_new, self.is_noticed = True, known > 0
 
     def _take_back(self) -> None:
         """A new store: as the old one where a learner of it is left, else empty."""

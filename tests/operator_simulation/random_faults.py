@@ -46,6 +46,12 @@ def is_held(world: World) -> bool:
     return world.condition("Stalled").get("reason") == "StoreLost"
 
 
+def is_told_of_the_loss(world: World) -> bool:
+    """An operator that was away cannot know how many merges were lost, and says that the volume is another."""
+    lost = world.condition("Durable").get("reason") == "StoreLost"
+    return lost or world.events["StoreLost"] > 0 or world.events["VolumeReplaced"] > 0
+
+
 def is_well(world: World) -> bool:
     """Whether every learner takes part; or the job has reached its stop, and has none any more."""
     over = world.completed and not world.pods("learner")
@@ -76,12 +82,8 @@ async def break_and_heal(world: World, faults: int, lives: bool) -> None:
         while not healing.done():
             await world.run(5.0)
     await world.until(lambda w: is_well(w) or w.programs.lost or is_held(w), 900)
-    if world.programs.lost or is_held(
-        world
-    ):  # a claim went with the last learner: that is said, and nothing begins anew
-        await world.until(
-            lambda w: w.condition("Durable").get("reason") == "StoreLost" or w.events["StoreLost"] > 0, 120
-        )
+    if world.programs.lost or is_held(world):  # a claim went with the last learner
+        await world.until(is_told_of_the_loss, 120)
         return
     await world.run(60)
     before = [(operator, operator.turns, operator.api.writes) for operator in world.operators]

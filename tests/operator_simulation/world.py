@@ -657,7 +657,7 @@ class World:
             for other in self.pods("learner", region)
             if other["metadata"].get("deletionTimestamp") and other["metadata"]["name"] != name
         ]
-        if others and not force:
+        if others and not force and self.programs.taking_part(process):
             self._violated(f"{operator.name}: {name} is taken while {others[0]['metadata']['name']} leaves")
         if not force:
             self._judge_order(operator, process)
