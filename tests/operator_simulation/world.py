@@ -7,7 +7,8 @@ carried out (``_judge_write``, ``_judge_call``) by what is really so, not by wha
   does not hear, while it hears another of its region, may be, and one at a time;
 - a rollout takes one learner of a region at a time, waits for its successor, and takes none that the quorum needs;
 - no process is said to have ended that has not;
-- no object is touched that is not the job's, and a deletion is judged by what it really deletes;
+- no object is touched that is not the job's; a deletion names the UID of what it means, and is judged by what it
+  really deletes;
 - what status says of an end, of what is saved and of the quorum is so, or was until ``LAG_SECONDS`` ago;
 - nothing is written, and the syncer is told nothing, but by the operator whom the cluster's Lease names;
 - no program is given the flags of another release than its image's.
@@ -525,6 +526,8 @@ class World:
             self._judge_words(operator, body["status"])
         if verb == "apply" and kind in ("StatefulSet", "Deployment"):
             self._judge_scale(operator, kind, name, body["spec"]["replicas"])
+        if verb == "delete" and body["uid"] is None:
+            self._violated(f"{operator.name}: the deletion of {kind} {name} is of whatever has that name by then")
         if not goes or obj is None or kind != POD.name:
             return
         if obj["metadata"].get("deletionTimestamp") and body["grace"] != 0:
@@ -640,6 +643,9 @@ class World:
         process = kubernetes.process_of(meta["uid"])
         if meta["labels"][LABEL_ROLE] != "learner" and not force:
             self._violated(f"{operator.name}: {name} is not the operator's to delete")
+        policy = (self.manifest["spec"].get("nodeLoss") or {}).get("policy", "Wait")
+        if force and policy == "Wait":
+            self._violated(f"{operator.name}: {name} is deleted by force, and nodeLoss.policy is Wait")
         job, holder = self.job(kubernetes.name), meta["ownerReferences"][0]
         if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend"):
             return
