@@ -202,6 +202,7 @@ class Kubernetes:
                     "name": name,
                     "namespace": meta["namespace"],
                     "labels": {**template["metadata"]["labels"], **labels},
+                    "annotations": dict(template["metadata"]["annotations"]),
                     "ownerReferences": [owner],
                 },
                 "spec": template["spec"],
