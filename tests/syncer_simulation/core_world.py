@@ -406,9 +406,17 @@ class World:
         if self.chance(0.01 * self.setup.crashes):
             self.crash_syncer()
             return
-        self.handle(ev.MergeDurable(p, v, 0.05, tuple(1.0 for _ in content)))
+        self.handle(ev.MergeDurable(p, v, 0.05, self.merge_values(action)))
         if life == self.life:
             self.check()
+
+    def merge_values(self, action: ev.Merge) -> tuple[float, ...]:
+        """The norms of the pushes that are merged."""
+        return tuple(1.0 for _ in action.responders)
+
+    def measure(self, learner: Learner, header: PushHeader, handle: int) -> tuple[float, bool, float]:
+        """A push's norm, whether it is finite, and its size beside the parameters."""
+        return 1.0, True, 0.0
 
     def remove_offer(self, handle: int) -> None:
         """An offer was merged or replaced. Its file goes a while later, and not at all if the syncer crashes before."""
@@ -707,7 +715,8 @@ class World:
             if header.round == 0:  # spooled before it is accepted: durable before it is acknowledged
                 self.spool[header.id] = (json.dumps(header_to_json(header)), ids)
                 self.offer_of[handle] = header.id
-            actions = self.core.handle(ev.PushReceived(header, 1.0, True, handle), self.now)
+            norm, finite, growth = self.measure(learner, header, handle)
+            actions = self.core.handle(ev.PushReceived(header, norm, finite, handle, growth), self.now)
             verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
             if verdict.reason is not None:
                 self.spool.pop(self.offer_of.pop(handle, header.id), None)
