@@ -169,6 +169,12 @@ STANDING_BY = replace(LOSING, spares=1, wipes=0.6, deaths=3.0, replaced=0.5)
 QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
 # One syncer after the other is succeeded, at the end too.
 SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
+# Within a write, too.
+INTERRUPTED = replace(SUCCESSIONS, steps=60, doubles=0.5, interrupts=0.15)
+# One object of the store is damaged, once.
+DAMAGED = replace(
+    TROUBLE, steps=120, doubles=0.0, suspends=0.0, faults=0.0, crashes=5.0, damages=0.4, norm_gate=None, evaluated=False
+)
 
 
 def drawn_shell(seed: int) -> ShellSetup:
@@ -196,5 +202,7 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "LOSING": of_shell(LOSING),
     "STANDING_BY": of_shell(STANDING_BY),
     "CHANGED": Kind(drawn_shell, ShellWorld, settle_shell, 600.0),
+    "INTERRUPTED": of_shell(INTERRUPTED),
+    "DAMAGED": of_shell(DAMAGED),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
 }
