@@ -173,7 +173,17 @@ SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
 INTERRUPTED = replace(SUCCESSIONS, steps=60, doubles=0.5, interrupts=0.15)
 # One object of the store is damaged, once.
 DAMAGED = replace(
-    TROUBLE, steps=120, doubles=0.0, suspends=0.0, faults=0.0, crashes=5.0, damages=0.4, norm_gate=None, evaluated=False
+    TROUBLE,
+    steps=120,
+    sequences=30_000,  # in few leases: each makes a new state
+    deaths=0.3,
+    crashes=5.0,
+    doubles=0.0,
+    suspends=0.0,
+    faults=0.0,
+    damages=0.6,
+    norm_gate=None,
+    evaluated=False,
 )
 
 
