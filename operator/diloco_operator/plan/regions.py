@@ -24,7 +24,7 @@ from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
 from diloco_protocol.spec.cluster import RegionSpec
-from diloco_protocol.vocabulary import TRAINING_PHASES, SlotState
+from diloco_protocol.vocabulary import LABEL_JOB, TRAINING_PHASES, SlotState
 
 ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
@@ -186,7 +186,13 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
         unmade = explain_not_made(view, names.stateful_set(view.job.name, region.name))
         if unmade:
             return unmade
-        return "its pod does not exist; its StatefulSet has not created it yet" if missing > START_PATIENCE else ""
+        if missing <= START_PATIENCE:
+            return ""
+        view.look_for.add(place)
+        if place in view.observed.strays:
+            label = f"{LABEL_JOB}={view.job.name}"
+            return f"its pod has lost the job's label, and no other can be made: kubectl label pod {place} {label}"
+        return "its pod does not exist; its StatefulSet has not created it yet"
     if pod.name in nodes.reasons:
         return nodes.reasons[pod.name]
     if pod.terminating:

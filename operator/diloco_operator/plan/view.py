@@ -42,6 +42,7 @@ class View:
     unanswered_seconds: float = field(init=False)  # since the syncer last answered; 0: it answers
     ready_unanswered_seconds: float = field(init=False)  # for which its pod has been ready, and has not answered
     wants_fresh: bool = field(init=False, default=False)  # something waits for a fresh view
+    look_for: set[str] = field(init=False, default_factory=set)  # missing pods that may be there without their labels
 
     def __post_init__(self) -> None:
         job = self.job
