@@ -302,6 +302,7 @@ class Core:
             case ev.InitialModelStored():
                 self._initial_model_stored(event, now)
             case ev.InitialModelFailed():
+                self._recovery.disbelieve(event.connection, event.not_believed)
                 self._initial_model.mark_failed(event.connection)
             case ev.MergeDurable():
                 self._aggregator.complete_merge(event, now)
@@ -340,7 +341,7 @@ class Core:
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():
-                self._recovery.mark_failed(event.connection, event.fragment, now)
+                self._recovery.mark_failed(event.connection, event.fragment, now, event.not_believed)
             case ev.Tick():
                 pass
             case _:

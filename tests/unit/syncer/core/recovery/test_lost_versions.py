@@ -33,7 +33,7 @@ def counts(epoch: int, base: int, tokens: int, confirmed: int = 0) -> FragmentRe
 
 
 def report(*fragments: FragmentReport) -> StepReport:
-    told = {f.tokens + f.confirmed_tokens + f.dropped_rolled_back for f in fragments}
+    told = {f.tokens + f.confirmed_tokens for f in fragments}
     (tokens,) = told
     return StepReport(tokens // 10, tokens // 10, tokens, fragments, step_seconds=0.1)
 
@@ -1032,9 +1032,6 @@ def test_receipts_on_the_wire() -> None:
         )
         for slot in range(500)
     )
-    assert convert.parse_receipt(convert.receipt_bytes(rows)) == rows
-    assert convert.receipt_bytes(rows * 3) == b"", "larger than a header has room for"
+    assert convert.parse_receipt(convert.receipt_message(rows).SerializeToString())[1] == rows
     with pytest.raises(limits.WireError):
         convert.parse_receipt(b"\xff" * 20)
-    with pytest.raises(limits.WireError, match="last_step"):
-        convert.parse_receipt(convert.receipt_bytes((replace(rows[0], last_step=(1 << 62) + 1),)))
