@@ -94,7 +94,6 @@ class Observed:
     syncer: ProgramAnswer[StatusDocument] | None = None  # None: the syncer is not in this cluster, or has no pod to ask
     # By pod name: only where the syncer is elsewhere.
     learners: dict[str, ProgramAnswer[LearnerPage]] = field(default_factory=dict)
-    strays: frozenset[str] = frozenset()  # pods that were looked for by name, and lack the job's label
     report: Report | None = None  # report.json, once the syncer has said an end
     # For so many seconds nothing was heard of pods, StatefulSets or nodes; infinite: they may not be watched.
     view_age: float = 0.0
@@ -336,7 +335,6 @@ class JobPlan:
     # The plan does not repeat them, so the shell keeps them until they are sent.
     events: tuple[EventWanted, ...] = ()
     delete_job: bool = False  # its time to live is over
-    look_for: tuple[str, ...] = ()  # pods that are missing, to be read by name
     wants_fresh_view: bool = False  # a pod is not deleted, or a process not reported, before the view is fresh
     wake_in: float = 20.0  # seconds until the next reconcile if nothing else wakes it
     poll_syncer: float = 10.0  # seconds between status calls to the syncer until then

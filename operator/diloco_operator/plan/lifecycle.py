@@ -113,6 +113,11 @@ class LifecycleDecision:
         """Whether pods shall be there and train."""
         return self.stage == "running"
 
+    @property
+    def learners_stay(self) -> bool:
+        """Whether no learner is removed yet: they train, or shall drain."""
+        return self.training or self.drain == ASKED
+
 
 def outcome(view: View) -> Literal["complete", "failed", ""]:
     """How the job has ended, by its own conditions or its syncer's word; empty: it has not."""
@@ -247,6 +252,8 @@ def _suspended(view: View) -> LifecycleDecision:
     else:
         found.drain = NOT_SAVED
         found.message = _explain_not_saved(f": the syncer was not done within {SUSPEND_SECONDS:.0f} s")
+    if found.drain == NOT_SAVED and danger is not None:
+        found.message += f" {danger.message}"
     return found
 
 

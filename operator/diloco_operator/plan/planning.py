@@ -59,8 +59,6 @@ STEADY, SOON, BRIEFLY = 20.0, 2.0, 0.5
 POLL, POLL_SOON, POLL_LATER = 10.0, 1.0, 5.0
 """Seconds between calls to the syncer: nothing is going on; something is; it has been for ``LONG``."""
 LONG = 120.0
-MOST_LOOKED_FOR = 3
-"""Missing pods of a job that are read by name in a turn."""
 LET_GO_SECONDS = 300.0
 """A deleted job waits so long for its volume to be deleted, where that is refused; then it goes without."""
 FALLEN_SECONDS = 60.0
@@ -123,7 +121,6 @@ def _plan_readable(view: View) -> JobPlan:
         status=status,
         events=tuple(events),
         delete_job=ttl is not None and ttl <= 0,
-        look_for=tuple(sorted(view.look_for)[:MOST_LOOKED_FOR]),
         wants_fresh_view=view.wants_fresh,
         wake_in=_wake_in(view, found, ttl, poll, desired=desired),
         poll_syncer=poll,

@@ -162,7 +162,7 @@ def _report_region_elsewhere(
 def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, before: Object) -> int:
     """How many learners of the region the syncer has in the quorum. While it cannot be asked, the number of
     the last status stands, so that an operator that restarts changes nothing."""
-    if view.document is None and decision.training:
+    if view.document is None and decision.learners_stay:
         return min(int(before.get("inQuorum") or 0), region.most_learners)
     return sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
 
@@ -186,13 +186,11 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
         unmade = explain_not_made(view, names.stateful_set(view.job.name, region.name))
         if unmade:
             return unmade
-        if missing <= START_PATIENCE:
-            return ""
-        view.look_for.add(place)
-        if place in view.observed.strays:
+        trains = any(s.in_quorum and (s.region, s.ordinal) == (region.name, ordinal) for s in view.slots)
+        if trains and missing > START_PATIENCE:  # the API server has the pod, or its slot would be fenced
             label = f"{LABEL_JOB}={view.job.name}"
-            return f"its pod has lost the job's label, and no other can be made: kubectl label pod {place} {label}"
-        return "its pod does not exist; its StatefulSet has not created it yet"
+            return f"it trains, but its pod has lost a label: put it back (kubectl label pod {place} {label})"
+        return "its pod does not exist; its StatefulSet has not created it yet" if missing > START_PATIENCE else ""
     if pod.name in nodes.reasons:
         return nodes.reasons[pod.name]
     if pod.terminating:

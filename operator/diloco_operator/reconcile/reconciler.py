@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco_operator.informer.cache import Cache, job_of
+from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.api import Api
 from diloco_operator.kube.errors import ApiError
 from diloco_operator.kube.kinds import BY_NAME, JOB, POD, SECRET
@@ -81,7 +81,6 @@ class Record:
     status: Written = field(default_factory=Written)
     events: list[EventWanted] = field(default_factory=list)
     read_at: float = -math.inf  # when its pods, StatefulSets and nodes were read anew (monotonic)
-    strays: frozenset[str] = frozenset()
     conflicts: int = 0  # turns in a row with a write on an old version
     phase: str = ""
     replacements: int | None = None
@@ -165,7 +164,6 @@ class Reconciler:
             syncer=asked,
             learners=learners,
             report=report,
-            strays=record.strays,
             view_age=min(age, clock - record.read_at),
             monotonic=clock,
         )
@@ -193,8 +191,6 @@ class Reconciler:
             self.metrics.apply_errors.labels(apply_error.reason).inc()
             log.warning("%s %s: %s", *apply_error.ref, apply_error.message, extra=about(key))
         record.apply_errors = apply_errors
-        strays = await self._find_strays(key, plan.look_for)
-        changed, record.strays = changed or strays != record.strays, strays
         read = plan.wants_fresh_view and await self._read_anew(key, record, seen)
         record.conflicts = record.conflicts + 1 if done.conflict else 0
         if changed or read:
@@ -216,11 +212,6 @@ class Reconciler:
             return False
         record.read_at = began
         return True
-
-    async def _find_strays(self, key: Key, names: Sequence[str]) -> frozenset[str]:
-        """Those of the missing pods that are there, without the job's label. Raises ApiError."""
-        found = [(name, await self.api.get(POD, key[0], name)) for name in names]
-        return frozenset(name for name, pod in found if pod is not None and job_of(POD, pod["metadata"]) != key[1])
 
     async def _still_there(self, key: Key, uid: str) -> bool:
         """Whether the job is there, so that objects may be made for it. kopf does not tell of every deletion."""

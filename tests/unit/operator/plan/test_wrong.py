@@ -251,19 +251,6 @@ def test_a_missing_secret_is_made_again() -> None:
     assert obstacle.secret == name and obstacle.message.endswith("not found; the operator makes it again")
 
 
-def test_a_pod_that_has_lost_its_label_is_named_with_the_way_back() -> None:
-    world = started(1)
-    world._controllers = lambda: None  # type: ignore[method-assign]
-    world.delete_pod("job-local-0", force=True)
-    world.run(15)
-    assert "has not created it yet" in world.region()["cause"] and world.plans[-1].look_for == ("job-local-0",)
-    seen = world.observed
-    world.observed = lambda: replace(seen(), strays=frozenset(["job-local-0"]))  # type: ignore[method-assign]
-    world.run(25)
-    assert "kubectl label pod job-local-0 diloco.io/job=job" in world.region()["cause"]
-    assert world.plans[-1].look_for == ("job-local-0",), "it is asked whether that is so still"
-
-
 def test_three_learners_with_one_obstacle_are_one_line() -> None:
     world = World(job_object())
     world.unschedulable = {f"job-local-{index}" for index in range(3)}

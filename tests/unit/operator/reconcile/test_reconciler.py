@@ -253,27 +253,6 @@ async def test_an_event_is_logged_once_however_often_it_is_sent(caplog: pytest.L
     assert len([line for line in caplog.messages if line.startswith("JobStarted")]) == 1
 
 
-# ------------------------------------------------------------------ pods without their label
-
-
-@pytest.mark.promise("A pod that has lost the job's label is not said to be gone")
-async def test_a_missing_pod_is_looked_for_by_its_name() -> None:
-    world, there = World(), {"bare": pod(name="bare", labels={}), "known": pod(name="known")}
-
-    async def get(kind: Kind, namespace: str, name: str) -> Object | None:
-        return there.get(name)
-
-    world.api.get = get
-    plan = plan_of(look_for=("bare", "gone", "known"))
-    assert await world.turn(plan) == reconciler.AT_ONCE_SECONDS
-    assert await world.turn(plan) != reconciler.AT_ONCE_SECONDS
-    assert world.seen[1].strays == {"bare"}
-    there["bare"] = pod(name="bare")
-    await world.turn(plan)
-    await world.turn()
-    assert not world.seen[3].strays
-
-
 # ------------------------------------------------------------------ how old the view is
 
 
