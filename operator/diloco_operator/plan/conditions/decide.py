@@ -261,9 +261,12 @@ def describe_apply_errors(apply_errors: Sequence[ApplyError]) -> list[str]:
     for error in _sorted(apply_errors):
         message = shortened(error.message, 1000).rstrip(".")
         said.setdefault(error.reason, []).append((f"{error.ref.kind} {error.ref.name}".rstrip(), message))
-    return [
-        f"{sentence}. {_APPLY_ERRORS[reason][1]}".strip() for reason in said for sentence in merge_equal(said[reason])
-    ]
+    # Each name that is taken has a cure of its own.
+    merged = {
+        reason: [": ".join(row) for row in rows] if reason == "conflict" else merge_equal(rows)
+        for reason, rows in said.items()
+    }
+    return [f"{sentence}. {_APPLY_ERRORS[reason][1]}".strip() for reason in merged for sentence in merged[reason]]
 
 
 def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:

@@ -213,7 +213,7 @@ def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod
     # An evicted syncer's pod stays as Failed beside its successor, and may be seen so for the first time now.
     left = next((pod for pod in view.pods if pod.uid == before.uid), None)
     excused = before.excused or (left.excused if left is not None else "")
-    why = excused or before.cause or "it was deleted"
+    why = excused or before.cause or "it was deleted, or has lost its labels"
     kind, subject = ("SyncerGone", "The syncer's pod") if place == SYNCER else ("LearnerGone", f"Pod {place}")
     there = "its successor exists already" if successor is not None else "its successor is being created"
     if not excused:
