@@ -151,8 +151,7 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.store_problem:
         problem = f"{document.store_problem[0].upper()}{document.store_problem[1:]}"
-        message = view.steady("SyncerReady", f"{problem}.{_volume_cure(view)}")
-        out.set("SyncerReady", False, "StoreProblem", message)
+        out.set("SyncerReady", False, "StoreProblem", view.steady("SyncerReady", f"{problem}.{_volume_cure(view)}"))
     elif document is not None and _awaits_address(view):
         message = "The syncer serves this cluster. Others cannot reach it until its load balancer has an address."
         out.set("SyncerReady", len({region.cluster for region in view.job.spec.regions}) < 2, "AddressPending", message)

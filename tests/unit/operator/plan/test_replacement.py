@@ -201,6 +201,25 @@ def test_a_syncer_that_cannot_work_with_the_job_fails_it() -> None:
     world.until(lambda w: not w.of("learner"), 60)
 
 
+@pytest.mark.promise("Settings that somebody edits fail no job whose programs start meanwhile: they are put back first")
+def test_a_program_that_read_edited_settings_fails_no_job() -> None:
+    world = started()
+    before = set(world.pods)
+    world.operator_away = True
+    world.objects[names.settings_map("job")]["data"] = {}
+    world.crashing = {world.of("syncer")[0].name: 2}
+    world.run(5)
+    world.operator_away = False
+    world.run(60)
+    assert world.truth("Failed") == "False" and world.objects[names.settings_map("job")]["data"]
+    kept, world.crashing = world.crashing, {}
+    world.until(World.whole, 120)
+    assert set(world.pods) == before
+    world.crashing = kept
+    world.until(lambda w: w.truth("Failed") == "True", 400)
+    assert world.condition("Failed")["reason"] == "SyncerConfiguration"
+
+
 def test_a_syncer_that_crashes_is_counted_and_waited_for() -> None:
     world = started(failurePolicy={"maxReplacements": 3})
     world.crashing = {world.of("syncer")[0].name: 4}
