@@ -104,7 +104,6 @@ class ShellWorld(SyncerProcesses):
                 if p not in learner.withheld:
                     self.announce(learner, p, ev.MergedPush())
         if seat is not None:
-            self.oracle.take_seat(seat, learner.process)
             if not (seat.continuing and learner.seat is not None):
                 learner.leases.clear()
             learner.leases.reconcile(seat.leases)
@@ -118,6 +117,7 @@ class ShellWorld(SyncerProcesses):
             return  # there was no version 0 when the syncer decided on this Welcome: it is announced later
         version = known.versions[p]
         ids = self.records[p, version].ids
+        self.oracle.announced.add((p, version))
         news = Announcement(
             p,
             epoch,
@@ -138,7 +138,7 @@ class ShellWorld(SyncerProcesses):
                 learner.holdings[p] = (epoch, version, ids, known.receipts[p], known.settled)
                 learner.held_since[p] = connection
 
-        self.at(self.delay(0.3), arrive)
+        self.at(self.delay(0.3) + self.changes.uniform(0.0, learner.late), arrive)
 
     def train(self, learner: Learner) -> None:
         """With sequences, as far as some are leased; more of them are asked for."""
@@ -191,14 +191,17 @@ class ShellWorld(SyncerProcesses):
         self.oracle.upload_push(header, ids)
         # Of steps that point anywhere the norms grow as the root of their number; some push has come apart.
         wild = 100.0 if self.setup.norm_gate is not None and self.chance(0.03) else 1.0
+        if self.setup.diverged and self.changes.random() < self.setup.diverged:
+            wild = self.changes.choice([math.nan, math.inf, 100.0, 1e30])
         scale = self.scales.setdefault(header.id, wild * math.sqrt(header.steps))
         data = np.full(self.oracle.elements, scale, np.float32).view(np.uint8)
 
         async def push(life: Life) -> None:
             what = {"slot": header.slot, "incarnation": header.incarnation, "push": to_wire(header)}
             reply = await self.upload(life, learner, connection, data, **what)
-            if reply is None:
-                return
+            self.on_their_way[header.id] -= 1
+            if reply is None or (not reply.accepted and self.on_their_way[header.id]):
+                return  # a push is sent again where nothing was heard of it: the last answer counts
             losses = self.oracle.losses
             refused = None if reply.accepted else (PushRefusal(reply.reason), reply.message)
             if refused is not None:
@@ -212,6 +215,7 @@ class ShellWorld(SyncerProcesses):
 
         for _ in range(2 if self.chance(0.05) else 1):
             if not self.chance(0.05):
+                self.on_their_way[header.id] += 1
                 self.at(self.delay(0.4), lambda: self.begin_upload(connection, push))
 
     def hear_answer(

@@ -252,6 +252,8 @@ class Core:
             receipts.count_unreported_tokens(state.ledger)
         for repair in repair_state(state):
             self.record_event(EventKind.REPAIRED, repair)
+        if state.ledger:
+            state.clock.assume(state.ledger.seconds_of_a_slot())
         if state.ledger and state.epochs[-1][0] != self.epoch:
             state.epochs.append((self.epoch, list(state.versions)))
         self._phases.restart(now)

@@ -75,8 +75,7 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     elif report.loss == report.loss:  # NaN: the process has none yet
         slot.loss = report.loss
         slot.first_loss = report.loss if slot.first_loss is None else slot.first_loss
-    if state.leases:
-        slot.reported.sequences += state.leases.advance_cursors(slot.index, report.cursors)
+    state.advance_cursors(slot, report.cursors)
     if report.trained_steps:
         slot.reported.advanced = True
         slot.pushes.pace.begin(report.slot_step, now)

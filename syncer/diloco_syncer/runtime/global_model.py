@@ -12,7 +12,8 @@ that lacks the version before downloads Θ_p whole, in float32. All arithmetic i
 
 The last merges, after which nobody trains (``ev.Merge.last``). Work that is ``OLD_VERSIONS`` old was made on
 parameters that others have moved since, and no step follows that would repair an outer step too far along it. So such
-a merge is the weighted mean, at rate 1 and without momentum: Θ ← Θ − Σ w·Δ, whatever the job's method and outer step.
+a merge is the weighted mean, at rate 1 and without momentum: Θ ← Θ − Σ w·Δ, whatever the job's method and outer step;
+with the median it is the mean of pushes that are cut to the median length.
 
 Of each fragment the newest two broadcasts can be downloaded (where updates are broadcast, the newest whole and
 two updates), and older ones whose download has begun and is not finished (active_downloads.py): at most
@@ -32,7 +33,7 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, tensors_to_json
-from diloco_protocol.merging import choose_merge, merge_text
+from diloco_protocol.merging import choose_merge, is_isotropic, merge_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload, Receipt
@@ -165,9 +166,12 @@ class GlobalModel:
         pieces = self.layout.fragments[action.fragment]
         weights, ages = [r.weight for r in action.responders], [r.age for r in action.responders]
         plain = action.last and math.fsum(map(operator.mul, weights, ages)) >= OLD_VERSIONS
-        method = "mean" if plain else self._method
-        merged = merge.merge(pieces, deltas, weights, method, squares=squares, threads=self._threads)
-        if method == "isotropic":
+        method: str = self._method
+        if plain:
+            method = "clipped" if method.endswith("median") else "mean"
+        slots = [r.header.slot for r in action.responders]
+        merged = merge.merge(pieces, deltas, weights, method, squares=squares, slots=slots, threads=self._threads)
+        if not plain and is_isotropic(self._method):
             spans = isotropic.find_matrices(self.layout, pieces)
             isotropic.equalize_singular_values(merged.delta, spans, self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}

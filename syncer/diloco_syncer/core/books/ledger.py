@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import nlargest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -204,6 +205,13 @@ class Ledger:
         book.forget_sums()
         return dropped
 
+    def drop_held(self, header: PushHeader) -> None:
+        """Drop a held push that no merge can take."""
+        book = self.books[header.slot]
+        cell = book.cells[header.fragment]
+        cell.dropped["drain"] += cell.held.pop(header.id, 0)
+        book.forget_sums()
+
     def write_off_held(self, keep: set[PushId]) -> None:
         """After a restart, drop held pushes whose bytes are not in the store: they died with their learner."""
         for book in self.books:
@@ -312,6 +320,12 @@ class Ledger:
     def merged_compute_seconds(self) -> float:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""
         return sum(book.take_sums().compute_seconds for book in self.books)
+
+    def seconds_of_a_slot(self) -> float:
+        """Compute seconds of one slot's merged steps: of that with the second most, so that no learner alone can make
+        them many."""
+        known = (book.take_sums().compute_seconds / self.fragments for book in self.books)
+        return nlargest(2, [seconds for seconds in known if seconds > 0] or [0.0])[-1]
 
     def steps(self, slot: int) -> int:
         book = self.books[slot]

@@ -108,8 +108,8 @@ class VersionRecovery:
             self._actions.record_event(
                 EventKind.LOST_DATA,
                 None,
-                "no learner knows the outer optimizer's momentum, the order of the data, the job's elapsed time and "
-                "scores, or the tokens dropped in tenures that are over: these start anew",
+                "no learner knows the outer optimizer's momentum, the order of the data, the scores, or the tokens "
+                "dropped in tenures that are over: these start anew; the job's time is what its merged steps took",
             )
         elif (behind or self._taken_back) and self.can_recover:
             self._announce_loss("its state or its tape tells of merges that it does not have")

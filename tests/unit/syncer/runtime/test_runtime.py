@@ -26,15 +26,19 @@ from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_protocol.wire.progress import OVERTAKEN_BYTES
-from diloco_protocol.wire.records import Held, SlotReceipt
+from diloco_protocol.wire.records import Held, PushHeader, SlotReceipt, StepReport
 from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
+from diloco_syncer.core.books.shares import Work, weigh_pushes
+from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.output import model_output
 from diloco_syncer.runtime import global_model, initial_model
 from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.runtime.global_model import model_name
+from diloco_syncer.runtime.merger import without_responder
 from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
@@ -768,6 +772,35 @@ async def test_a_push_that_is_far_larger_than_the_parameters_is_refused(tmp_path
             refused = await bench.upload("a", np.full(LAYOUT.elements(0), value, np.float32), **fields)
             assert (refused.accepted, refused.reason) == (False, "out-of-scale")
         assert (await bench.upload("a", np.full(LAYOUT.elements(0), 19.5, np.float32), **fields)).accepted
+
+
+def test_who_is_left_out_takes_no_part_in_the_weights_of_the_others() -> None:
+    """The bound on tokens compares the others with each other then, as the audit does."""
+    job = CoreConfig(places=(("r", 0),), rules=RoundRules(4, 0, 1, 0.9, grace_cap=2.0), encoding="float32")
+    header = PushHeader(
+        *(0, 0, 1, 1),
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=1,
+        compute_seconds=0.1,
+        encoding="int4",
+        layout_digest="",
+        report=StepReport(),
+        slot=0,
+        incarnation=1,
+    )
+    responders = tuple(
+        ev.Responder(replace(header, slot=slot, tokens=tokens), slot, weight, 0)
+        for slot, (tokens, weight) in enumerate([(4000, 0.5), (1000, 0.3), (16, 0.2)])
+    )
+    merge = ev.Merge(0, 1, 1, responders, quorum_seconds=0.0, waited_seconds=0.0, job_tokens=0)
+    rest = without_responder(merge, responders[0], job)
+    assert [r.handle for r in rest.responders] == [1, 2]
+    due = weigh_pushes("tokens-quality", [Work(1000, 4), Work(16, 4)], job.max_steps)
+    assert [r.weight for r in rest.responders] == due == pytest.approx([16 / 17, 1 / 17])
 
 
 # ------------------------------------------------------------------ slow readers
