@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.adoption import Rule
 from syncer_simulation.broken_world import BrokenWorld, drawn_broken, settle_broken
+from syncer_simulation.bucket_world import BucketSetup, BucketWorld
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.disk_world import DiskSetup, DiskWorld
 from syncer_simulation.learners import Setup
@@ -195,6 +196,9 @@ DISK = DiskSetup(**asdict(replace(TROUBLE, faults=0.01, store_seconds=0.02, doub
 # And a bit of one object turns.
 FLIPPED = replace(DISK, faults=0.0, doubles=0.0, flips=0.7, crashes=6.0)
 
+# The real store of buckets, over a service that loses answers.
+BUCKET = BucketSetup(**asdict(TROUBLE))
+
 
 def drawn_shell(seed: int) -> ShellSetup:
     """A job that changes as ``drawn_changes`` has it, under the shell's troubles."""
@@ -220,6 +224,10 @@ def of_disk(setup: DiskSetup) -> Kind[DiskSetup, DiskWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), DiskWorld, settle_shell, 600.0)
 
 
+def of_bucket(setup: BucketSetup) -> Kind[BucketSetup, BucketWorld]:
+    return Kind(lambda seed: replace(setup, seed=seed), BucketWorld, settle_shell, 600.0)
+
+
 SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
@@ -231,4 +239,5 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "SUCCESSIONS": of_shell(SUCCESSIONS),
     "DISK": of_disk(DISK),
     "FLIPPED": of_disk(FLIPPED),
+    "BUCKET": of_bucket(BUCKET),
 }

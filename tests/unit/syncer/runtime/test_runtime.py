@@ -1185,7 +1185,8 @@ async def test_an_emptied_store_is_rebuilt_of_nothing_that_was_not_announced(tmp
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a", before=1, held=held)
         bench.connect(2, 1, "b", before=2, held=held)  # only when all are here is version 0 given back
-        uploader = {1: "a", 2: "b"}[bench.syncer.core.initialiser or 1]
+        asked = bench.syncer.core.initialiser or 1
+        uploader = {1: "a", 2: "b"}[asked]
         values = [np.full(LAYOUT.elements(p), 666.0, np.float32) for p in (0, 1)]
         receipts = [bench.receipt(p, int(forged.startswith("merged")), values[p]) for p in (0, 1)]
         if forged == "values":
@@ -1199,6 +1200,7 @@ async def test_an_emptied_store_is_rebuilt_of_nothing_that_was_not_announced(tmp
         await until(lambda: any("is not believed" in row.message for row in bench.syncer.event_log.events))
         core = bench.syncer.core
         assert core.initialiser is None and core.is_recovering and not core.initialised
+        assert not core.version_0_origins(asked), "it is not asked again"
 
 
 async def test_the_record_of_a_lost_version_is_made_though_its_sender_has_gone(
