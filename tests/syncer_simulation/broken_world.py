@@ -26,7 +26,7 @@ from diloco_syncer.numerics import merge
 from syncer_simulation.core_world import World, settle
 from syncer_simulation.learners import Learner, Setup
 
-SENT = {"sends 10^6 times its work": 1e6, "sends 200 times its work": 200.0, "sends the opposite": -1.0}
+SENT = {"sends 10^30 times its work": 1e30, "sends 200 times its work": 200.0, "sends the opposite": -1.0}
 FAULTS = (
     *("mute", "says it is slow", "says it is fast", "claims steps", "counts too many tokens", "counts one token"),
     *("marks what it has not read", *SENT),
@@ -191,7 +191,7 @@ def settle_broken(world: BrokenWorld) -> None:
     assert sum(of_others) / end >= 0.85 * sum(usual_of_others) / usual_end, (world.setup.fault, of_others)
     most = MOST * max(of_others) + MAX_BLOCK
     assert all(world.read[slot] <= most for slot in broken_slots(world)), (world.setup.fault, world.read)
-    assert world.loss <= reference.loss + 0.5 * SPREAD**2, (world.setup.fault, world.loss, reference.loss)
+    assert world.loss <= reference.loss + 2 * SPREAD**2, (world.setup.fault, world.loss, reference.loss)
     claimed = TURNS_AHEAD * 8 * world.setup.every / world.setup.steps
     if world.setup.stop == "steps":
         assert 0.9 - claimed <= end / usual_end <= 1.1, (world.setup.fault, end, usual_end)
