@@ -12,9 +12,10 @@ check of the epoch and what follows it. The job is suspended and resumed. The st
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -23,7 +24,7 @@ from diloco_protocol.documents import Report, read_document
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
-from diloco_protocol.wire.records import Receipt
+from diloco_protocol.wire.records import Receipt, Seat
 from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.audit.tape_audit import CHAIN, VERSIONS
 from diloco_syncer.core import events as ev
@@ -34,7 +35,7 @@ from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.driver import RESTART, SteadyClock
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.startup import complete_tape, replay, settings_line
-from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.replay import take_back_versions
@@ -42,24 +43,26 @@ from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 from syncer_simulation.core_world import NOTHING_MERGED, World, settle
+from syncer_simulation.job_changes import is_of_a_lost_region
 from syncer_simulation.learners import Setup
 from syncer_simulation.memory_store import MemoryStore
 from syncer_simulation.oracle import Oracle
-from syncer_simulation.processes import ProcessLoop
+from syncer_simulation.processes import ProcessLoop, present_work
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
-metadata: {name: shell}
+metadata: {{name: shell}}
 spec:
-  training: {model: null, data: null, stop: {steps: 1000}, evaluation: null}
+  training: {{model: null, data: null, stop: {{steps: 1000}}, evaluation: null}}
   sync:
-    compression: {up: float32, down: float32}
-    outer: {optimizer: sgd, lr: 1.0}
-  syncer: {checkpoint: {everySeconds: 3, keep: 1}}
-  learners: {command: [python, x.py]}
-  regions: [{name: r, learners: 4}]
+    compression: {{up: float32, down: float32}}
+    outer: {{optimizer: sgd, lr: {rate}}}
+  syncer: {{checkpoint: {{everySeconds: 3, keep: 1}}}}
+  learners: {{command: [python, x.py]}}
+  regions: [{{name: r, learners: 4}}, {{name: s, learners: 4}}]
 """
+CONTROL_KEY = b"k" * 32
 BEGUN = 1_700_000_000.0  # the wall clock at the beginning
 PARAMETERS = 64  # of each fragment
 COPIES = 8  # of the store, one a second
@@ -78,9 +81,9 @@ class ShellSetup(Setup):
     hand_overs: float = 0.0  # the syncer is told to stop, and another follows
     suspends: float = 0.0  # the job is suspended, and resumed
     torn: float = 0.0  # share of the losses in which what was written last is gone or torn, here and there
-    norm_gate: float | None = None
     evaluated: bool = False
     peer_states: bool = False  # newcomers want an inner optimizer state
+    forged: float = 0.0  # share of the versions given back that are a model of the learner's own
 
 
 @dataclass
@@ -115,7 +118,7 @@ class SyncerProcesses(World):
     def __init__(self, setup: ShellSetup) -> None:
         self.job, self.layout = self.make_job(setup)
         self.layout_digest = self.layout.digest
-        self.objects: dict[str, bytes] = {}
+        self.objects: MutableMapping[str, bytes] = {}
         self.copies: list[dict[str, bytes]] = []
         self.out = [0.0, 0.0]  # from when to when the store is away
         self.lives: list[Life] = []
@@ -134,7 +137,6 @@ class SyncerProcesses(World):
         self.oracle = Oracle(self.records, PARAMETERS)
         self.config = replace(
             self.config,
-            norm_gate=setup.norm_gate,
             evaluated=setup.evaluated,
             evaluation_seconds=20.0,
             evaluator_seconds=20.0,
@@ -145,7 +147,7 @@ class SyncerProcesses(World):
 
     def make_job(self, setup: ShellSetup) -> tuple[DiLoCoJob, Layout]:
         tensors = [Tensor(f"w{p}", (8, PARAMETERS // 8), "float32", False) for p in range(setup.fragments)]
-        return parse_job(JOB), Layout.build(tensors, fragments=setup.fragments)
+        return parse_job(JOB.format(rate=1.0)), Layout.build(tensors, fragments=setup.fragments)
 
     # ------------------------------------------------------------ time
 
@@ -154,12 +156,17 @@ class SyncerProcesses(World):
         random.seed(self.setup.seed)  # the pauses between two tries
         clocks = dict.fromkeys(("monotonic", "perf_counter"), lambda: self.now)
         try:
-            with mock.patch.multiple(time, time=lambda: BEGUN + self.now, **clocks):
+            with mock.patch.multiple(time, time=self.wall_clock, **clocks):
                 super().run(limit)
         finally:
             random.setstate(before)
             for life in self.lives:
                 life.loop.kill()
+
+    def wall_clock(self) -> float:
+        """What ``time.time`` says in the process that asks."""
+        work, loop = present_work(), asyncio._get_running_loop()
+        return BEGUN + self.now + getattr(loop if work is None else work.loop, "ahead", 0.0)
 
     def is_over(self) -> bool:
         return self.ended
@@ -176,6 +183,10 @@ class SyncerProcesses(World):
 
     def start_syncer(self) -> None:
         life = Life(ProcessLoop(self.at, lambda: self.now))
+        if self.core.initialised and not self.going_on:
+            self.change_job()
+        self.going_on = False
+        life.loop.ahead = self.set_clock()
         self.lives.append(life)
         life.loop.create_task(self.serve(life))
 
@@ -200,6 +211,11 @@ class SyncerProcesses(World):
         # One that is told to stop while the job ends leaves the report to the next.
         reason = life.syncer.driver.stop_reason if life.syncer is not None and outcome != SyncerExit.SUPERSEDED else ""
         self.ended = reason.startswith((f"{JobPhase.COMPLETE.value}:", f"{JobPhase.FAILED.value}:"))
+        if self.ended and self.core.phase in ENDED_PHASES:
+            self.going_on = self.goes_on(ev.SetPhase(self.core.phase, self.core.phase_message))
+            self.ended = not self.going_on
+        if self.going_on:
+            self.remove_learners()
         self.end_life_of(life, restart=life is self.lives[-1] and not self.ended)
 
     async def serve_to_the_end(self, life: Life) -> int:
@@ -208,7 +224,7 @@ class SyncerProcesses(World):
         life.epoch = checkpoints.epoch.number
         core = Core(self.config, state, life.epoch, self.now, wall=time.time())
         restored.newest = take_back_versions(core, restored.newest)
-        model = GlobalModel(self.job, threads=1)
+        model = GlobalModel(self.job, threads=1, control_key=CONTROL_KEY)
         if restored.layout is not None:
             model.begin(restored.layout, restored.newest)
         syncer = Syncer(self.job, core, model, checkpoints, tape=tape, restored=restored, loop=life.loop)
@@ -224,6 +240,7 @@ class SyncerProcesses(World):
         unmerged = (
             outcome == SyncerExit.FAILED and NOTHING_MERGED in syncer.driver.stop_reason
         )  # ``settle`` looks at it
+        unmerged = unmerged or is_of_a_lost_region(ev.SetPhase(core.phase, core.phase_message))
         assert outcome in fine or unmerged, syncer.driver.stop_reason
         life.stopping = True
         await self.stop_servers(life)
@@ -242,12 +259,16 @@ class SyncerProcesses(World):
     async def stop_servers(self, life: Life) -> None:
         self.end_sessions(life)
 
-    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+    def open_store(self) -> Store:
+        """The store, as the thread that asks has it."""
         setup = self.setup
         faults = setup.faults * setup.chaos
-        store = MemoryStore(
+        return MemoryStore(
             self.objects, self.random, setup.store_seconds, faults, out=self.out, on_change=self.oracle.read_object
         )
+
+    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+        store = self.open_store()
         checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
         self.identify(checkpoints)
         restored = checkpoints.load()
@@ -284,6 +305,8 @@ class SyncerProcesses(World):
     def trouble(self) -> None:
         self.at(1.0, self.trouble)
         setup, newest = self.setup, self.lives[-1]
+        if setup.clocks and self.changes.random() < 0.05:
+            newest.loop.ahead = self.set_clock()
         if setup.losses:
             self.copies = [*self.copies, dict(self.objects)][-COPIES:]
         if self.suspended and newest.serving:
@@ -359,6 +382,9 @@ class SyncerProcesses(World):
 
     # ------------------------------------------------------------ what a syncer hears and says
 
+    def take_seat(self, seat: Seat, process: str) -> None:
+        self.oracle.take_seat(seat, process)
+
     def handle(self, event: ev.Event) -> None:
         connection = getattr(event, "connection", None)
         if connection is not None and connection not in self.connections and not isinstance(event, ev.ConnectionLost):
@@ -376,6 +402,22 @@ class SyncerProcesses(World):
                 learner = self.connections[connection]
                 self.hear_break(connection)
                 self.at(0.1, lambda: self.reconnect(learner, connection))
+
+    def change_job(self) -> None:
+        before = self.seen["edits"]
+        super().change_job()
+        if self.seen["edits"] > before:
+            rate = self.changes.choice([0.5, 0.7, 1.0])
+            self.job = parse_job(JOB.format(rate=rate))
+
+    def start_again(self) -> None:
+        """Its next syncer starts when this one has ended."""
+
+    def crashes_at(self, action: ev.Action) -> bool:
+        if self.now < CALM and super().crashes_at(action):
+            assert self.acting is not None
+            self.at(0.0, lambda life=self.acting: self.crash(life))
+        return False
 
     def capture(self, core: Core) -> Known:
         receipts = [core.receipt(p) for p in range(len(core.versions))]
@@ -406,6 +448,7 @@ class SyncerProcesses(World):
             if isinstance(action, ev.Admit):
                 self.welcomed.add(action.connection)
             self.do(action)
+            self.crashes_at(action)
         except Exception as error:
             self.failures.append(error)
             raise
@@ -419,19 +462,20 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     """As ``settle``; every offer that was acknowledged has been merged; tape and report tell of the end. Or an emptied
     store lacks what only dead learners held: the job says so, and does not go on without it."""
     told = world.core.phase_message
-    lacks = "no learner here holds" in told or not any(map(world.held_by, world.learners))
-    if world.setup.wipes and lacks and world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
+    lacks = world.setup.forged or "no learner here holds" in told or not any(map(world.held_by, world.learners))
+    gone_back = world.setup.wipes or world.setup.losses
+    if gone_back and lacks and world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
         assert any(words in told for words in ("the store has lost data", "no learner here", "only an evaluator")), told
         world.check()
         return {}
     totals = settle(world)
     state = world.core.state(world.now)["job"]["leases"]
-    waiting = world.core._aggregator.accepted_headers() if world.setup.quorum > 1 else ()
+    waiting = world.core._aggregator.accepted_headers() if max(world.quorums) > 1 else ()
     world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
-    store = MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object)
+    store = world.open_store()
     wrong = [check for check in audit_store(store, "shell").checks if check.wrong]
     # A store that loses objects loses lines of its tape, which the audit tells; everything else holds.
-    assert not wrong or (world.setup.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
+    assert not wrong or (world.oracle.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
     tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])

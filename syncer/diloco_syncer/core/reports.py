@@ -30,7 +30,7 @@ def find_nonsense(state: JobState, slot: Slot, report: StepReport) -> str:
     if state.ledger.books[slot.index].trained + trained > limits.MAX_SLOT_TOKENS:
         return f"{trained} tokens: no slot trains so many"
     for fragment, row in enumerate(report.fragments):
-        dropped = row.dropped_overlap + row.dropped_stale + row.dropped_rolled_back
+        dropped = row.dropped_overlap + row.dropped_stale
         if row.tokens + row.confirmed_tokens + dropped > trained:
             return f"fragment {fragment}: the row tells of more tokens than the {trained} that were trained"
     return _find_unread(state, slot, report)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from diloco_protocol.resources import STATE_EVERY
 from diloco_protocol.vocabulary import JobPhase
-from diloco_protocol.wire import convert
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.shares import weigh_pushes, work_of
 from diloco_syncer.core.config import CoreConfig
@@ -77,7 +76,8 @@ class Merger:
         spent = {"merge": took, "quorum": action.quorum_seconds, "waited": action.waited_seconds}
         self.seconds = {name: self.seconds[name] + seconds for name, seconds in spent.items()}
         norms = tuple(r.norm for r in record.responders)
-        receipt = convert.receipt_bytes(self.core.receipt(action.fragment))  # of the version that it follows
+        rows = self.core.receipt(action.fragment)  # of the version that it follows
+        receipt = self.model.make_receipt(self.model.broadcasts[action.fragment], rows)
         self.model.publish(record, broadcast, time.monotonic(), receipt)  # and at once:
         handles = tuple(r.handle for r in left_out)
         self.emit(ev.MergeDurable(action.fragment, action.version, took, norms, norm=record.norm, left_out=handles))

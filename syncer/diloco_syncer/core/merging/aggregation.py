@@ -256,7 +256,8 @@ class Aggregator:
         self._actions.add(state.announcement(event.fragment))
 
     def _leave_out(self, merged: Round, handles: Collection[int]) -> None:
-        """Pushes with which the merge would have become infinite are not in it; their learners have the work."""
+        """Pushes with which the merge would have become infinite are not in it. Their learners have the work, and that
+        of those who have left is lost."""
         for push in [push for push in merged.pushes if push.handle in handles]:
             merged.pushes.remove(push)
             slot = self._state.members.slots[push.header.slot]
@@ -264,6 +265,8 @@ class Aggregator:
                 f"the update of {slot.learner} (norm {push.norm:.3g}) would make fragment {merged.fragment} infinite"
             )
             self._actions.record_event(EventKind.LEFT_OUT, slot, f"{words}: it is not merged")
+            if self._state.ledger:
+                self._state.ledger.drop_held(push.header)
             self._actions.add(ev.ReleasePush(push.handle))
 
     def record_arrival(self, event: ev.VersionSent, now: float) -> None:
