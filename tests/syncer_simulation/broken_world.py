@@ -19,6 +19,7 @@ from diloco_protocol.merging import push_weights
 from diloco_protocol.wire.records import PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.leases import MAX_BLOCK
+from diloco_syncer.core.books.ledger import PushId
 from diloco_syncer.core.books.norm_gate import GATE_FACTOR
 from diloco_syncer.core.books.shares import MOST
 from diloco_syncer.core.books.slots import TURNS_AHEAD
@@ -26,7 +27,7 @@ from diloco_syncer.numerics import merge
 from syncer_simulation.core_world import World, settle
 from syncer_simulation.learners import Learner, Setup
 
-SENT = {"sends 10^6 times its work": 1e6, "sends 200 times its work": 200.0, "sends the opposite": -1.0}
+SENT = {"sends 10^30 times its work": 1e30, "sends 200 times its work": 200.0, "sends the opposite": -1.0}
 FAULTS = (
     *("mute", "says it is slow", "says it is fast", "claims steps", "counts too many tokens", "counts one token"),
     *("marks what it has not read", *SENT),
@@ -74,7 +75,7 @@ class BrokenWorld(World):
         self.config = replace(self.config, stop=(self.setup.stop, limit), max_steps=alone, batches=batches)
         self.config = replace(self.config, norm_gate=GATE_FACTOR, weights=self.weights)
         self.theta = {(p, 0): np.full(ELEMENTS, BEGIN, np.float32) for p in range(self.setup.fragments)}
-        self.deltas: dict[int, np.ndarray] = {}
+        self.deltas: dict[PushId, np.ndarray] = {}
         self.hungry = 0  # steps that had no data
         super().start_syncer()
 
@@ -138,26 +139,28 @@ class BrokenWorld(World):
         if learner.leases.remaining < 10 * BATCH and learner.connection is not None:
             self.handle(ev.LeaseRequested(learner.connection))
 
-    def measure(self, learner: Learner, header: PushHeader, handle: int) -> tuple[float, float]:
+    def size_of(self, header: PushHeader) -> tuple[float, float]:
+        """Make the push's values, and measure them as the runtime does."""
+        if header.id in self.sizes:
+            return self.sizes[header.id]
+        (learner,) = (one for one in self.everyone if one.process == self.core.slots[header.slot].holder.process)
         base = self.theta[header.fragment, header.base_version]
         own = np.random.default_rng([learner.place[1], header.fragment]).standard_normal(ELEMENTS)
-        optimum = OPTIMUM + SPREAD * own
-        delta = ((base - optimum) * (1 - (1 - STEP) ** header.steps)).astype(np.float32)
+        delta = ((base - OPTIMUM - SPREAD * own) * (1 - (1 - STEP) ** header.steps)).astype(np.float32)
         if self.is_broken(learner):
             delta *= np.float32(SENT.get(self.setup.fault, 1.0))
-        self.deltas[handle] = delta
+        self.deltas[header.id] = delta
         (square,), (of_theta,) = merge.piece_squares(PIECES, delta), merge.piece_squares(PIECES, base)
         growth = merge.growth(PIECES, np.array([square]), np.array([of_theta]), of_theta / ELEMENTS)
-        return float(np.sqrt(square)), growth
+        return self.sizes.setdefault(header.id, (float(np.sqrt(square)), growth))
 
-    def merge_values(self, action: ev.Merge) -> tuple[float, ...]:
-        deltas = [self.deltas[r.handle] for r in action.responders]
+    def merge_values(self, action: ev.Merge) -> None:
+        deltas = [self.deltas[r.header.id] for r in action.responders]
         squares = [merge.piece_squares(PIECES, delta) for delta in deltas]
         weights, slots = [r.weight for r in action.responders], [r.header.slot for r in action.responders]
         merged = merge.merge(PIECES, deltas, weights, self.setup.method, squares=squares, slots=slots)
         before = self.theta[action.fragment, action.version - 1]
         self.theta[action.fragment, action.version] = before - np.float32(OUTER) * merged.delta
-        return merged.norms
 
     def mark_end(self) -> None:
         super().mark_end()
@@ -191,7 +194,7 @@ def settle_broken(world: BrokenWorld) -> None:
     assert sum(of_others) / end >= 0.85 * sum(usual_of_others) / usual_end, (world.setup.fault, of_others)
     most = MOST * max(of_others) + MAX_BLOCK
     assert all(world.read[slot] <= most for slot in broken_slots(world)), (world.setup.fault, world.read)
-    assert world.loss <= reference.loss + 0.5 * SPREAD**2, (world.setup.fault, world.loss, reference.loss)
+    assert world.loss <= reference.loss + 2 * SPREAD**2, (world.setup.fault, world.loss, reference.loss)
     claimed = TURNS_AHEAD * 8 * world.setup.every / world.setup.steps
     if world.setup.stop == "steps":
         assert 0.9 - claimed <= end / usual_end <= 1.1, (world.setup.fault, end, usual_end)

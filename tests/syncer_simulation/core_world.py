@@ -523,22 +523,18 @@ class World:
             assert not ids & after, "a step was merged twice"
             after |= ids
         headers = [json.dumps(header_to_json(r.header)) for r in responders]
-        norms = self.merge_values(action)[: len(responders)]
+        norms = tuple(self.size_of(r.header)[0] for r in responders)
         self.records[p, v] = Record(self.epoch, after, headers, self.epoch)
         if self.chance(0.01 * self.setup.crashes):
             self.crash_syncer()
             return
+        self.merge_values(action)
         self.handle(ev.MergeDurable(p, v, 0.05, norms, left_out=tuple(r.handle for r in left_out)))
         if life == self.life:
             self.check()
 
-    def merge_values(self, action: ev.Merge) -> tuple[float, ...]:
-        """The norms of the pushes that are merged."""
-        return tuple(self.size_of(r.header)[0] for r in action.responders)
-
-    def measure(self, learner: Learner, header: PushHeader, handle: int) -> tuple[float, float]:
-        """A push's norm, which may be infinite, and its size beside the parameters."""
-        return self.size_of(header)
+    def merge_values(self, action: ev.Merge) -> None:
+        """The version has parameters, in worlds that have some."""
 
     def remove_offer(self, handle: int) -> None:
         """An offer was merged or replaced. Its file goes a while later, and not at all if the syncer crashes before."""
@@ -886,7 +882,7 @@ class World:
             if header.round == 0:  # spooled before it is accepted: durable before it is acknowledged
                 self.spool[header.id] = (json.dumps(header_to_json(header)), ids)
                 self.offer_of[handle] = header.id
-            norm, growth = self.measure(learner, header, handle)
+            norm, growth = self.size_of(header)
             received = ev.PushReceived(header, norm, math.isfinite(norm), handle, growth=growth)
             actions = self.core.handle(received, self.now)
             verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
