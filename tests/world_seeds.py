@@ -28,6 +28,8 @@ RECORDED: dict[str, dict[str, range]] = {
         "STANDING_BY": range(12),
         "CHANGED": range(30),
         "SUCCESSIONS": range(5, 20),
+        "INTERRUPTED": range(12),
+        "DAMAGED": range(20),
     },
     "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "DRAWN"), range(5)),
     "operator": {"FAULTS": range(12), "LIVES": range(12)},

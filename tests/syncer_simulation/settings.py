@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.adoption import Rule
 from syncer_simulation.broken_world import BrokenWorld, drawn_broken, settle_broken
+from syncer_simulation.bucket_world import BucketSetup, BucketWorld
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.disk_world import DiskSetup, DiskWorld
 from syncer_simulation.learners import Setup
@@ -172,12 +173,31 @@ FORGED = replace(LOSING, wipes=0.4, forged=0.5, refusals=0.0)
 QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
 # One syncer after the other is succeeded, at the end too.
 SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
+# Within a write, too.
+INTERRUPTED = replace(SUCCESSIONS, steps=60, doubles=0.5, interrupts=0.15)
+# One object of the store is damaged, once.
+DAMAGED = replace(
+    TROUBLE,
+    steps=120,
+    sequences=30_000,  # in few leases: each makes a new state
+    deaths=0.3,
+    crashes=5.0,
+    doubles=0.0,
+    suspends=0.0,
+    faults=0.0,
+    damages=0.6,
+    norm_gate=None,
+    evaluated=False,
+)
 
 
 # The real store on a disk that forgets what was not flushed, under syncers that are killed within its operations.
 DISK = DiskSetup(**asdict(replace(TROUBLE, faults=0.01, store_seconds=0.02, doubles=0.5, crashes=4.0)), kills=0.03)
 # And a bit of one object turns.
 FLIPPED = replace(DISK, faults=0.0, doubles=0.0, flips=0.7, crashes=6.0)
+
+# The real store of buckets, over a service that loses answers.
+BUCKET = BucketSetup(**asdict(TROUBLE))
 
 
 def drawn_shell(seed: int) -> ShellSetup:
@@ -204,13 +224,20 @@ def of_disk(setup: DiskSetup) -> Kind[DiskSetup, DiskWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), DiskWorld, settle_shell, 600.0)
 
 
+def of_bucket(setup: BucketSetup) -> Kind[BucketSetup, BucketWorld]:
+    return Kind(lambda seed: replace(setup, seed=seed), BucketWorld, settle_shell, 600.0)
+
+
 SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
     "STANDING_BY": of_shell(STANDING_BY),
     "FORGED": of_shell(FORGED),
     "CHANGED": Kind(drawn_shell, ShellWorld, settle_shell, 600.0),
+    "INTERRUPTED": of_shell(INTERRUPTED),
+    "DAMAGED": of_shell(DAMAGED),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
     "DISK": of_disk(DISK),
     "FLIPPED": of_disk(FLIPPED),
+    "BUCKET": of_bucket(BUCKET),
 }

@@ -513,7 +513,7 @@ class World:
         handle = next(self._numbers)
         self._pushing[handle] = learner, header
         norm, finite, growth = self.versions.receive(handle, header, encoded)
-        return ev.PushReceived(header, norm, finite, handle, growth)
+        return ev.PushReceived(header, norm, finite, handle, growth=growth)
 
     def _judge_push(self, verdict: ev.AnswerPush) -> None:
         if verdict.reason is not None:

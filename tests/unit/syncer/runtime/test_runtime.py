@@ -776,7 +776,7 @@ async def test_a_push_that_is_far_larger_than_the_parameters_is_refused(tmp_path
 
 def test_who_is_left_out_takes_no_part_in_the_weights_of_the_others() -> None:
     """The bound on tokens compares the others with each other then, as the audit does."""
-    job = CoreConfig(places=(("r", 0),), rules=RoundRules(4, 0, 1, 0.9, 2.0), encoding="float32")
+    job = CoreConfig(places=(("r", 0),), rules=RoundRules(4, 0, 1, 0.9, grace_cap=2.0), encoding="float32")
     header = PushHeader(
         *(0, 0, 1, 1),
         base_version=0,
@@ -1185,7 +1185,8 @@ async def test_an_emptied_store_is_rebuilt_of_nothing_that_was_not_announced(tmp
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a", before=1, held=held)
         bench.connect(2, 1, "b", before=2, held=held)  # only when all are here is version 0 given back
-        uploader = {1: "a", 2: "b"}[bench.syncer.core.initialiser or 1]
+        asked = bench.syncer.core.initialiser or 1
+        uploader = {1: "a", 2: "b"}[asked]
         values = [np.full(LAYOUT.elements(p), 666.0, np.float32) for p in (0, 1)]
         receipts = [bench.receipt(p, int(forged.startswith("merged")), values[p]) for p in (0, 1)]
         if forged == "values":
@@ -1199,6 +1200,7 @@ async def test_an_emptied_store_is_rebuilt_of_nothing_that_was_not_announced(tmp
         await until(lambda: any("is not believed" in row.message for row in bench.syncer.event_log.events))
         core = bench.syncer.core
         assert core.initialiser is None and core.is_recovering and not core.initialised
+        assert not core.version_0_origins(asked), "it is not asked again"
 
 
 async def test_the_record_of_a_lost_version_is_made_though_its_sender_has_gone(
