@@ -350,8 +350,8 @@ class Kubernetes:
             process = None
             wait = CRASH_BACKOFF * 2.0 ** (len(ends) - 2) if len(ends) > 1 else 0.5
             node.start_at[uid] = now() + min(LONGEST_CRASH_BACKOFF, wait)
-        elif process is None and now() >= node.start_at.get(uid, 0.0) and self._mounts(pod):
-            process = self._start(node, uid, pod)
+        elif process is None and now() >= node.start_at.get(uid, 0.0) and (uid in node.ends or self._mounts(pod)):
+            process = self._start(node, uid, pod)  # again with what was mounted at first, if it had begun before
         self._show(node, uid, pod, process)
 
     def _mounts(self, pod: Object) -> bool:
