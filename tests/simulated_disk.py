@@ -54,7 +54,7 @@ class SimulatedDisk:
 
     def _hooked(self, call: str) -> Any:
         def hooked(*arguments: Any, **options: Any) -> Any:
-            if call == "write" and not self._is_here(arguments[0]):
+            if not self._is_here(arguments[0]):
                 return self._real[call](*arguments, **options)
             self.kill_after -= 1
             if self.kill_after < 0:
@@ -70,8 +70,13 @@ class SimulatedDisk:
 
         return hooked
 
-    def _is_here(self, descriptor: int) -> bool:
-        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{self.base}/")
+    def _is_here(self, file: Any) -> bool:
+        """``file``: a path, a descriptor, or what has one."""
+        descriptor = file.fileno() if hasattr(file, "fileno") else file
+        path = (
+            os.readlink(f"/proc/self/fd/{descriptor}") if isinstance(descriptor, int) else os.path.abspath(descriptor)
+        )
+        return f"{path}/".startswith(f"{self.base}/")
 
     def _flush(self, file: Any, caller: str) -> None:
         self.flushed_by.add(caller)
@@ -81,7 +86,7 @@ class SimulatedDisk:
         path, found = Path(os.readlink(f"/proc/self/fd/{descriptor}")), os.fstat(descriptor)
         if stat.S_ISDIR(found.st_mode):
             self._names[found.st_ino] = self._list(path)
-        elif str(path).startswith(f"{self.base}/"):
+        else:
             self._content[found.st_ino] = path.read_bytes()
 
     def _list(self, folder: Path) -> dict[str, int]:
@@ -91,6 +96,11 @@ class SimulatedDisk:
             if entry.is_file() and not (kept := self._kept / str(entry.inode())).exists():
                 self._real["link"](entry.path, kept)
         return names
+
+    def spoil(self, path: Path, content: bytes) -> None:
+        """The medium holds something else from now on."""
+        path.write_bytes(content)
+        self._content[path.stat().st_ino] = content
 
     # ------------------------------------------------------------- what becomes of it
 

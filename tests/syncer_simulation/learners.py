@@ -35,6 +35,15 @@ class Setup:
     spares: int = 0  # processes that stand by
     visitors: int = 0  # processes that come beyond the slots, train for a while and go; the region has places for them
     crossings: bool = False  # whether reports of a tenure that is over come after the seat of the next
+    stop: str = "steps"  # what ends the job
+    edits: float = 0.0  # share of the syncer's starts before which people have changed the job
+    clocks: float = 0.0  # seconds by which the wall clocks of the syncers' machines differ, and jump, at most
+    regions: int = 1  # the second one's learners go at once now and then, and come back
+    on_region_lost: str = "Continue"
+    norm_gate: float | None = None
+    diverged: float = 0.0  # share of the pushes with values that are not finite, or far above the others'
+    slow: float = 0.0  # share of the processes to which versions take seconds, and words do not
+    told_crashes: float = 0.0  # share of the seats and leases after which the syncer crashes at once
     swallowed: str = ""  # the kind of message that never arrives: pull, push, answer, announce, report
     sequences: int = 0  # of the data set; 0: no leases
 
@@ -59,6 +68,7 @@ class Learner:
     snapshots: dict[tuple[int, int], Ids] = field(default_factory=dict)
     pulls: dict[int, ev.Pull] = field(default_factory=dict)
     pushed: dict[int, tuple[int, int]] = field(default_factory=dict)  # round and sequence of what answers its pull
+    late: float = 0.0  # the longest that a version takes to it, beyond the usual
     news: list[tuple[Announcement, Ids]] = field(default_factory=list)
     tokens_of: dict[tuple[str, int], int] = field(default_factory=dict)
     alive: bool = True

@@ -32,6 +32,7 @@ class Oracle:
         self.seats: dict[tuple[int, int], str] = {}  # slot and incarnation: the process
         self.granted: set[int] = set()  # leases
         self.leases: dict[int, Lease] = {}  # as they were last told
+        self.announced: set[tuple[int, int]] = set()  # fragments and versions that anybody was told of
         self.trained_to = Counter[tuple[int, int]]()  # of each block of a data epoch, by anybody
         self._made: dict[tuple[str, bytes], dict[tuple[int, int], Record]] = {}  # by the object that made it
         self._set_aside: set[str] = set()  # copies of records that were
@@ -82,6 +83,8 @@ class Oracle:
         if name not in objects:
             if (found := parse_record_name(name)) is not None and self._was_set_aside(objects, name):
                 p, newest = found[0], max((v for q, v in _records_of(objects) if q == found[0]), default=0)
+                told = self.losses == 0 and found in self.announced
+                assert not told, f"version {found[1]} of fragment {found[0]} was announced, and is set aside"
                 # With it goes what the store has lost between this one and those that it goes on from.
                 for lost in [(q, v) for q, v in self.records if (q, v) == found or (q == p and v > newest)]:
                     del self.records[lost]
@@ -130,6 +133,13 @@ class Oracle:
         self.granted.clear()
         kept = {push_id: offer for push_id, offer in self.acknowledged.items() if offer_name(offer[0]) in whole}
         self.acknowledged = kept
+
+    def forget(self, name: str) -> None:
+        """An object that nobody was told of is gone."""
+        found = parse_record_name(name)
+        gone = [found] if found is not None else [key for key in self.records if key[1] == 0] * (name == "initial.json")
+        for key in gone:
+            self.records.pop(key, None)
 
     def check_end(self, leases: LeaseBook, waiting: Sequence[PushHeader] = ()) -> None:
         """Every offer that was acknowledged has been merged, or is one of those that wait for more learners

@@ -100,6 +100,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, at: At, now: Callable[[], float]) -> None:
         self.alive = True
+        self.ahead = 0.0  # its wall clock
         self.stalled_until = 0.0  # its threads do nothing before
         self._at, self._now = at, now
         self._queues: dict[int, deque[ThreadWork]] = {}  # of each executor, which has one thread; the first is running

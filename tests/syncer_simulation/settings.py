@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.adoption import Rule
 from syncer_simulation.broken_world import BrokenWorld, drawn_broken, settle_broken
+from syncer_simulation.bucket_world import BucketSetup, BucketWorld
 from syncer_simulation.core_world import World, check_liveness, settle
+from syncer_simulation.disk_world import DiskSetup, DiskWorld
 from syncer_simulation.learners import Setup
 from syncer_simulation.shell_sessions import ShellWorld
 from syncer_simulation.shell_world import ShellSetup, settle_shell
@@ -45,6 +47,7 @@ WIPED = Setup(0, steps=80, crashes=3.0, refusals=0.3, wipes=0.6)
 MOVED = replace(WIPED, deaths=2.0, spares=2, scales=0.5)  # and who comes back may have had another slot
 SPARES = replace(WIPED, spares=2, replaced=0.7)  # and those that stand by may be all that is left
 VISITED = Setup(0, steps=60, slots=2, visitors=2, crashes=5.0)
+SLOW = replace(HARSH, slow=0.5, deaths=5.0)  # versions come late to some, words do not
 CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
 LOSSY = Setup(0, every=8, steps=160, latency=0.3, deaths=0.0, crashes=0.0)  # messages are lost, nobody dies
 
@@ -77,6 +80,39 @@ def drawn_setup(seed: int) -> Setup:
     )
 
 
+def drawn_changes(seed: int) -> Setup:
+    """A job that people change while it runs, with any stop, on machines whose clocks differ, in one region or in two
+    of which one goes at times, and with pushes that have come apart."""
+    rng = random.Random(seed)
+    slots = rng.randint(2, 4)
+    return Setup(
+        seed,
+        slots,
+        fragments=rng.randint(1, 3),
+        every=rng.randint(4, 8),
+        overlap=rng.randint(0, 3),
+        quorum=rng.randint(1, slots),
+        rule=rng.choice(list(Rule)),
+        steps=rng.choice([40, 80]),
+        deaths=rng.choice([0.0, 1.0, 2.0]),
+        crashes=rng.choice([1.0, 4.0]),
+        losses=rng.choice([0.0, 0.7]),
+        stop=rng.choice(["steps", "tokens", "seconds"]),
+        edits=rng.choice([0.0, 0.5]),
+        clocks=rng.choice([0.0, 40 * 86_400.0]),
+        regions=rng.randint(1, 2),
+        on_region_lost=rng.choice(["Continue", "Hold", "Fail"]),
+        norm_gate=rng.choice([None, 3.0]),
+        diverged=rng.choice([0.0, 0.1, 0.5]),
+        told_crashes=rng.choice([0.0, 0.1]),
+        slow=rng.choice([0.0, 0.3]),
+    )
+
+
+CHANGING = ("slots", "fragments", "every", "overlap", "quorum", "rule", "stop", "edits", "clocks", "regions")
+CHANGING += ("on_region_lost", "norm_gate", "diverged", "told_crashes", "slow")
+
+
 def of_core(setup: Setup, judge: Callable[[World], object] = settle, limit: float = 3000.0) -> Kind[Setup, World]:
     return Kind(lambda seed: replace(setup, seed=seed), World, judge, limit)
 
@@ -98,7 +134,9 @@ CORE: dict[str, Kind[Any, Any]] = {
     "SPARES": of_core(SPARES, settle_rebuilt),
     "VISITED": of_core(VISITED),
     "CROSSINGS": of_core(CROSSINGS),
+    "SLOW": of_core(SLOW),
     "DRAWN": Kind(drawn_setup, World, settle),
+    "CHANGED": Kind(drawn_changes, World, settle),
     "BROKEN": Kind(drawn_broken, BrokenWorld, settle_broken),
     # With K = M every loss holds everybody up. Of the seeds that it names, a test asks for a greater share of the pace.
     "LIVE_1": of_core(LOSSY, settle_live(0.5), 600.0),
@@ -130,18 +168,76 @@ TROUBLE = ShellSetup(
 LOSING = replace(TROUBLE, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
 # And a learner stands by, which may be the only one that holds what an emptied store had.
 STANDING_BY = replace(LOSING, spares=1, wipes=0.6, deaths=3.0, replaced=0.5)
+# And half of what is given back is a model of the learner's own.
+FORGED = replace(LOSING, wipes=0.4, forged=0.5, refusals=0.0)
 QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
 # One syncer after the other is succeeded, at the end too.
 SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
+# Within a write, too.
+INTERRUPTED = replace(SUCCESSIONS, steps=60, doubles=0.5, interrupts=0.15)
+# One object of the store is damaged, once.
+DAMAGED = replace(
+    TROUBLE,
+    steps=120,
+    sequences=30_000,  # in few leases: each makes a new state
+    deaths=0.3,
+    crashes=5.0,
+    doubles=0.0,
+    suspends=0.0,
+    faults=0.0,
+    damages=0.6,
+    norm_gate=None,
+    evaluated=False,
+)
+
+
+# The real store on a disk that forgets what was not flushed, under syncers that are killed within its operations.
+DISK = DiskSetup(**asdict(replace(TROUBLE, faults=0.01, store_seconds=0.02, doubles=0.5, crashes=4.0)), kills=0.03)
+# And a bit of one object turns.
+FLIPPED = replace(DISK, faults=0.0, doubles=0.0, flips=0.7, crashes=6.0)
+
+# The real store of buckets, over a service that loses answers.
+BUCKET = BucketSetup(**asdict(TROUBLE))
+
+
+def drawn_shell(seed: int) -> ShellSetup:
+    """A job that changes as ``drawn_changes`` has it, under the shell's troubles."""
+    rng = random.Random(seed)
+    changes = drawn_changes(seed)
+    drawn = {name: getattr(changes, name) for name in CHANGING}
+    return replace(
+        TROUBLE,
+        seed=seed,
+        steps=60,
+        **drawn,
+        doubles=rng.choice([0.0, 1.0]),
+        evaluated=rng.random() < 0.3,
+        losses=rng.choice([0.0, 0.0, 0.4]),
+    )
 
 
 def of_shell(setup: ShellSetup) -> Kind[ShellSetup, ShellWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), ShellWorld, settle_shell, 600.0)
 
 
+def of_disk(setup: DiskSetup) -> Kind[DiskSetup, DiskWorld]:
+    return Kind(lambda seed: replace(setup, seed=seed), DiskWorld, settle_shell, 600.0)
+
+
+def of_bucket(setup: BucketSetup) -> Kind[BucketSetup, BucketWorld]:
+    return Kind(lambda seed: replace(setup, seed=seed), BucketWorld, settle_shell, 600.0)
+
+
 SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
     "STANDING_BY": of_shell(STANDING_BY),
+    "FORGED": of_shell(FORGED),
+    "CHANGED": Kind(drawn_shell, ShellWorld, settle_shell, 600.0),
+    "INTERRUPTED": of_shell(INTERRUPTED),
+    "DAMAGED": of_shell(DAMAGED),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
+    "DISK": of_disk(DISK),
+    "FLIPPED": of_disk(FLIPPED),
+    "BUCKET": of_bucket(BUCKET),
 }

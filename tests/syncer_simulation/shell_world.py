@@ -12,9 +12,10 @@ check of the epoch and what follows it. The job is suspended and resumed. The st
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -23,7 +24,7 @@ from diloco_protocol.documents import Report, read_document
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SyncerExit
-from diloco_protocol.wire.records import Receipt
+from diloco_protocol.wire.records import Receipt, Seat
 from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.audit.tape_audit import CHAIN, VERSIONS
 from diloco_syncer.core import events as ev
@@ -34,32 +35,35 @@ from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.driver import RESTART, SteadyClock
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.startup import complete_tape, replay, settings_line
-from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
+from diloco_syncer.store.records import Damaged, MergeRecord, parse_record_name
 from diloco_syncer.store.replay import take_back_versions
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
 from syncer_simulation.core_world import NOTHING_MERGED, World, settle
+from syncer_simulation.job_changes import is_of_a_lost_region
 from syncer_simulation.learners import Setup
 from syncer_simulation.memory_store import MemoryStore
 from syncer_simulation.oracle import Oracle
-from syncer_simulation.processes import ProcessLoop
+from syncer_simulation.processes import ProcessLoop, present_work
 
 JOB = """
 apiVersion: diloco.io/v1alpha1
 kind: DiLoCoJob
-metadata: {name: shell}
+metadata: {{name: shell}}
 spec:
-  training: {model: null, data: null, stop: {steps: 1000}, evaluation: null}
+  training: {{model: null, data: null, stop: {{steps: 1000}}, evaluation: null}}
   sync:
-    compression: {up: float32, down: float32}
-    outer: {optimizer: sgd, lr: 1.0}
-  syncer: {checkpoint: {everySeconds: 3, keep: 1}}
-  learners: {command: [python, x.py]}
-  regions: [{name: r, learners: 4}]
+    compression: {{up: float32, down: float32}}
+    outer: {{optimizer: sgd, lr: {rate}}}
+  syncer: {{checkpoint: {{everySeconds: 3, keep: 1}}}}
+  learners: {{command: [python, x.py]}}
+  regions: [{{name: r, learners: 4}}, {{name: s, learners: 4}}]
 """
+CONTROL_KEY = b"k" * 32
 BEGUN = 1_700_000_000.0  # the wall clock at the beginning
 PARAMETERS = 64  # of each fragment
 COPIES = 8  # of the store, one a second
@@ -75,12 +79,14 @@ class ShellSetup(Setup):
     faults: float = 0.0  # share of the store's writes that fail
     store_seconds: float = 0.02  # the longest that an operation of it takes
     doubles: float = 0.0  # a second syncer starts beside the first
+    interrupts: float = 0.0  # share of the merges within whose write a second one succeeds the first
     hand_overs: float = 0.0  # the syncer is told to stop, and another follows
     suspends: float = 0.0  # the job is suspended, and resumed
+    damages: float = 0.0  # share of the crashes after which one object is gone or damaged, once in a world
     torn: float = 0.0  # share of the losses in which what was written last is gone or torn, here and there
-    norm_gate: float | None = None
     evaluated: bool = False
     peer_states: bool = False  # newcomers want an inner optimizer state
+    forged: float = 0.0  # share of the versions given back that are a model of the learner's own
 
 
 @dataclass
@@ -107,6 +113,20 @@ class Life:
         return self.loop.alive and self.syncer is not None and not self.stopping
 
 
+def records_of(objects: Iterable[str], fragments: int) -> list[int]:
+    """The newest version of each fragment that has a record."""
+    found = [place for name in objects if (place := parse_record_name(name)) is not None]
+    return [max((version for q, version in found if q == p), default=0) for p in range(fragments)]
+
+
+def is_whole(record: bytes, name: str) -> bool:
+    try:
+        MergeRecord.unpack(record, name)
+    except Damaged:
+        return False
+    return True
+
+
 class SyncerProcesses(World):
     """Several syncers at once, on one store."""
 
@@ -115,7 +135,7 @@ class SyncerProcesses(World):
     def __init__(self, setup: ShellSetup) -> None:
         self.job, self.layout = self.make_job(setup)
         self.layout_digest = self.layout.digest
-        self.objects: dict[str, bytes] = {}
+        self.objects: MutableMapping[str, bytes] = {}
         self.copies: list[dict[str, bytes]] = []
         self.out = [0.0, 0.0]  # from when to when the store is away
         self.lives: list[Life] = []
@@ -128,13 +148,13 @@ class SyncerProcesses(World):
         self.ended = False
         self.min_epoch = 0
         self.failures: list[BaseException] = []
+        self.expected: dict[int, int] = {}  # by fragment the version that the next syncer has at least
         rules = RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, grace_cap=2.0)
         self.core = Core(CoreConfig(places=(("r", 0),), rules=rules, encoding="float32"), None, 0, 0.0)  # no life's yet
         super().__init__(setup)
         self.oracle = Oracle(self.records, PARAMETERS)
         self.config = replace(
             self.config,
-            norm_gate=setup.norm_gate,
             evaluated=setup.evaluated,
             evaluation_seconds=20.0,
             evaluator_seconds=20.0,
@@ -145,7 +165,7 @@ class SyncerProcesses(World):
 
     def make_job(self, setup: ShellSetup) -> tuple[DiLoCoJob, Layout]:
         tensors = [Tensor(f"w{p}", (8, PARAMETERS // 8), "float32", False) for p in range(setup.fragments)]
-        return parse_job(JOB), Layout.build(tensors, fragments=setup.fragments)
+        return parse_job(JOB.format(rate=1.0)), Layout.build(tensors, fragments=setup.fragments)
 
     # ------------------------------------------------------------ time
 
@@ -154,12 +174,22 @@ class SyncerProcesses(World):
         random.seed(self.setup.seed)  # the pauses between two tries
         clocks = dict.fromkeys(("monotonic", "perf_counter"), lambda: self.now)
         try:
-            with mock.patch.multiple(time, time=lambda: BEGUN + self.now, **clocks):
+            with mock.patch.multiple(time, time=self.wall_clock, **clocks):
                 super().run(limit)
         finally:
             random.setstate(before)
             for life in self.lives:
                 life.loop.kill()
+
+    @property
+    def knows_all_offers(self) -> bool:  # type: ignore[override]
+        """A succeeded syncer may write one late, which it does not acknowledge."""
+        return not (self.setup.doubles or self.setup.interrupts)
+
+    def wall_clock(self) -> float:
+        """What ``time.time`` says in the process that asks."""
+        work, loop = present_work(), asyncio._get_running_loop()
+        return BEGUN + self.now + getattr(loop if work is None else work.loop, "ahead", 0.0)
 
     def is_over(self) -> bool:
         return self.ended
@@ -176,6 +206,10 @@ class SyncerProcesses(World):
 
     def start_syncer(self) -> None:
         life = Life(ProcessLoop(self.at, lambda: self.now))
+        if self.core.initialised and not self.going_on:
+            self.change_job()
+        self.going_on = False
+        life.loop.ahead = self.set_clock()
         self.lives.append(life)
         life.loop.create_task(self.serve(life))
 
@@ -184,7 +218,7 @@ class SyncerProcesses(World):
         try:
             outcome = await self.serve_to_the_end(life)
         except (OSError, StoreUnusable) as error:
-            assert isinstance(error, OSError) or self.oracle.losses, error
+            assert isinstance(error, OSError) or (self.oracle.losses and not self.expected), error
             if not isinstance(error, OSError):
                 self.lose_content(whole=True)  # as people do: they give it an older copy of its store
             outcome = SyncerExit.STORE
@@ -200,6 +234,11 @@ class SyncerProcesses(World):
         # One that is told to stop while the job ends leaves the report to the next.
         reason = life.syncer.driver.stop_reason if life.syncer is not None and outcome != SyncerExit.SUPERSEDED else ""
         self.ended = reason.startswith((f"{JobPhase.COMPLETE.value}:", f"{JobPhase.FAILED.value}:"))
+        if self.ended and self.core.phase in ENDED_PHASES:
+            self.going_on = self.goes_on(ev.SetPhase(self.core.phase, self.core.phase_message))
+            self.ended = not self.going_on
+        if self.going_on:
+            self.remove_learners()
         self.end_life_of(life, restart=life is self.lives[-1] and not self.ended)
 
     async def serve_to_the_end(self, life: Life) -> int:
@@ -208,7 +247,7 @@ class SyncerProcesses(World):
         life.epoch = checkpoints.epoch.number
         core = Core(self.config, state, life.epoch, self.now, wall=time.time())
         restored.newest = take_back_versions(core, restored.newest)
-        model = GlobalModel(self.job, threads=1)
+        model = GlobalModel(self.job, threads=1, control_key=CONTROL_KEY)
         if restored.layout is not None:
             model.begin(restored.layout, restored.newest)
         syncer = Syncer(self.job, core, model, checkpoints, tape=tape, restored=restored, loop=life.loop)
@@ -217,6 +256,9 @@ class SyncerProcesses(World):
         self.register(life, syncer)
         self.epoch, self.core, self.newest, life.syncer = life.epoch, core, life, syncer
         replay(syncer, restored)
+        fewer = {p: v for p, v in self.expected.items() if core.versions[p] < v}
+        assert not fewer, f"of {core.versions} are left, after one object was damaged: {fewer} were there"
+        self.expected = {}
         syncer.start(restored.behind)
         self.check()
         outcome = await syncer.driver.outcome
@@ -224,6 +266,7 @@ class SyncerProcesses(World):
         unmerged = (
             outcome == SyncerExit.FAILED and NOTHING_MERGED in syncer.driver.stop_reason
         )  # ``settle`` looks at it
+        unmerged = unmerged or is_of_a_lost_region(ev.SetPhase(core.phase, core.phase_message))
         assert outcome in fine or unmerged, syncer.driver.stop_reason
         life.stopping = True
         await self.stop_servers(life)
@@ -242,12 +285,22 @@ class SyncerProcesses(World):
     async def stop_servers(self, life: Life) -> None:
         self.end_sessions(life)
 
-    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+    def open_store(self) -> Store:
+        """The store, as the thread that asks has it."""
         setup = self.setup
         faults = setup.faults * setup.chaos
-        store = MemoryStore(
-            self.objects, self.random, setup.store_seconds, faults, out=self.out, on_change=self.oracle.read_object
+        return MemoryStore(
+            self.objects,
+            self.random,
+            setup.store_seconds,
+            faults,
+            out=self.out,
+            on_change=self.oracle.read_object,
+            interrupt=self.interrupt,
         )
+
+    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+        store = self.open_store()
         checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
         self.identify(checkpoints)
         restored = checkpoints.load()
@@ -255,6 +308,17 @@ class SyncerProcesses(World):
         complete_tape(tape, checkpoints, restored)
         assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
         return checkpoints, restored, tape
+
+    def interrupt(self, name: str) -> float:
+        """A process may stand still within a write, after its check of the epoch, while another succeeds it."""
+        there = self.now < CALM and self.newest is self.lives[-1] and self.newest.serving
+        share = self.setup.interrupts if name.startswith("records/") else self.setup.interrupts / 10
+        if not there or self.changes.random() >= share:
+            return 0.0
+        seconds = self.changes.uniform(1.0, 4.0)
+        self.seen["interrupts"] += 1
+        self.at(0.0, lambda: self.take_over(seconds))
+        return seconds
 
     def identify(self, checkpoints: Checkpoints) -> None:
         """As startup.py does, where it matters whose store it is."""
@@ -284,6 +348,8 @@ class SyncerProcesses(World):
     def trouble(self) -> None:
         self.at(1.0, self.trouble)
         setup, newest = self.setup, self.lives[-1]
+        if setup.clocks and self.changes.random() < 0.05:
+            newest.loop.ahead = self.set_clock()
         if setup.losses:
             self.copies = [*self.copies, dict(self.objects)][-COPIES:]
         if self.suspended and newest.serving:
@@ -309,8 +375,35 @@ class SyncerProcesses(World):
             self.seen["crashes"] += 1
             self.end_life_of(life, restart=life is self.lives[-1])
             alone = not any(one.loop.alive for one in self.lives)
+            once = self.core.initialised and not self.seen["damages"]
+            if alone and once and self.changes.random() < self.setup.damages:
+                self.damage_object()
             if alone and self.copies and self.random.random() < self.setup.losses:
                 self.lose_content(whole=self.random.random() >= self.setup.torn)
+
+    def damage_object(self) -> None:
+        """One object is gone, cut or changed. That costs at most one version of one fragment."""
+        folders = sorted({name.partition("/")[0] for name in self.objects} - {"epochs", "discarded"})
+        folder = self.changes.choice([*folders, *["state"] * len(folders)])  # half of the time a state
+        names = sorted(name for name in self.objects if name.partition("/")[0] == folder)
+        name = self.changes.choice(names) if self.changes.random() < 0.5 else names[-1]
+        data, place = self.objects[name], self.changes.randrange(len(self.objects[name]))
+        now = {other: content for other, content in self.objects.items() if other != name}
+        changed = [data[:place], data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]]
+        hit = parse_record_name(name)
+        fate = self.changes.choice([None, *changed])
+        if hit is not None and fate is not None and is_whole(fate, name):
+            fate = None  # that was padding
+        now |= {} if fate is None else {name: fate}
+        self.seen["damages"] += 1
+        self.seen[f"damaged {folder}"] += 1
+        self.note(f"{name} is {'gone' if fate is None else 'damaged'}")
+        self.expected = dict(enumerate(records_of(self.objects, self.setup.fragments)))
+        if hit is not None and self.expected[hit[0]] == hit[1]:
+            self.expected[hit[0]] -= 1
+        self.oracle.go_back(self.objects, now)
+        self.objects.clear()
+        self.objects.update(now)
 
     def take_over(self, stall: float) -> None:
         """A second syncer starts beside the newest, which goes on; its threads do nothing for ``stall`` seconds. The
@@ -359,6 +452,9 @@ class SyncerProcesses(World):
 
     # ------------------------------------------------------------ what a syncer hears and says
 
+    def take_seat(self, seat: Seat, process: str) -> None:
+        self.oracle.take_seat(seat, process)
+
     def handle(self, event: ev.Event) -> None:
         connection = getattr(event, "connection", None)
         if connection is not None and connection not in self.connections and not isinstance(event, ev.ConnectionLost):
@@ -376,6 +472,22 @@ class SyncerProcesses(World):
                 learner = self.connections[connection]
                 self.hear_break(connection)
                 self.at(0.1, lambda: self.reconnect(learner, connection))
+
+    def change_job(self) -> None:
+        before = self.seen["edits"]
+        super().change_job()
+        if self.seen["edits"] > before:
+            rate = self.changes.choice([0.5, 0.7, 1.0])
+            self.job = parse_job(JOB.format(rate=rate))
+
+    def start_again(self) -> None:
+        """Its next syncer starts when this one has ended."""
+
+    def crashes_at(self, action: ev.Action) -> bool:
+        if self.now < CALM and super().crashes_at(action):
+            assert self.acting is not None
+            self.at(0.0, lambda life=self.acting: self.crash(life))
+        return False
 
     def capture(self, core: Core) -> Known:
         receipts = [core.receipt(p) for p in range(len(core.versions))]
@@ -406,6 +518,7 @@ class SyncerProcesses(World):
             if isinstance(action, ev.Admit):
                 self.welcomed.add(action.connection)
             self.do(action)
+            self.crashes_at(action)
         except Exception as error:
             self.failures.append(error)
             raise
@@ -419,19 +532,21 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     """As ``settle``; every offer that was acknowledged has been merged; tape and report tell of the end. Or an emptied
     store lacks what only dead learners held: the job says so, and does not go on without it."""
     told = world.core.phase_message
-    lacks = "no learner here holds" in told or not any(map(world.held_by, world.learners))
-    if world.setup.wipes and lacks and world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
+    lacks = world.setup.forged or "no learner here holds" in told or not any(map(world.held_by, world.learners))
+    gone_back = world.setup.wipes or world.setup.losses
+    if gone_back and lacks and world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
         assert any(words in told for words in ("the store has lost data", "no learner here", "only an evaluator")), told
         world.check()
         return {}
     totals = settle(world)
     state = world.core.state(world.now)["job"]["leases"]
-    waiting = world.core._aggregator.accepted_headers() if world.setup.quorum > 1 else ()
+    waiting = world.core._aggregator.accepted_headers() if max(world.quorums) > 1 else ()
     world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
-    store = MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object)
+    store = world.open_store()
     wrong = [check for check in audit_store(store, "shell").checks if check.wrong]
     # A store that loses objects loses lines of its tape, which the audit tells; everything else holds.
-    assert not wrong or (world.setup.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
+    lost = world.oracle.losses or world.setup.damages
+    assert not wrong or (lost and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
     tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])

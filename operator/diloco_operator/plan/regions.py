@@ -19,7 +19,7 @@ from diloco_operator.model import Fact, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan import refusals
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
-from diloco_operator.plan.pod_status import Pod, newest_message, shortened
+from diloco_operator.plan.pod_status import Pod, merge_equal, newest_message, shortened
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
@@ -85,6 +85,12 @@ def report_regions(view: View, decision: LifecycleDecision, rolled: Rollout, nod
     return out
 
 
+def is_lost(view: View, region: str, since: float) -> bool:
+    """Whether a region of which no learner is heard since then counts as lost: by its patience, or by the syncer."""
+    patience = view.job.spec.failure_policy.region_lost_seconds
+    return view.now >= since + patience or region in view.regions_lost  # the moment of ``_wake_in``
+
+
 def _report_region_here(
     view: View,
     region: RegionSpec,
@@ -102,22 +108,20 @@ def _report_region_here(
     else:
         taking = min(sum(view.taking_part(pod) for pod in there), region.learners)
     ready = sum(pod.ready and pod.alive for pod in there)
-    causes = []
+    absent = []
     for ordinal, pod in enumerate(pods):
         said = _explain_absence(view, region, ordinal, pod, nodes=nodes) if decision.training else ""
         if said and pod is not None and pod.obstacle is not None:
             out.obstacles[pod.name] = pod.obstacle.kind
         if said and rolled.stopped.get(region.name) != view.place(region.name, ordinal):
-            causes.append(f"{view.place(region.name, ordinal)}: {said}")
-    if region.name in rolled.regions:
-        causes.insert(0, rolled.regions[region.name])
+            absent.append((view.place(region.name, ordinal), said))
     excess = [p for p in view.learners_of(region.name) if p.ordinal >= wanted and not p.over]
-    for pod in excess:
-        if pod.name in nodes.reasons:
-            causes.append(f"{pod.name}: {nodes.reasons[pod.name]}")
+    absent += [(pod.name, nodes.reasons[pod.name]) for pod in excess if pod.name in nodes.reasons]
+    rolling = [rolled.regions[region.name]] if region.name in rolled.regions else []
+    causes = rolling + merge_equal(absent)
     lost = _lost_since(view, region, decision, before, taking=taking)
     states = (
-        ("Lost", lost is not None),
+        ("Lost", lost is not None and is_lost(view, region.name, lost)),
         ("RolloutStopped", region.name in rolled.stopped),
         ("RollingOut", region.name in rolled.regions),
         ("ScalingDown", excess),
@@ -148,7 +152,8 @@ def _report_region_elsewhere(
             f"{region.cluster}, and that its operator has that cluster.name"
         ]
     wanted = region.learners + region.spares if decision.training else 0
-    state = "Lost" if lost is not None else "Running" if taking >= region.learners else "Elsewhere"
+    gone = lost is not None and is_lost(view, region.name, lost)
+    state = "Lost" if gone else "Running" if taking >= region.learners else "Elsewhere"
     # Ready are, as far as is known here, those that take part. That cluster's own status knows more.
     row = {"desired": wanted, "ready": taking, "inQuorum": taking, "state": state}
     out.add(region, row, causes, lost, image_of(view, names.stateful_set(view.job.name, region.name), "learner"))

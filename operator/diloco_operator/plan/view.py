@@ -46,7 +46,10 @@ class View:
     wants_fresh: bool = field(init=False, default=False)  # something waits for a fresh view
 
     def __post_init__(self) -> None:
-        found = (pod_status.read_pod(pod, self.observed.cluster_events) for pod in self.observed.pods)
+        job = self.job
+        own = {names.secret_name(job.name, role, job.uid) for role in ("syncer", "learner")}
+        own.add(names.settings_map(job.name).name)
+        found = (pod_status.read_pod(pod, self.observed.cluster_events, own) for pod in self.observed.pods)
         self.pods = tuple(pod for pod in found if pod is not None)
         asked, silent = self.observed.syncer, self.document is None
         self.unanswered_seconds = self.observe(Fact.SYNCER_NOT_ANSWERING, holds=silent)

@@ -222,6 +222,10 @@ class Durability:
             self._left_out += 1
 
     def _append_line(self, record: MergeRecord) -> None:
+        """Runs in the store's thread. A successor that has begun meanwhile writes the line itself (``Tape.missing``):
+        in a file it would stand between the successor's."""
+        if self.tape.appends:
+            self.checkpoints.epoch.check()
         self._append_notes()
         self.tape.append(record)
 

@@ -94,6 +94,8 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
                 "age": r.age,
                 "tokens": r.header.tokens,
                 "steps": r.header.steps,
+                "trained_tokens": r.header.report.trained_tokens,
+                "trained_steps": r.header.report.trained_steps,
                 "batch": r.batch,
                 "weight": r.weight,
                 "norm": r.norm,
@@ -137,13 +139,13 @@ class _Segment:
 class Tape:
     """The tape's end: appends lines, and knows each fragment's newest version on the tape.
 
-    ``lines``: how many there are, heads of segments too. ``damage``: what was found wrong at the start, for
-    people; empty: nothing.
+    ``appends``: a segment is a file, which grows. ``lines``: how many there are, heads of segments too. ``damage``:
+    what was found wrong at the start, for people; empty: nothing.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._appends = store.local_path(FOLDER) is not None
+        self.appends = store.local_path(FOLDER) is not None
         self._segment: _Segment | None = None  # that takes the next line
         self._waiting: list[_Segment] = []  # before it, to be saved
         self.previous = ""
@@ -166,7 +168,7 @@ class Tape:
                 names = [other for other in segment_names(self._store) if other > name]
             elif not names and self._store.exists(following := segment_name(self.lines + 1)):
                 names = [following]
-            elif not names and self._appends:
+            elif not names and self.appends:
                 self._segment = _Segment(name, begun=True, tried=True, size=size)
         if damaged:
             if damaged[-1] == segment_name(self.lines + 1):
@@ -284,17 +286,17 @@ class Tape:
             del self._waiting[0]
         if self._segment is not None:
             self._save(self._segment, flush=True)
-            if not self._appends:
+            if not self.appends:
                 self._segment = None
 
     def _add(self, line: dict[str, Any]) -> None:
         segment = self._segment
         # A put that failed may have been carried out: it is repeated as it was, without further lines.
-        if segment is None or (segment.size >= SEGMENT_BYTES if self._appends else segment.tried):
+        if segment is None or (segment.size >= SEGMENT_BYTES if self.appends else segment.tried):
             segment = self._begin_segment()
         self._chain(segment, line)
         self.newest |= newest_of(line)
-        if self._appends:
+        if self.appends:
             with contextlib.suppress(OSError):  # ``flush`` tries again, and says what is wrong
                 for unsaved in (*self._waiting, segment):
                     self._save(unsaved, flush=False)
@@ -317,8 +319,8 @@ class Tape:
     def _save(self, segment: _Segment, flush: bool) -> None:
         """Bring what is unsaved to the medium; ``flush``: to the device."""
         if not segment.begun and segment.unsaved:
-            self._create(segment, segment.unsaved[:1] if self._appends else segment.unsaved[:])
-        if self._appends and (segment.unsaved or flush):
+            self._create(segment, segment.unsaved[:1] if self.appends else segment.unsaved[:])
+        if self.appends and (segment.unsaved or flush):
             self._write(segment, flush)
 
     def _create(self, segment: _Segment, lines: list[bytes]) -> None:

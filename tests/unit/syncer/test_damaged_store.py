@@ -116,6 +116,15 @@ def test_a_damaged_object_costs_at_most_one_version(name: str, harm: str, alone:
     assert name in world.names and (world.found != world.versions) == name.startswith("records/")
 
 
+@pytest.mark.parametrize("which", [".rec", ".copy.rec"])
+@pytest.mark.parametrize("harm", ["bit", "gone"])
+def test_damage_of_version_0_or_of_its_copy_costs_nothing(which: str, harm: str) -> None:
+    """Nobody could give it back: the learners die with the syncer, before the first merge."""
+    name = f"initial/e0000000001-a0002-f00001{which}"
+    world = damaged(name, harm, alone=True, idle=0.5)
+    assert name in world.names and world.found == world.versions == [0, 0, 0]
+
+
 @pytest.mark.promise(
     "No damage of one object of a store makes it unusable. It costs at most one version of one fragment, and nothing "
     "where a learner still holds that version"

@@ -126,6 +126,8 @@ def reset(view: View) -> None:
 def _track_place(view: View, place: str, pod: Pod | None, out: PodChanges) -> None:
     """Compare the pod of a place with its snapshot of the last turn, and take a new one."""
     before = view.memory.snapshots.get(place)
+    if pod is not None and not pod.alive and pod.job_uid not in ("", view.job.uid):
+        pod = None  # of an earlier job of this name: its end is no loss of this one's
     if before is not None and (pod is None or pod.uid != before.uid):
         _handle_gone_pod(view, place, before, pod, out=out)
         before = None
@@ -220,7 +222,7 @@ def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod
     # An evicted syncer's pod stays as Failed beside its successor, and may be seen so for the first time now.
     left = next((pod for pod in view.pods if pod.uid == before.uid), None)
     excused = before.excused or (left.excused if left is not None else "")
-    why = excused or before.cause or "it was deleted"
+    why = excused or before.cause or "it was deleted, or has lost its labels"
     kind, subject = ("SyncerGone", "The syncer's pod") if place == SYNCER else ("LearnerGone", f"Pod {place}")
     there = "its successor exists already" if successor is not None else "its successor is being created"
     if not excused:

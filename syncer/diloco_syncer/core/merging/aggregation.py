@@ -56,15 +56,16 @@ class Aggregator:
 
     # ---------------------------------------------------------------- pushes
 
-    def receive_push(self, event: ev.PushReceived, now: float) -> None:
-        """Check a push whose bytes are all here, answer it, and put it into its round or among the offers."""
+    def receive_push(self, event: ev.PushReceived, now: float) -> bool:
+        """Check a push whose bytes are all here, answer it, and put it into its round or among the offers. Returns
+        whether it is taken."""
         header, state = event.header, self._state
         checks = self.checks
         refusal = checks.check_header(header) or checks.check_content(header, event.norm, event.finite, event.growth)
         if refusal is not None:
             self._record_refusal(header, refusal[0])
             self._actions.add(ev.AnswerPush(event.handle, *refusal))
-            return
+            return False
         assert state.rounds
         state.norm_gate.record_pass(header.fragment)
         slot = state.members.slots[header.slot]
@@ -85,6 +86,7 @@ class Aggregator:
         else:
             state.rounds.record_late(header)
             self._let_wait(push)
+        return True
 
     def _let_wait(self, offer: Accepted) -> None:
         """Let an offer wait, in place of those of which it has the steps."""
@@ -205,8 +207,8 @@ class Aggregator:
         pushes = state.rounds.begin_merge(opened, median_low(known) if known else None)
         headers = [push.header for push in pushes]
         batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
-        works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
-        weights = normalised_weights(state.config.weights, *shares.counted_work(works, state.config.max_steps))
+        works = [shares.work_of(header, batch) for header, batch in zip(headers, batches, strict=True)]
+        weights = shares.weigh_pushes(state.config.weights, works, state.config.max_steps)
         responders = tuple(
             ev.Responder(
                 push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
@@ -254,7 +256,8 @@ class Aggregator:
         self._actions.add(state.announcement(event.fragment))
 
     def _leave_out(self, merged: Round, handles: Collection[int]) -> None:
-        """Pushes with which the merge would have become infinite are not in it; their learners have the work."""
+        """Pushes with which the merge would have become infinite are not in it. Their learners have the work, and that
+        of those who have left is lost."""
         for push in [push for push in merged.pushes if push.handle in handles]:
             merged.pushes.remove(push)
             slot = self._state.members.slots[push.header.slot]
@@ -262,6 +265,8 @@ class Aggregator:
                 f"the update of {slot.learner} (norm {push.norm:.3g}) would make fragment {merged.fragment} infinite"
             )
             self._actions.record_event(EventKind.LEFT_OUT, slot, f"{words}: it is not merged")
+            if self._state.ledger:
+                self._state.ledger.drop_held(push.header)
             self._actions.add(ev.ReleasePush(push.handle))
 
     def record_arrival(self, event: ev.VersionSent, now: float) -> None:
@@ -337,7 +342,7 @@ class Aggregator:
             if slot is None:
                 continue
             slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
-            self._advance_cursors(slot, header)
+            state.advance_cursors(slot, header.report.cursors)
             if state.ledger.of_open_tenure(header):
                 state.ledger.apply_report(slot.index, header.report)
             self._count_merged(slot, header, version)
@@ -364,32 +369,6 @@ class Aggregator:
             state.ledger.apply_report(slot.index, header.report)
             slot.pushes.mark_accepted(header.fragment, header.sequence)
         slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
-        self._advance_cursors(slot, header)
+        state.advance_cursors(slot, header.report.cursors)
         self._let_wait(Accepted(header, handle, norm))
         return True
-
-    def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:
-        """Data whose steps are in a version, or will be, are not leased again."""
-        if self._state.leases is not None:
-            slot.reported.sequences += self._state.leases.advance_cursors(slot.index, header.report.cursors)
-
-
-def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:
-    """How much each push counts in a merge (algorithm.md section 5): one weight per push, their sum 1.
-
-    ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the paper's); ``tokens``: tokens;
-    ``uniform``: the same for all. A push of zero steps weighs nothing. Raises ValueError for an unknown kind or if
-    nothing weighs anything.
-    """
-    if kind == "tokens-quality":
-        raw = [t * (t / s) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
-    elif kind == "tokens":
-        raw = [float(t) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
-    elif kind == "uniform":
-        raw = [1.0 if s else 0.0 for s in steps]
-    else:
-        raise ValueError(f"sync.merge.weights: {kind!r} is none of tokens-quality, tokens, uniform")
-    total = sum(raw)
-    if not total > 0:
-        raise ValueError("no push of the merge carries a step")
-    return [value / total for value in raw]

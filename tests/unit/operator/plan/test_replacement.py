@@ -17,7 +17,8 @@ def test_a_learner_is_deleted() -> None:
     world = started()
     world.delete_pod("job-local-1", force=True)
     world.until(lambda w: w.told("LearnerReplaced") == 1)
-    assert world.told("LearnerGone") == 1
+    (gone,) = [event for _, event in world.events if event.reason == "LearnerGone"]
+    assert "(it was deleted, or has lost its labels)" in gone.message
     assert world.status["replacements"]["total"] == 1
     world.until(World.whole)
     idle(world)
