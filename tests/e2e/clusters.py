@@ -63,7 +63,7 @@ _repeated = threading.local()  # ``depth``: how many callers repeat what this th
 
 
 @contextlib.contextmanager
-def _repeating() -> Iterator[None]:
+def repeating() -> Iterator[None]:
     """Reads raise their first failure meanwhile: who called them repeats them."""
     _repeated.depth = getattr(_repeated, "depth", 0) + 1
     try:
@@ -85,7 +85,7 @@ def until(
     def holds() -> Any:
         nonlocal problem
         try:
-            with _repeating():
+            with repeating():
                 value = condition()
             problem = None
             return value
@@ -119,7 +119,7 @@ def read_patiently(read: Callable[[], T], is_final: Callable[[Exception], bool] 
     def answer() -> tuple[T] | None:
         nonlocal problem
         try:
-            with _repeating():
+            with repeating():
                 return (read(),)
         except (OSError, http.client.HTTPException) as error:
             if is_final(error):
@@ -300,7 +300,7 @@ class Cluster:
         if time.monotonic() < self._read_next:
             return self._figure
         self._read_next = time.monotonic() + 60.0
-        with contextlib.suppress(*FAILURES, ValueError), _repeating():
+        with contextlib.suppress(*FAILURES, ValueError), repeating():
             nodes = [
                 (node["metadata"]["uid"], [(c["type"], c["status"]) for c in node["status"].get("conditions", [])])
                 for node in self._items_now("/api/v1/nodes")

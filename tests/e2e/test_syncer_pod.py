@@ -24,8 +24,8 @@ def tape(job: Job) -> list[dict[str, Any]]:
 
 
 @pytest.mark.promise(
-    "A deleted syncer pod, also one deleted by force, loses no merge, restarts no learner, and never "
-    "writes beside its successor"
+    "A deleted syncer pod, also one that is deleted by force or scaled away by hand, loses no merge, restarts no "
+    "learner, and never writes beside its successor"
 )
 @pytest.mark.ci
 @pytest.mark.timeout(500)
@@ -34,10 +34,15 @@ def test_the_syncer_is_deleted(start: Any) -> None:
     before = job.in_merges(2)
     learners = job.identities()
     epoch, versions = before["epoch"], before["versions"]
-    for words in ((), ("--grace-period=0", "--force")):  # forced: the old one may still be writing
+    for words in (
+        ("delete", "pod", "--wait=false"),
+        ("delete", "pod", "--wait=false", "--grace-period=0", "--force"),  # the old one may still be writing
+        ("scale", "deployment", f"{job.name}-syncer", "--replicas=0"),  # as who saves costs at night does
+    ):
         old = job.syncer_pod()["metadata"]
         versions, epoch = (d := job.training())["versions"], d["epoch"]
-        job.cluster.kubectl("delete", "pod", old["name"], "-n", job.namespace, "--wait=false", *words)
+        pod = [old["name"]] if words[0] == "delete" else []
+        job.cluster.kubectl(*words, *pod, "-n", job.namespace)
         until("a new syncer pod", lambda old=old: job.syncer_pod()["metadata"]["uid"] != old["uid"], 90)
         after = job.wait_training("a raised epoch", lambda d, e=epoch: d["epoch"] > e, 120)
         assert all(a >= b for a, b in zip(after["versions"], versions, strict=True)), "merges were lost"
