@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import ablations
 import quality
-from trials import fleet, outers, sparse, tasks
+from trials import broken, fleet, outers, sparse, tasks
 from trials.cells import PUBLISHED, RESULTS, Cache, Trial, common_losses, run_trial
 from trials.search import INNER_RATES, best_rate, of_seeds, tuned
 from trials.tables import excess, make_row, mean
@@ -94,6 +94,18 @@ def test_a_gradient_across_the_momentum_is_turned_and_one_against_it_shortened()
     # c = -1/√2, f = √2/(√2 + 3): the share 0.5·(-c)·f of the component -1 is gone.
     share = 0.5 / 2**0.5 * 2**0.5 / (2**0.5 + 3)
     np.testing.assert_allclose(shortened, [-1 + share, 1, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("fault", broken.FAULTS)
+def test_only_the_first_learner_is_broken_and_only_as_said(fault: str) -> None:
+    make, values = broken.first_is_broken(fault), RANDOM.normal(size=256).astype(np.float32)
+    first, other = (make(None, 1, "float32", False) for _ in range(2))  # type: ignore[arg-type]
+    assert isinstance(first, broken.BrokenValues) and not isinstance(other, broken.BrokenValues)
+    sent = broken.FAULTS[fault](values, 0, np.ones_like(values))
+    cosine = float(sent.astype(np.float64) @ values) / float(np.linalg.norm(sent.astype(np.float64)))
+    aligned = {"its work", "× 10", "× 100", "× 1e-6"}
+    assert (cosine / float(np.linalg.norm(values)) > 0.999) == (fault in aligned)
+    assert (fault == "noise of the same norm") <= np.isclose(np.linalg.norm(sent.astype(np.float64)), np.linalg.norm(values))
 
 
 def test_a_sparse_push_has_the_largest_values_of_each_chunk_at_two_magnitudes() -> None:
