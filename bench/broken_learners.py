@@ -34,13 +34,14 @@ QUORUM = 3
 
 @dataclass(frozen=True)
 class BrokenRow:
-    """``loss``: of each method, in nats; ``learners``: in a merge."""
+    """``loss``: in nats, over seeds; ``in_a_merge``: learners, the mean."""
 
     merges: int
     learners: int
     fault: str
-    loss: dict[str, float]
-    in_a_merge: dict[str, float | None]
+    method: str
+    loss: float
+    in_a_merge: float | None
     seeds: int
 
 
@@ -51,16 +52,16 @@ def trial_of(merges: int, learners: int, fault: str, method: str) -> Trial:
 
 
 def broken_rows(chosen: argparse.Namespace, cache: Cache) -> list[BrokenRow]:
-    """A row for each place of which all seeds of some method are there."""
+    """A row for each place and method of which all seeds are there."""
     rows = []
     for merges, learners, fault in places(chosen):
-        of = {name: of_seeds(trial_of(merges, learners, fault, name), chosen.seeds) for name in chosen.methods}
-        found = {name: [cache.find(trial) for trial in trials] for name, trials in of.items()}
-        whole = {name: [one["loss"] for one in results if one] for name, results in found.items() if all(results)}
-        loss = {name: mean(losses).value for name, losses in whole.items()}
-        if loss:
-            there = {name: learners_in_merges(of[name], cache) for name in loss}
-            rows.append(BrokenRow(merges, learners, fault, loss, in_a_merge=there, seeds=chosen.seeds))
+        for method in chosen.methods:
+            trials = of_seeds(trial_of(merges, learners, fault, method), chosen.seeds)
+            losses = [found["loss"] for trial in trials if (found := cache.find(trial))]
+            if len(losses) == len(trials):
+                there = learners_in_merges(trials, cache)
+                loss = mean(losses).value
+                rows.append(BrokenRow(merges, learners, fault, method, loss=loss, in_a_merge=there, seeds=len(losses)))
     return rows
 
 
@@ -73,10 +74,8 @@ def places(chosen: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
 
 def lines(rows: Sequence[BrokenRow]) -> Iterator[str]:
     for row in rows:
-        losses = "  ".join(
-            f"{name} {loss:.3f} ({row.in_a_merge[name] or 0:.1f} in a merge)" for name, loss in row.loss.items()
-        )
-        yield f"{row.merges} merges, M = {row.learners}, {row.fault:22}  {losses}  ({row.seeds} seeds)"
+        place = f"{row.merges} merges, M = {row.learners}, {row.fault:22}  {row.method:9}"
+        yield f"{place}  {row.loss:.3f} nats  {row.in_a_merge or 0:.2f} learners in a merge  ({row.seeds} seeds)"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -32,6 +32,8 @@ RECORDED: dict[str, dict[str, range]] = {
         "DISK": range(6),
         "FLIPPED": range(6),
         "BUCKET": range(6),
+        "INTERRUPTED": range(12),
+        "DAMAGED": range(20),
     },
     "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "DRAWN"), range(5)),
     "operator": {"FAULTS": range(12), "LIVES": range(12)},

@@ -263,6 +263,7 @@ class PlanMemory:
     rollout_restarts: set[tuple[str, int]] = field(default_factory=set)
     force_deletions: list[float] = field(default_factory=list)  # when, for their budget
     namespace_terminates: bool = False  # nobody can take that back
+    settings_edited_at: float | None = None  # when the programs' settings were last seen as somebody had edited them
     # When the newest pod was created of what makes pods, one that is gone included, by the API server's clock.
     newest_pods: dict[Ref, float] = field(default_factory=dict)
     failures: dict[str, PlaceFailures] = field(default_factory=dict)  # by place

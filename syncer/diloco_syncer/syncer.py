@@ -145,7 +145,9 @@ class Syncer:
         self.merger = Merger(
             core, model, self.pushes, self.durability, emit=emit, number=restored.number, seconds=seconds
         )
-        self.initial_model = InitialModelUpload(name, core, model, self.durability, spool=spool, emit=emit)
+        self.initial_model = InitialModelUpload(
+            name, core, model, self.durability, spool=spool, emit=emit, stop_by=self.driver.stop_by
+        )
         self.versions = VersionUploads(
             name,
             core,

@@ -143,6 +143,13 @@ def test_lint_render_and_dry_run(empty: Cluster) -> None:
     assert all("tried on the API server" in line for line in lines), done.stdout
 
 
+def test_a_watched_namespace_that_does_not_exist_is_named_before_anything_is_made(empty: Cluster) -> None:
+    words = ("install", "absent", str(CHART), "-n", "default", "--dry-run=server", "--set")
+    assert "kind: Role" in empty.helm(*words, "watch.namespaces={default}")
+    with pytest.raises(CommandFailed, match="there is no namespace nowhere: make it, or leave it out"):
+        empty.helm(*words, "watch.namespaces={default,nowhere}")
+
+
 @pytest.mark.promise(
     "The chart can be installed, upgraded, uninstalled and installed again, also under another name: jobs "
     "and the operator's key stay"

@@ -288,3 +288,35 @@ def test_an_object_of_an_earlier_job_of_that_name_is_not_taken_over(
         assert wants.observed[NS, "twice"].job["metadata"]["uid"] != first
         assert Ref("PersistentVolumeClaim", "twice-syncer") not in apply_errors(wants.observed[NS, "twice"])
         assert get(kube, named("persistentvolumeclaims", "twice-syncer"))["metadata"]["uid"] == claim_before
+
+
+# ------------------------------------------------------------------ jobs that wait
+
+
+@pytest.mark.promise(
+    "Faults of a suspended job's pod templates are told before it starts, by a dry run", section="Operator"
+)
+def test_faults_of_a_template_are_told_while_the_job_is_suspended(
+    kube: Cluster, operate: Callable[..., Running]
+) -> None:
+    """With the real plan: nothing is made, and a job that is in order is tried once."""
+
+    def told(kind: str) -> dict[str, Any]:
+        conditions = (get(kube, named("dilocojobs", "queued")).get("status") or {}).get("conditions") or []
+        return next((one for one in conditions if one["type"] == kind), {})
+
+    queued = job("queued")
+    queued["spec"] |= {"suspend": True, "learners": {"podTemplate": {"spec": {"nodeSelectr": {"disk": "ssd"}}}}}
+    with operate(planning.plan_job) as operator:
+        until("ready", operator.ready, 30)
+        kube.apply(queued)
+        until("it is told", lambda: told("Ready").get("reason") == "Refused", 30)
+        assert "nodeSelectr" in told("Ready")["message"] and told("Stalled")["status"] == "True"
+        assert told("Suspended")["status"] == "True"
+        queued["spec"]["learners"] = {"podTemplate": {"spec": {"nodeSelector": {"disk": "ssd"}}}}
+        kube.apply(queued)
+        until("it is in order", lambda: told("Ready").get("status") == "True", 30)
+        assert told("Stalled")["status"] == "False"
+        assert quiet(operator, 12) == {}
+        made = json.loads(kube.kubectl("get", "sts,deploy,pvc,svc,cm", "-l", "diloco.io/job=queued", "-o", "json"))
+        assert made["items"] == []

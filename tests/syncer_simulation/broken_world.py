@@ -1,6 +1,10 @@
 """The core's world with one learner that lies, or is broken: what it does to the others is at most its share.
 
-The reference is the same job without that learner.
+The reference is the same job without that learner. What is compared: merges per second and the others' work in them,
+the others' data and what is left of it, the loss, and the job's end.
+
+Parameters are ``ELEMENTS`` numbers a fragment. Every learner has an optimum of its own near ``OPTIMUM``, and its steps
+go straight there. What is merged of that is merged by the product's own code.
 """
 
 from __future__ import annotations
@@ -8,20 +12,37 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from diloco_protocol.wire.records import StepReport
+import numpy as np
+
+from diloco_protocol.arrays.layout import Piece
+from diloco_protocol.merging import push_weights
+from diloco_protocol.wire.records import PushHeader, Seat, StepReport
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.leases import MAX_BLOCK
+from diloco_syncer.core.books.ledger import PushId
+from diloco_syncer.core.books.norm_gate import GATE_FACTOR
 from diloco_syncer.core.books.shares import MOST
 from diloco_syncer.core.books.slots import TURNS_AHEAD
+from diloco_syncer.numerics import merge
 from syncer_simulation.core_world import World, settle
 from syncer_simulation.learners import Learner, Setup
 
-FAULTS = ("mute", "says it is slow", "says it is fast", "claims steps", "counts too many tokens", "counts one token")
+SENT = {"sends 10^30 times its work": 1e30, "sends 200 times its work": 200.0, "sends the opposite": -1.0}
+FAULTS = (
+    *("mute", "says it is slow", "says it is fast", "claims steps", "counts too many tokens", "counts one token"),
+    *("marks what it has not read", *SENT),
+)
+BATCH = 2  # sequences of a step
+ELEMENTS, PIECES = 16, [Piece("w", 0, 16, 0, mean=False)]
+BEGIN, OPTIMUM, SPREAD = 5.0, 3.0, 0.3
+STEP, OUTER = 0.02, 0.7  # how far a step goes, and an outer step
 
 
 @dataclass
 class BrokenSetup(Setup):
     fault: str = "absent"  # of the last place's learner
     stop: str = "steps"
+    method: str = "rda"
 
 
 def drawn_broken(seed: int) -> BrokenSetup:
@@ -40,6 +61,8 @@ def drawn_broken(seed: int) -> BrokenSetup:
         max_versions=1000,
         fault=rng.choice(FAULTS),
         stop=rng.choice(["steps", "tokens"]),
+        sequences=1_000_000,
+        method=rng.choice(["rda", "median"] if honest > 3 else ["rda"]),
     )
 
 
@@ -48,8 +71,17 @@ class BrokenWorld(World):
 
     def start_syncer(self) -> None:
         limit = self.setup.steps if self.setup.stop == "steps" else 36 * self.setup.steps * (self.setup.slots - 1)
-        self.config = replace(self.config, stop=(self.setup.stop, limit), max_steps=8 * self.setup.every)
+        alone, batches = 8 * self.setup.every, {"r": BATCH}
+        self.config = replace(self.config, stop=(self.setup.stop, limit), max_steps=alone, batches=batches)
+        self.config = replace(self.config, norm_gate=GATE_FACTOR, weights=self.weights)
+        self.theta = {(p, 0): np.full(ELEMENTS, BEGIN, np.float32) for p in range(self.setup.fragments)}
+        self.deltas: dict[PushId, np.ndarray] = {}
+        self.hungry = 0  # steps that had no data
         super().start_syncer()
+
+    @property
+    def weights(self) -> str:
+        return push_weights(self.setup.method, "tokens-quality")
 
     def is_broken(self, learner: Learner) -> bool:
         return learner.place[1] == self.setup.slots - 1
@@ -86,6 +118,56 @@ class BrokenWorld(World):
             return
         super().push(learner, p, round)
 
+    def seated(self, learner: Learner, seat: Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
+        super().seated(learner, seat, merged)
+        if seat is not None:
+            learner.leases.reconcile(seat.leases)
+
+    def do(self, action: ev.Action) -> None:
+        if isinstance(action, ev.GrantLease) and action.connection in self.connections:
+            self.connections[action.connection].leases.add(action.lease)
+        super().do(action)
+
+    def train(self, learner: Learner) -> None:
+        super().train(learner)
+        count, read = BATCH, learner.adoption.report().trained_tokens
+        if self.is_broken(learner) and self.setup.fault == "marks what it has not read":
+            count = max(1, min(learner.leases.remaining, read - sum(one.position for one in learner.leases.cursors())))
+        if (drawn := learner.leases.draw(count)) is not None:
+            learner.leases.commit(drawn.cursors)
+        self.hungry += drawn is None
+        if learner.leases.remaining < 10 * BATCH and learner.connection is not None:
+            self.handle(ev.LeaseRequested(learner.connection))
+
+    def size_of(self, header: PushHeader) -> tuple[float, float]:
+        """Make the push's values, and measure them as the runtime does."""
+        if header.id in self.sizes:
+            return self.sizes[header.id]
+        (learner,) = (one for one in self.everyone if one.process == self.core.slots[header.slot].holder.process)
+        base = self.theta[header.fragment, header.base_version]
+        own = np.random.default_rng([learner.place[1], header.fragment]).standard_normal(ELEMENTS)
+        delta = ((base - OPTIMUM - SPREAD * own) * (1 - (1 - STEP) ** header.steps)).astype(np.float32)
+        if self.is_broken(learner):
+            delta *= np.float32(SENT.get(self.setup.fault, 1.0))
+        self.deltas[header.id] = delta
+        (square,), (of_theta,) = merge.piece_squares(PIECES, delta), merge.piece_squares(PIECES, base)
+        growth = merge.growth(PIECES, np.array([square]), np.array([of_theta]), of_theta / ELEMENTS)
+        return self.sizes.setdefault(header.id, (float(np.sqrt(square)), growth))
+
+    def merge_values(self, action: ev.Merge) -> None:
+        deltas = [self.deltas[r.header.id] for r in action.responders]
+        squares = [merge.piece_squares(PIECES, delta) for delta in deltas]
+        weights, slots = [r.weight for r in action.responders], [r.header.slot for r in action.responders]
+        merged = merge.merge(PIECES, deltas, weights, self.setup.method, squares=squares, slots=slots)
+        before = self.theta[action.fragment, action.version - 1]
+        self.theta[action.fragment, action.version] = before - np.float32(OUTER) * merged.delta
+
+    def mark_end(self) -> None:
+        super().mark_end()
+        self.read = [slot.reported.sequences for slot in self.core.slots]
+        newest = [self.theta[p, v] for p, v in enumerate(self.core.versions)]
+        self.loss = float(np.mean([np.square(theta - OPTIMUM) for theta in newest]))
+
     def count_tokens(self, learner: Learner) -> int:
         tokens = super().count_tokens(learner)
         if self.is_broken(learner) and self.setup.fault == "counts too many tokens":
@@ -105,12 +187,25 @@ def settle_broken(world: BrokenWorld) -> None:
     assert merges >= 0.85 * usual_merges, (world.setup.fault, merges, usual_merges)
     assert merges <= (1.15 + 1 / honest) * usual_merges, (world.setup.fault, merges, usual_merges)
     assert work >= 0.85 * usual_work, (world.setup.fault, work, usual_work)
+    of_others, usual_of_others = (
+        [read for slot, read in enumerate(one.read) if slot not in broken_slots(one)] for one in (world, reference)
+    )
+    assert world.hungry <= world.setup.slots, f"{world.hungry} steps had no data, and not the first of each alone"
+    assert sum(of_others) / end >= 0.85 * sum(usual_of_others) / usual_end, (world.setup.fault, of_others)
+    most = MOST * max(of_others) + MAX_BLOCK
+    assert all(world.read[slot] <= most for slot in broken_slots(world)), (world.setup.fault, world.read)
+    assert world.loss <= reference.loss + 2 * SPREAD**2, (world.setup.fault, world.loss, reference.loss)
     claimed = TURNS_AHEAD * 8 * world.setup.every / world.setup.steps
     if world.setup.stop == "steps":
         assert 0.9 - claimed <= end / usual_end <= 1.1, (world.setup.fault, end, usual_end)
     else:
         soonest = honest / (honest + MOST)
         assert 0.9 * soonest - claimed <= end / usual_end <= 1.1, (world.setup.fault, end, usual_end)
+
+
+def broken_slots(world: BrokenWorld) -> set[int]:
+    processes = {learner.process for learner in world.everyone if world.is_broken(learner)}
+    return {slot.index for slot in world.core.slots if slot.holder.process in processes}
 
 
 def measured(world: BrokenWorld) -> tuple[float, float, float]:

@@ -54,6 +54,7 @@ class World:
     """Virtual time, one syncer at a time, some processes."""
 
     layout_digest = "L"
+    knows_all_offers = True  # at the end
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -98,6 +99,7 @@ class World:
         self.jumped = 0.0  # seconds that such clocks may have made of none
         self.going_on = False  # the job has ended, and is started again
         self.quorums = {setup.quorum}
+        self.merging: set[int] = set()  # rounds, when no region was missed
         limits = {
             "steps": setup.steps,
             "tokens": MEAN_TOKENS * setup.steps * setup.slots,
@@ -167,6 +169,7 @@ class World:
             self.seen["edits"] += 1
             self.config = change_config(self.config, self.changes)
             self.quorums.add(self.config.rules.quorum)
+            self.respawn_left()  # the job may not be as near to its end any more
 
     def note(self, said: object) -> None:
         if self.trace is not None:
@@ -179,12 +182,14 @@ class World:
         self.life += 1
         if self.state is not None and self.core.initialised and self.random.random() < self.setup.scales:
             self.rescale()
-        if self.state is not None and not self.going_on:
+        again, self.going_on = self.going_on, False
+        if self.state is not None and not again:
             self.change_job()
-        self.going_on = False
         state = None if self.state is None else json.loads(self.state)
         self.set_clock()
         self.core = Core(self.config, state, self.epoch, self.now, wall=self.wall())
+        before = 0.0 if state is None else state["job"]["clock"]["elapsed"]
+        assert self.elapsed() >= before, "the job's time goes back"
         self.payload, self.offer_of = {}, {}
         if self.records and not self.core.initialised:
             self.core.handle(ev.InitialModelStored("L", (10,) * self.setup.fragments), self.now)
@@ -208,6 +213,8 @@ class World:
         made = [self.records[p, v].made for p, v in enumerate(self.core.versions)]
         actions = self.core.start(self.now, made, self.behind)
         self.behind = False
+        if again and self.core.phase is JobPhase.COMPLETE:
+            self.check_stop()
         self.check()
         self.act(actions)
         self.tick(self.life)
@@ -376,7 +383,9 @@ class World:
     def handle(self, event: ev.Event) -> None:
         if self.up():
             self.note(event)
-            self.act(self.core.handle(event, self.now))
+            actions = self.core.handle(event, self.now)
+            self.check_regions()
+            self.act(actions)
 
     def act(self, actions: list[ev.Action]) -> None:
         life = self.life
@@ -519,9 +528,13 @@ class World:
         if self.chance(0.01 * self.setup.crashes):
             self.crash_syncer()
             return
+        self.merge_values(action)
         self.handle(ev.MergeDurable(p, v, 0.05, norms, left_out=tuple(r.handle for r in left_out)))
         if life == self.life:
             self.check()
+
+    def merge_values(self, action: ev.Merge) -> None:
+        """The version has parameters, in worlds that have some."""
 
     def remove_offer(self, handle: int) -> None:
         """An offer was merged or replaced. Its file goes a while later, and not at all if the syncer crashes before."""
@@ -586,8 +599,20 @@ class World:
             ]
             assert not others or held >= places + most or self.setup.scales, "a learner without a place"
 
+    def check_regions(self) -> None:
+        """While a region is missed the job does what its policy says."""
+        lost, policy = self.core._state.members.lost_regions, self.core.config.on_region_lost
+        if lost and policy != "Continue":
+            assert self.core.phase is not JobPhase.TRAINING, f"{lost} is lost, the policy is {policy}"
+            merges = [opened for opened in self.core.open_rounds.values() if opened.merging]
+            begun = self.core.phase is JobPhase.HOLDING and [one for one in merges if one.id not in self.merging]
+            assert not begun, f"{lost} is lost, and {begun} are merged"
+        else:
+            self.merging = {opened.id for opened in self.core.open_rounds.values() if opened.merging}
+
     def check(self) -> None:
         self.check_slots()
+        self.check_regions()
         self.elapsed()
         if self.core.ledger is not None:
             assert imbalances(self.core.ledger) == []
@@ -984,7 +1009,8 @@ def check_unmerged_end(world: World) -> None:
     there work of K slots. What was acknowledged is there."""
     core = world.core
     quorum = world.core.config.rules.quorum
-    assert quorum > 1 or world.setup.stop == "seconds"  # else steps were made, and nobody to wait for
+    # Else steps were made, and there was nobody to wait for.
+    assert quorum > 1 or world.setup.stop == "seconds" or world.setup.edits
     assert not any(v for _, v in world.records), world.records.keys()
     waiting = core._aggregator.accepted_headers()
     for p in range(world.setup.fragments):
@@ -1009,7 +1035,7 @@ def settle(world: World) -> dict[str, int]:
         assert row.merged + row.pending + row.dropped == trained
         assert sum(row.reasons.values()) == row.dropped
     waiting = [header for header in core._aggregator.accepted_headers() if not header.round]
-    for p in range(world.setup.fragments):
+    for p in range(world.setup.fragments if world.knows_all_offers else 0):
         slots = {header.slot for header in waiting if header.fragment == p}
         assert len(slots) < core.config.rules.quorum, f"fragment {p} could be merged: slots {slots} have work"
     for push_id, (p, ids) in world.offered.items():

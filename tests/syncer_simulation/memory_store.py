@@ -15,7 +15,8 @@ from syncer_simulation.processes import present_work
 class MemoryStore(Store):
     """One process's view of ``objects``, which the processes share. In a ``ThreadWork`` each operation takes up to
     ``seconds``, and one that writes fails with the probability ``faults``: half of the time it was carried out. Between
-    ``out[0]`` and ``out[1]`` all fail. ``on_change(objects, name)`` hears of each object that is created or deleted."""
+    ``out[0]`` and ``out[1]`` all fail. ``on_change(objects, name)`` hears of each object that is created or deleted.
+    ``interrupt(name)`` says for how many seconds more a write stands still before it takes place."""
 
     def __init__(
         self,
@@ -25,9 +26,10 @@ class MemoryStore(Store):
         faults: float,
         out: list[float],
         on_change: Callable[[MutableMapping[str, bytes], str], None],
+        interrupt: Callable[[str], float] = lambda name: 0.0,
     ) -> None:
         self.objects, self.chance, self.seconds, self.faults, self.out = objects, chance, seconds, faults, out
-        self.on_change = on_change
+        self.on_change, self.interrupt = on_change, interrupt
 
     def _begin(self) -> None:
         work = present_work()
@@ -36,9 +38,12 @@ class MemoryStore(Store):
             if self.out[0] <= work.loop.time() < self.out[1]:
                 raise OSError(errno.EIO, "the store is away")
 
-    def _begin_write(self) -> bool:
+    def _begin_write(self, name: str) -> bool:
         """Whether the answer is lost: the write is carried out, and fails."""
         self._begin()
+        work = present_work()
+        if work is not None and (seconds := self.interrupt(name)):
+            work.park(seconds)
         if self.faults and self.chance.random() < self.faults:
             if self.chance.random() < 0.5:
                 raise OSError(errno.EIO, "the store failed")
@@ -51,7 +56,7 @@ class MemoryStore(Store):
             raise OSError(errno.ETIMEDOUT, "the store did not answer")
 
     def create(self, name: str, *parts: Buffer) -> None:
-        lost = self._begin_write()
+        lost = self._begin_write(name)
         if checked(name) in self.objects:
             raise ObjectExists(name)
         self.objects[name] = b"".join(parts)
@@ -59,12 +64,12 @@ class MemoryStore(Store):
         self._end_write(lost)
 
     def replace(self, name: str, *parts: Buffer) -> None:
-        lost = self._begin_write()
+        lost = self._begin_write(name)
         self.objects[checked(name)] = b"".join(parts)
         self._end_write(lost)
 
     def delete(self, name: str) -> None:
-        lost = self._begin_write()
+        lost = self._begin_write(name)
         self.objects.pop(checked(name), None)
         self.on_change(self.objects, name)
         self._end_write(lost)

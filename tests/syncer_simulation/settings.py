@@ -173,6 +173,22 @@ FORGED = replace(LOSING, wipes=0.4, forged=0.5, refusals=0.0)
 QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
 # One syncer after the other is succeeded, at the end too.
 SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
+# Within a write, too.
+INTERRUPTED = replace(SUCCESSIONS, steps=60, doubles=0.5, interrupts=0.15)
+# One object of the store is damaged, once.
+DAMAGED = replace(
+    TROUBLE,
+    steps=120,
+    sequences=30_000,  # in few leases: each makes a new state
+    deaths=0.3,
+    crashes=5.0,
+    doubles=0.0,
+    suspends=0.0,
+    faults=0.0,
+    damages=0.6,
+    norm_gate=None,
+    evaluated=False,
+)
 
 
 # The real store on a disk that forgets what was not flushed, under syncers that are killed within its operations.
@@ -218,6 +234,8 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "STANDING_BY": of_shell(STANDING_BY),
     "FORGED": of_shell(FORGED),
     "CHANGED": Kind(drawn_shell, ShellWorld, settle_shell, 600.0),
+    "INTERRUPTED": of_shell(INTERRUPTED),
+    "DAMAGED": of_shell(DAMAGED),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
     "DISK": of_disk(DISK),
     "FLIPPED": of_disk(FLIPPED),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -38,6 +38,7 @@ from diloco_syncer.startup import complete_tape, replay, settings_line
 from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
+from diloco_syncer.store.records import Damaged, MergeRecord, parse_record_name
 from diloco_syncer.store.replay import take_back_versions
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import Tape
@@ -78,8 +79,10 @@ class ShellSetup(Setup):
     faults: float = 0.0  # share of the store's writes that fail
     store_seconds: float = 0.02  # the longest that an operation of it takes
     doubles: float = 0.0  # a second syncer starts beside the first
+    interrupts: float = 0.0  # share of the merges within whose write a second one succeeds the first
     hand_overs: float = 0.0  # the syncer is told to stop, and another follows
     suspends: float = 0.0  # the job is suspended, and resumed
+    damages: float = 0.0  # share of the crashes after which one object is gone or damaged, once in a world
     torn: float = 0.0  # share of the losses in which what was written last is gone or torn, here and there
     evaluated: bool = False
     peer_states: bool = False  # newcomers want an inner optimizer state
@@ -110,6 +113,20 @@ class Life:
         return self.loop.alive and self.syncer is not None and not self.stopping
 
 
+def records_of(objects: Iterable[str], fragments: int) -> list[int]:
+    """The newest version of each fragment that has a record."""
+    found = [place for name in objects if (place := parse_record_name(name)) is not None]
+    return [max((version for q, version in found if q == p), default=0) for p in range(fragments)]
+
+
+def is_whole(record: bytes, name: str) -> bool:
+    try:
+        MergeRecord.unpack(record, name)
+    except Damaged:
+        return False
+    return True
+
+
 class SyncerProcesses(World):
     """Several syncers at once, on one store."""
 
@@ -131,6 +148,7 @@ class SyncerProcesses(World):
         self.ended = False
         self.min_epoch = 0
         self.failures: list[BaseException] = []
+        self.expected: dict[int, int] = {}  # by fragment the version that the next syncer has at least
         rules = RoundRules(setup.every, setup.overlap, setup.quorum, 0.9, grace_cap=2.0)
         self.core = Core(CoreConfig(places=(("r", 0),), rules=rules, encoding="float32"), None, 0, 0.0)  # no life's yet
         super().__init__(setup)
@@ -162,6 +180,11 @@ class SyncerProcesses(World):
             random.setstate(before)
             for life in self.lives:
                 life.loop.kill()
+
+    @property
+    def knows_all_offers(self) -> bool:  # type: ignore[override]
+        """A succeeded syncer may write one late, which it does not acknowledge."""
+        return not (self.setup.doubles or self.setup.interrupts)
 
     def wall_clock(self) -> float:
         """What ``time.time`` says in the process that asks."""
@@ -195,7 +218,7 @@ class SyncerProcesses(World):
         try:
             outcome = await self.serve_to_the_end(life)
         except (OSError, StoreUnusable) as error:
-            assert isinstance(error, OSError) or self.oracle.losses, error
+            assert isinstance(error, OSError) or (self.oracle.losses and not self.expected), error
             if not isinstance(error, OSError):
                 self.lose_content(whole=True)  # as people do: they give it an older copy of its store
             outcome = SyncerExit.STORE
@@ -233,6 +256,9 @@ class SyncerProcesses(World):
         self.register(life, syncer)
         self.epoch, self.core, self.newest, life.syncer = life.epoch, core, life, syncer
         replay(syncer, restored)
+        fewer = {p: v for p, v in self.expected.items() if core.versions[p] < v}
+        assert not fewer, f"of {core.versions} are left, after one object was damaged: {fewer} were there"
+        self.expected = {}
         syncer.start(restored.behind)
         self.check()
         outcome = await syncer.driver.outcome
@@ -264,7 +290,13 @@ class SyncerProcesses(World):
         setup = self.setup
         faults = setup.faults * setup.chaos
         return MemoryStore(
-            self.objects, self.random, setup.store_seconds, faults, out=self.out, on_change=self.oracle.read_object
+            self.objects,
+            self.random,
+            setup.store_seconds,
+            faults,
+            out=self.out,
+            on_change=self.oracle.read_object,
+            interrupt=self.interrupt,
         )
 
     def load(self) -> tuple[Checkpoints, Restored, Tape]:
@@ -276,6 +308,17 @@ class SyncerProcesses(World):
         complete_tape(tape, checkpoints, restored)
         assert self.oracle.losses or not (restored.problems or tape.damage), (restored.problems, tape.damage)
         return checkpoints, restored, tape
+
+    def interrupt(self, name: str) -> float:
+        """A process may stand still within a write, after its check of the epoch, while another succeeds it."""
+        there = self.now < CALM and self.newest is self.lives[-1] and self.newest.serving
+        share = self.setup.interrupts if name.startswith("records/") else self.setup.interrupts / 10
+        if not there or self.changes.random() >= share:
+            return 0.0
+        seconds = self.changes.uniform(1.0, 4.0)
+        self.seen["interrupts"] += 1
+        self.at(0.0, lambda: self.take_over(seconds))
+        return seconds
 
     def identify(self, checkpoints: Checkpoints) -> None:
         """As startup.py does, where it matters whose store it is."""
@@ -332,8 +375,35 @@ class SyncerProcesses(World):
             self.seen["crashes"] += 1
             self.end_life_of(life, restart=life is self.lives[-1])
             alone = not any(one.loop.alive for one in self.lives)
+            once = self.core.initialised and not self.seen["damages"]
+            if alone and once and self.changes.random() < self.setup.damages:
+                self.damage_object()
             if alone and self.copies and self.random.random() < self.setup.losses:
                 self.lose_content(whole=self.random.random() >= self.setup.torn)
+
+    def damage_object(self) -> None:
+        """One object is gone, cut or changed. That costs at most one version of one fragment."""
+        folders = sorted({name.partition("/")[0] for name in self.objects} - {"epochs", "discarded"})
+        folder = self.changes.choice([*folders, *["state"] * len(folders)])  # half of the time a state
+        names = sorted(name for name in self.objects if name.partition("/")[0] == folder)
+        name = self.changes.choice(names) if self.changes.random() < 0.5 else names[-1]
+        data, place = self.objects[name], self.changes.randrange(len(self.objects[name]))
+        now = {other: content for other, content in self.objects.items() if other != name}
+        changed = [data[:place], data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]]
+        hit = parse_record_name(name)
+        fate = self.changes.choice([None, *changed])
+        if hit is not None and fate is not None and is_whole(fate, name):
+            fate = None  # that was padding
+        now |= {} if fate is None else {name: fate}
+        self.seen["damages"] += 1
+        self.seen[f"damaged {folder}"] += 1
+        self.note(f"{name} is {'gone' if fate is None else 'damaged'}")
+        self.expected = dict(enumerate(records_of(self.objects, self.setup.fragments)))
+        if hit is not None and self.expected[hit[0]] == hit[1]:
+            self.expected[hit[0]] -= 1
+        self.oracle.go_back(self.objects, now)
+        self.objects.clear()
+        self.objects.update(now)
 
     def take_over(self, stall: float) -> None:
         """A second syncer starts beside the newest, which goes on; its threads do nothing for ``stall`` seconds. The
@@ -475,7 +545,8 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     store = world.open_store()
     wrong = [check for check in audit_store(store, "shell").checks if check.wrong]
     # A store that loses objects loses lines of its tape, which the audit tells; everything else holds.
-    assert not wrong or (world.oracle.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
+    lost = world.oracle.losses or world.setup.damages
+    assert not wrong or (lost and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
     tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -21,6 +22,11 @@ from diloco_operator.settings import Settings
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 60.0
+CLOSED = (
+    "make it, or take it out of --watch-namespaces (watch.namespaces of the chart); if it exists, grant the operator "
+    "its rights there: docs/operator.md, permissions"
+)
+"""What is said of a namespace in which nothing is allowed, as in one that does not exist."""
 
 
 class MissingPermission(NamedTuple):
@@ -82,7 +88,14 @@ class Permissions:
                 log.debug("whether the operator may %s is not known: %s", lack.describe(), error)
                 unknown.add(lack)
         lacking |= self.lacking & unknown
+        most = sum(len(need.verbs) for need in needs(self._nodes))
+        count = Counter(lack.namespace for lack in lacking if lack.namespace is not None)
+        closed = {namespace for namespace in count if count[namespace] >= most}
+        for namespace in sorted(closed & {lack.namespace for lack in lacking - self.lacking}):
+            log.error("forbidden: the operator may do nothing in namespace %s: %s", namespace, CLOSED)
         for lack in sorted(lacking - self.lacking, key=MissingPermission.describe):
+            if lack.namespace in closed:
+                continue
             level = logging.INFO if lack.need.optional else logging.ERROR
             log.log(
                 level,

@@ -95,12 +95,17 @@ def sync_address(job: Job, here: Placement) -> str:
 
 
 def _settings(job: Job, here: Placement) -> Object:
+    return _object(job, names.settings_map(job.name), "syncer", {"data": settings_data(job, here)})
+
+
+def settings_data(job: Job, here: Placement) -> dict[str, str]:
+    """The files that the job's programs read when they start."""
     document = job.document
     assert document is not None
     data = {"job.json": job.normal_form, "address.json": json.dumps({"sync": sync_address(job, here)}) + "\n"}
     if _evaluated(job, here) and job.spec.training.device == "cuda":
         data["evaluator.json"] = job_to_json(_on_any_device(document))
-    return _object(job, names.settings_map(job.name), "syncer", {"data": data})
+    return data
 
 
 def _on_any_device(document: DiLoCoJob) -> DiLoCoJob:

@@ -343,8 +343,9 @@ def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, su
     if reason in _IMAGE:
         image = container.get("image", "")
         if reason == "ErrImageNeverPull":
-            said = f"image {image} is not on the node, and imagePullPolicy is Never: load it into the "
-            said += "cluster's nodes (make images CLUSTER=kind:NAME), or push it and set images.registry of the chart"
+            said = f"image {image} is not on the node, and imagePullPolicy is Never: load it into the cluster's nodes, "
+            said += "or let them pull it, by imagePullPolicy in the podTemplate for an image of your own; for the "
+            said += "operator's (make images CLUSTER=kind:NAME loads them) set images.registry of the chart"
         else:
             said = f"image {image} cannot be pulled ({reason}): {message}; "
             said += "check its name, and imagePullSecrets if its registry needs them"

@@ -188,8 +188,7 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
             return unmade
         trains = any(s.in_quorum and (s.region, s.ordinal) == (region.name, ordinal) for s in view.slots)
         if trains and missing > START_PATIENCE:  # the API server has the pod, or its slot would be fenced
-            label = f"{LABEL_JOB}={view.job.name}"
-            return f"it trains, but its pod has lost a label: put it back (kubectl label pod {place} {label})"
+            return f"it trains, but its pod lost a label: kubectl label pod {place} {LABEL_JOB}={view.job.name}"
         return "its pod does not exist; its StatefulSet has not created it yet" if missing > START_PATIENCE else ""
     if pod.name in nodes.reasons:
         return nodes.reasons[pod.name]

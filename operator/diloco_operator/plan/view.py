@@ -262,8 +262,7 @@ class View:
         return {}
 
     def steady(self, kind: str, message: str) -> str:
-        """The message that the condition has already, where this one differs from it in numbers and names of files
-        alone: a syncer whose disk is full names another file at each try, and status is no log."""
+        """The message that the condition has already, where this one differs in numbers and numbered files alone."""
         before = str(self.condition(kind).get("message") or "")
         return before if _NUMBERED.sub("", before) == _NUMBERED.sub("", message) else message
 

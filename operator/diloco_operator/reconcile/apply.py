@@ -6,11 +6,10 @@ An object that the cache does not have is read before it is applied. If there is
 to somebody else, it is left alone, and the plan gets the ApplyError ``conflict``. What is sent then has the UID of the
 object that was looked at, so that another of its name is not taken for it.
 
-Of a job that was created suspended the dry run is all that is made: its faults are told while it waits.
-
 The objects with pods of a new generation are first applied as a dry run. If the API server or a policy refuses one,
 nothing of this generation that pods use is applied, so the old pods run on. What else fails, such as a webhook that
 does not answer, costs the object that it fails for. That one is tried less and less often.
+Of a job that was created suspended only the dry run is made, so that its faults are told while it waits.
 
 Some objects do not become what was applied: the API server writes a value in another form, or another program
 changes it back. Such an object is applied again only when what is wanted or what is there changes.

@@ -295,8 +295,8 @@ class Core:
             case ev.Reported():
                 self._reported(event.connection, event.report, now)
             case ev.PushReceived():
-                self._aggregator.receive_push(event, now)
-                self._phases.record_progress(now)
+                if self._aggregator.receive_push(event, now):
+                    self._phases.record_progress(now)
             case ev.PushAdvanced():
                 self._phases.record_bytes(now)
             case ev.InitialModelStored():

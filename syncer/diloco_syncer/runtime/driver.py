@@ -164,9 +164,10 @@ class Driver:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._stop_by(error)
+            self.stop_by(error)
 
-    def _stop_by(self, error: BaseException) -> None:
+    def stop_by(self, error: BaseException) -> None:
+        """End this life by what went wrong."""
         if isinstance(error, HigherEpoch):
             self.stop(SyncerExit.SUPERSEDED, str(error))
         elif isinstance(error, RecordMadeMeanwhile | TapeError):  # a predecessor's, at the last moment

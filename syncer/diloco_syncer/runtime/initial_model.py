@@ -38,6 +38,8 @@ from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import Broadcast, GlobalModel, first_records
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store import records
+from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.records import Array, Floats, MergeRecord
 from diloco_syncer.store.spool import Spool
 
@@ -69,6 +71,7 @@ class InitialModelUpload:
     durability: Durability
     spool: Spool
     emit: Callable[[ev.Event], None]
+    stop_by: Callable[[BaseException], None]
 
     def __post_init__(self) -> None:
         self._connection = 0
@@ -241,7 +244,11 @@ class InitialModelUpload:
             self._check_announced(broadcast, layout, origin)
         commit = self.durability.checkpoints.commit_initial
         digest = self._frozen_digest if frozen else ""
-        await self.durability.run_write(commit, self._layout_name, names, frozen, digest)
+        try:
+            await self.durability.run_write(commit, self._layout_name, names, frozen, digest)
+        except (HigherEpoch, RecordMadeMeanwhile) as error:
+            self.stop_by(error)  # whoever uploads it next would hear the same
+            raise
         if not origins:  # else it may stand in for later versions, and is told to nobody before a restart
             self.model.begin(layout, newest, frozen, digest, broadcasts)
         self._fragments = {}

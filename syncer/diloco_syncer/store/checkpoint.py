@@ -55,7 +55,7 @@ MAX_REPORT = 64 << 20
 
 
 class RecordMadeMeanwhile(Exception):
-    """A predecessor has made the record that was to be made here; begin again from the store."""
+    """A predecessor has made what was to be made here; begin again from the store."""
 
 
 # ------------------------------------------------------------------ what is restored
@@ -147,12 +147,13 @@ class Checkpoints:
 
     def commit_initial(self, layout: str, fragments: Sequence[str], frozen: str, frozen_digest: str = "") -> None:
         """Put the staged version 0 in force; ``frozen_digest``: of the frozen parameters, by the learner. Raises
-        ``HigherEpoch`` if another syncer did."""
+        ``HigherEpoch``, and ``RecordMadeMeanwhile`` if a predecessor did it at the last moment."""
         self.epoch.check()
         body = {"job": self.job, "layout": layout, "fragments": list(fragments), "frozen": frozen}
         body["frozen_digest"] = frozen_digest
         if create_copied(self.store, "initial.json", body) != body:
-            raise HigherEpoch("another syncer has stored version 0 meanwhile; this one stops")
+            self.epoch.check()
+            raise RecordMadeMeanwhile("a syncer before this one has stored version 0 meanwhile")
         self.reader.initial = body
 
     # ------------------------------------------------------------- records

@@ -180,6 +180,7 @@ def test_a_result_is_found_by_all_that_makes_it(tmp_path: Path) -> None:
         {"rate": 1e-3},
         {"inner": "muon"},
         {"sparse": True},
+        {"broken": "× 10"},
         {"ddp": True},
         {"published": True},
     ]

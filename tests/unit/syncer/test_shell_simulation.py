@@ -163,6 +163,25 @@ def test_a_syncer_that_ends_gives_nobody_up() -> None:
     assert not [slot for slot in first.core.slots if slot.state is SlotState.LOST]
 
 
+class TakenOverAtVersion0(ShellWorld):
+    """The first syncer stands still as it puts version 0 in force, while another starts beside it."""
+
+    def interrupt(self, name: str) -> float:
+        if name != "initial.json" or len(self.lives) > 1:
+            return 0.0
+        self.at(0.0, lambda: self.take_over(3.0))
+        return 3.0
+
+
+@pytest.mark.promise("A syncer whose predecessor stored version 0 at the last moment begins again with it")
+def test_version_0_of_a_predecessor_is_gone_on_from() -> None:
+    """What was mended: each upload failed for ever, and the job waited."""
+    world = TakenOverAtVersion0(QUIET)
+    world.run(limit=200.0)
+    settle_shell(world)
+    assert world.seen["doubles"] == 1 and world.seen["outcome -1"] == 1
+
+
 # 5: a succeeded syncer made a record that its successor did not see, and took offers of the same steps beside.
 @pytest.mark.promise(
     "A record that a superseded syncer made after its successor had started costs no offer: it is set aside"

@@ -151,8 +151,7 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.store_problem:
         problem = f"{document.store_problem[0].upper()}{document.store_problem[1:]}"
-        message = view.steady("SyncerReady", f"{problem}.{_volume_cure(view)}")
-        out.set("SyncerReady", False, "StoreProblem", message)
+        out.set("SyncerReady", False, "StoreProblem", view.steady("SyncerReady", f"{problem}.{_volume_cure(view)}"))
     elif document is not None and _awaits_address(view):
         message = "The syncer serves this cluster. Others cannot reach it until its load balancer has an address."
         out.set("SyncerReady", len({region.cluster for region in view.job.spec.regions}) < 2, "AddressPending", message)
@@ -261,9 +260,12 @@ def describe_apply_errors(apply_errors: Sequence[ApplyError]) -> list[str]:
     for error in _sorted(apply_errors):
         message = shortened(error.message, 1000).rstrip(".")
         said.setdefault(error.reason, []).append((f"{error.ref.kind} {error.ref.name}".rstrip(), message))
-    return [
-        f"{sentence}. {_APPLY_ERRORS[reason][1]}".strip() for reason in said for sentence in merge_equal(said[reason])
-    ]
+    # Each name that is taken has a cure of its own.
+    merged = {
+        reason: [": ".join(row) for row in rows] if reason == "conflict" else merge_equal(rows)
+        for reason, rows in said.items()
+    }
+    return [f"{sentence}. {_APPLY_ERRORS[reason][1]}".strip() for reason in merged for sentence in merged[reason]]
 
 
 def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:

@@ -40,7 +40,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
+from diloco_operator.objects.manifests import settings_data
 from diloco_operator.plan.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.pods.memory_need import memory_need_text
 from diloco_operator.plan.pods.repeated_errors import is_program_error
@@ -55,6 +57,8 @@ CRASHES = 3
 FIRST_BACKOFF, LAST_BACKOFF = 20.0, 300.0
 UNKNOWN_SECONDS = 5.0
 """A process whose pod was never seen counts as ended after so long: the cache may not have the pod yet."""
+SETTINGS_SECONDS = 300.0
+"""No program's word fails a job whose settings were edited by hand so lately: kubelets mount what is put back late."""
 SYNCER = "syncer"
 
 
@@ -77,6 +81,10 @@ def track_pods(view: View) -> PodChanges:
     out = PodChanges()
     if view.document is not None and view.document.parameters:
         view.memory.model_size = (view.document.parameters, len(view.document.versions))
+    settings, wanted = view.live(names.settings_map(view.job.name)), settings_data(view.job, view.here)
+    edited = settings is not None and not wanted.items() <= (settings.get("data") or {}).items()
+    if edited and view.job.status.get("observedGeneration") == view.job.generation:
+        view.memory.settings_edited_at = view.clock
     for place in learner_places(view):
         pod = view.learners.get(place)
         _track_place(view, place, pod, out)
@@ -150,7 +158,8 @@ def _follow_learner(view: View, pod: Pod, out: PodChanges) -> None:
 
 def _follow_syncer(view: View, pod: Pod, out: PodChanges) -> None:
     successors, end = view.memory.successors, pod.last_end
-    if end is not None and end.code == WorkerExit.CONFIGURATION and not pod.running and not pod.terminating:
+    unfit = end is not None and end.code == WorkerExit.CONFIGURATION and not pod.running and not pod.terminating
+    if end is not None and unfit and _has_right_settings(view):
         why = f"The syncer cannot run this job: {end.last_line or 'it ended with exit code 2'}"
         out.failure = ("SyncerConfiguration", why)
     if SYNCER in successors and pod.alive and pod.ready and view.document is not None:
@@ -213,7 +222,7 @@ def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod
     # An evicted syncer's pod stays as Failed beside its successor, and may be seen so for the first time now.
     left = next((pod for pod in view.pods if pod.uid == before.uid), None)
     excused = before.excused or (left.excused if left is not None else "")
-    why = excused or before.cause or "it was deleted"
+    why = excused or before.cause or "it was deleted, or has lost its labels"
     kind, subject = ("SyncerGone", "The syncer's pod") if place == SYNCER else ("LearnerGone", f"Pod {place}")
     there = "its successor exists already" if successor is not None else "its successor is being created"
     if not excused:
@@ -254,7 +263,7 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
         if not action and is_program_error(pod, end, never_joined):
             out.errors[place] = said
     hopeless = pod.role == "learner" and end.code == WorkerExit.CONFIGURATION
-    if hopeless and not action and not _others_take_part(view, pod):
+    if hopeless and not action and not _others_take_part(view, pod) and _has_right_settings(view):
         why = f"{subject} cannot run this job, and a restart does not help: {end}."
         out.failure = ("LearnerConfiguration", why)
 
@@ -262,6 +271,12 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
 def _has_unfit_credentials(pod: Pod) -> bool:
     """Whether this is the syncer's pod, and its program ended because its credentials cannot be used."""
     return pod.role == SYNCER and pod.last_end is not None and pod.last_end.code == SyncerExit.CREDENTIALS
+
+
+def _has_right_settings(view: View) -> bool:
+    """Whether a program that says that it cannot run this job has read this job."""
+    edited = view.memory.settings_edited_at
+    return edited is None or view.clock - edited > SETTINGS_SECONDS
 
 
 def _others_take_part(view: View, pod: Pod) -> bool:

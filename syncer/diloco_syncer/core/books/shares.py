@@ -10,7 +10,8 @@ what is seen, and honest learners notice nothing of it:
   learner's own mean, too.
 * *Sequences per step* that are marked as read count up to ``MOST`` times the most of another learner, or its batch.
 * *Steps of a push* count up to sync.staleness.maxSteps, or ``MOST`` times those of the second longest of the merge.
-* *Steps toward the stop* count while few of them are in no merge (``Slot.advance``), and so do their tokens.
+* *Steps toward the stop* count while few of them are in no merge (``Slot.advance``), and so do their tokens. Of a
+  job's several learners the first that reports may be the only one for a while: its tokens count once they are merged.
 
 Example. Three learners of one batch tell of 16, 16 and 4000 tokens a step. The third one's count as 64.
 """
@@ -123,4 +124,7 @@ def reached_amount(
         steps, tokens = ledger.steps(slot.index), ledger.trained(slot.index)
         counted = max(0, steps - slot.uncounted_steps)
         works.append(Work(tokens * counted // steps if counted < steps else tokens, counted, batch))
+    if sum(bool(work.steps and work.tokens) for work in works) == 1 < sum(not slot.retired for slot in slots):
+        # There is nobody to compare it with, and there may be: what is merged counts.
+        return min(sum(ledger.merged(slot.index, p) for slot in slots) for p in range(ledger.fragments))
     return sum(bound_tokens(works))

@@ -56,15 +56,16 @@ class Aggregator:
 
     # ---------------------------------------------------------------- pushes
 
-    def receive_push(self, event: ev.PushReceived, now: float) -> None:
-        """Check a push whose bytes are all here, answer it, and put it into its round or among the offers."""
+    def receive_push(self, event: ev.PushReceived, now: float) -> bool:
+        """Check a push whose bytes are all here, answer it, and put it into its round or among the offers. Returns
+        whether it is taken."""
         header, state = event.header, self._state
         checks = self.checks
         refusal = checks.check_header(header) or checks.check_content(header, event.norm, event.finite, event.growth)
         if refusal is not None:
             self._record_refusal(header, refusal[0])
             self._actions.add(ev.AnswerPush(event.handle, *refusal))
-            return
+            return False
         assert state.rounds
         state.norm_gate.record_pass(header.fragment)
         slot = state.members.slots[header.slot]
@@ -85,6 +86,7 @@ class Aggregator:
         else:
             state.rounds.record_late(header)
             self._let_wait(push)
+        return True
 
     def _let_wait(self, offer: Accepted) -> None:
         """Let an offer wait, in place of those of which it has the steps."""

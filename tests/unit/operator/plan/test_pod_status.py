@@ -91,7 +91,13 @@ UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulab
             "ImageUnavailable",
             ["worker:1", "ImagePullBackOff", "imagePullSecrets"],
         ),
-        (waiting("ErrImageNeverPull", "not present"), {}, [], "ImageUnavailable", ["worker:1", "load it into the"]),
+        (
+            waiting("ErrImageNeverPull", "not present"),
+            {},
+            [],
+            "ImageUnavailable",
+            ["worker:1", "load it into the", "for an image of your own"],
+        ),
         (
             waiting("CreateContainerConfigError", 'secret "s3-keys" not found'),
             {},

@@ -17,7 +17,8 @@ def test_a_learner_is_deleted() -> None:
     world = started()
     world.delete_pod("job-local-1", force=True)
     world.until(lambda w: w.told("LearnerReplaced") == 1)
-    assert world.told("LearnerGone") == 1
+    (gone,) = [event for _, event in world.events if event.reason == "LearnerGone"]
+    assert "(it was deleted, or has lost its labels)" in gone.message
     assert world.status["replacements"]["total"] == 1
     world.until(World.whole)
     idle(world)
@@ -198,6 +199,25 @@ def test_a_syncer_that_cannot_work_with_the_job_fails_it() -> None:
     world.until(lambda w: w.truth("Failed") == "True", 30)
     assert world.condition("Failed")["reason"] == "SyncerConfiguration"
     world.until(lambda w: not w.of("learner"), 60)
+
+
+@pytest.mark.promise("Settings that somebody edits fail no job whose programs start meanwhile: they are put back first")
+def test_a_program_that_read_edited_settings_fails_no_job() -> None:
+    world = started()
+    before = set(world.pods)
+    world.operator_away = True
+    world.objects[names.settings_map("job")]["data"] = {}
+    world.crashing = {world.of("syncer")[0].name: 2}
+    world.run(5)
+    world.operator_away = False
+    world.run(60)
+    assert world.truth("Failed") == "False" and world.objects[names.settings_map("job")]["data"]
+    kept, world.crashing = world.crashing, {}
+    world.until(World.whole, 120)
+    assert set(world.pods) == before
+    world.crashing = kept
+    world.until(lambda w: w.truth("Failed") == "True", 400)
+    assert world.condition("Failed")["reason"] == "SyncerConfiguration"
 
 
 def test_a_syncer_that_crashes_is_counted_and_waited_for() -> None:

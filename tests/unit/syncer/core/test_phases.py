@@ -303,3 +303,18 @@ def test_bytes_of_an_offer_that_comes_on_prolong_a_drain_though_not_for_ever() -
         assert waited < 2 * desk.core.config.most_drain_seconds
         desk.do(ev.PushAdvanced())
     assert waited >= desk.core.config.most_drain_seconds
+
+
+@pytest.mark.promise("Offers that are refused do not hold up a job's end", section="Syncer")
+def test_refused_offers_do_not_hold_up_the_end() -> None:
+    desk = Desk(config(slots=1, stop=("steps", 4), drain_seconds=30.0, heartbeat_timeout=1e6))
+    desk.begin(1)
+    desk.report(1, 4)
+    assert desk.core.phase is JobPhase.DRAINING
+    for number in (1, 2):
+        assert desk.core.slots[0].occupied
+        offer = replace(desk.header(0, 4), round=0, sequence=number)
+        (answer,) = of(desk.do(ev.PushReceived(offer, 1.0, False, number)), ev.AnswerPush)
+        assert answer.reason is PushRefusal.NOT_FINITE
+        desk.later(20.0)
+    assert not desk.core.slots[0].occupied, "30 s after the drain began"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 import world_seeds
 import worlds
 from diloco_syncer.core.books import shares
+from diloco_syncer.core.books.norm_gate import NormGate
 from diloco_syncer.core.books.rounds import Round, RoundBook
 from diloco_syncer.core.books.slots import Slot
+from diloco_syncer.core.merging.aggregation import Aggregator
+from diloco_syncer.numerics import merge
 from diloco_worker.core.adoption import Rule
 from example_counts import share_of
 from syncer_simulation.broken_world import BrokenSetup, BrokenWorld, settle_broken
@@ -320,20 +325,34 @@ def test_the_simulation_notices_reports_that_are_not_bound_to_a_tenure(monkeypat
             settle(world)
 
 
-BROKEN = BrokenSetup(7, 3, 2, 8, quorum=1, steps=600, chaos=0.0, latency=0.1, max_versions=1000)
+BROKEN = BrokenSetup(7, 3, 2, 8, quorum=1, steps=600, chaos=0.0, latency=0.1, max_versions=1000, sequences=10**6)
 
 
 @pytest.mark.promise(
-    "One learner that lies or is broken moves the others' merges per second and the job's end by at most its share",
+    "One learner that lies or is broken moves the others' merges per second, their data, the loss and the job's end by "
+    "at most its share",
     section="Syncer",
 )
 @pytest.mark.parametrize(
-    ("fault", "stop"), [("says it is slow", "steps"), ("claims steps", "tokens"), ("counts too many tokens", "tokens")]
+    ("fault", "stop"),
+    [
+        ("says it is slow", "steps"),
+        ("claims steps", "tokens"),
+        ("counts too many tokens", "tokens"),
+        ("marks what it has not read", "steps"),
+        ("sends 10^30 times its work", "steps"),
+        ("sends 200 times its work", "tokens"),
+    ],
 )
 def test_one_broken_learner_moves_the_job_by_at_most_its_share(fault: str, stop: str) -> None:
     world = BrokenWorld(replace(BROKEN, fault=fault, stop=stop))
     world.run()
     settle_broken(world)
+
+
+def always(receive_push: Callable[..., bool]) -> Callable[..., bool]:
+    """Every push counts as one that was taken."""
+    return lambda *arguments: receive_push(*arguments) or True
 
 
 @pytest.mark.slow
@@ -344,6 +363,10 @@ def test_one_broken_learner_moves_the_job_by_at_most_its_share(fault: str, stop:
         ("claims steps", "steps", Slot, "counted_step", property(lambda slot: slot.step)),
         ("claims steps", "tokens", Slot, "advance", lambda slot, step, *_: setattr(slot, "step", max(slot.step, step))),
         ("counts too many tokens", "tokens", shares, "bound_tokens", lambda works: [work.tokens for work in works]),
+        ("marks what it has not read", "steps", shares, "most_beside", lambda others: math.inf),
+        ("sends 10^30 times its work", "steps", merge, "growth", lambda *_: 0.0),
+        ("sends 10^30 times its work", "steps", Aggregator, "receive_push", always(Aggregator.receive_push)),
+        ("sends 200 times its work", "steps", NormGate, "objection", lambda *_: ""),
     ],
 )
 def test_the_simulation_notices_what_a_broken_learner_does(

@@ -51,7 +51,7 @@ def test_tokens_a_step_count_up_to_a_few_times_the_learners_own_mean() -> None:
 
 def test_sequences_are_compared_with_those_of_the_other_learner_that_reads_most() -> None:
     assert most_beside([Work(0, 5), Work(7, 0)]) == math.inf, "nobody else has read"
-    assert most_beside([Work(240, 24, batch=8), Work(24, 24, batch=8)]) == MOST * 1.25
+    assert most_beside([Work(24, 24, batch=8), Work(240, 24, batch=8)]) == MOST * 1.25
     assert most_beside([Work(1, 24, batch=8)]) == MOST, "the job's own batch is never too much"
 
 

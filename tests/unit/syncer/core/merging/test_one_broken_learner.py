@@ -303,6 +303,20 @@ def trains(job: Job) -> None:
     job.desk.do(ev.Reported(job.other.connection, job.other.report()))
 
 
+def test_the_first_learner_to_report_does_not_end_the_job_alone() -> None:
+    desk = Desk(config(slots=2, stop=("tokens", 10_000)))
+    desk.begin(2)
+    row = FragmentReport(1, 0, 1, 1_000_000)
+    desk.do(ev.Reported(1, StepReport(1, 1, 1_000_000, (row,))))
+    assert desk.core.phase is JobPhase.TRAINING
+    desk.do(ev.Reported(2, StepReport(1, 1, 10, (FragmentReport(1, 0, 1, 10),))))
+    assert desk.core.phase is JobPhase.TRAINING and desk.core._state.reached_amount(0.0) == 10 + MOST * 10
+    alone = Desk(config(slots=1, stop=("tokens", 10_000)))
+    alone.begin(1)
+    alone.do(ev.Reported(1, StepReport(1, 1, 1_000_000, (row,))))
+    assert alone.core.phase is not JobPhase.TRAINING
+
+
 # ------------------------------------------------------------------ the data
 
 
