@@ -58,8 +58,10 @@ class DirectoryStore(Store):
 
     def _folder(self, path: Path) -> None:
         if path.parent not in self._flushed:
-            self._make_directory(path.parent)
-            flush_name(path.parent)  # it may be there since a try that failed at this very point
+            if path.parent.is_dir():
+                flush_name(path.parent)  # it may be there since a try that failed at this very point
+            else:
+                self._make_directory(path.parent)
             self._flushed.add(path.parent)
 
     def _folders(self) -> list[Path]:
