@@ -40,6 +40,7 @@ class DirectoryStore(Store):
             flush_name(self.root)
             for folder in self._folders():
                 flush_to_device(folder)
+            self._flushed = set(self._folders())  # whose names are
         except FileExistsError as error:
             raise NotWritable(errno.ENOTDIR, f"store {self.root} is not a directory") from error
         except PermissionError as error:
@@ -56,8 +57,12 @@ class DirectoryStore(Store):
             flush_name(path)
 
     def _folder(self, path: Path) -> None:
-        if not path.parent.is_dir():
-            self._make_directory(path.parent)
+        if path.parent not in self._flushed:
+            if path.parent.is_dir():
+                flush_name(path.parent)  # it may be there since a try that failed at this very point
+            else:
+                self._make_directory(path.parent)
+            self._flushed.add(path.parent)
 
     def _folders(self) -> list[Path]:
         return [self.root, *(path for path in self.root.iterdir() if path.is_dir())]

@@ -223,6 +223,18 @@ def test_a_name_that_a_failed_try_has_left_is_flushed(tmp_path: Path, monkeypatc
     assert store.list("records") == ["records/a", "records/b"]
 
 
+def test_a_folder_that_a_failed_try_has_left_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "disk"
+    base.mkdir()
+    disk = SimulatedDisk(monkeypatch, base, random.Random(0))
+    disk.kill_after = 1 << 30
+    store = DirectoryStore(base / "store")
+    (base / "store" / "records").mkdir()  # and then its name could not be flushed
+    store.create("records/a", b"one")
+    disk.power_cut("lost")
+    assert store.list("records") == ["records/a"]
+
+
 @pytest.mark.parametrize("name", ["records/a", "epochs/1"])
 def test_what_a_killed_syncer_left_is_flushed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
