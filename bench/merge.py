@@ -33,6 +33,7 @@ def main() -> None:
         "rda, a Llama's fragment": ("rda", inner_fragment(llama_layout(128 if args.quick else 1024))),
         "rda, one piece": ("rda", [Piece("w", 0, elements, 0, mean=False)]),
         "mean, one piece": ("mean", [Piece("w", 0, elements, 0, mean=False)]),
+        "median, a Llama's fragment": ("median", inner_fragment(llama_layout(128 if args.quick else 1024))),
     }
     rows = []
     for name, (method, pieces) in cases.items():
@@ -53,6 +54,21 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
     def squares() -> list[np.ndarray[Any, np.dtype[np.float64]]]:
         return [piece_squares(pieces, delta, threads=threads) for delta in deltas]
 
+    known = squares()
+    if method == "median":
+        result = np.empty(elements, np.float32)
+
+        def merged(method: str, out: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+            merge(pieces, deltas, weights, method, squares=known, out=out, threads=threads)
+
+        return common.compare(
+            f"{name}, norms known",
+            lambda: merged("median", result),
+            {"rda": lambda: merged("rda", out), "torch's median": lambda: torch_median(tensors, other)},
+            work=4e-9 * elements * LEARNERS,
+            unit="GB/s",
+            rounds=rounds,
+        )
     rows = common.compare(
         f"{name}, norms taken too",
         lambda: merge(pieces, deltas, weights, method, squares=squares(), out=out, threads=threads),
@@ -66,7 +82,6 @@ def measure(name: str, method: str, pieces: Sequence[Piece], threads: int, round
     )
     if method == "rda":
         # In the syncer the norms are taken when a push arrives, off the round's critical path.
-        known = squares()
         rows += common.compare(
             f"{name}, norms known",
             lambda: merge(pieces, deltas, weights, method, squares=known, out=out, threads=threads),
@@ -94,6 +109,12 @@ def torch_merge(
         radius = sum(w * norm for w, norm in zip(weights, norms, strict=True))
         direction = sum(w / norm * part for w, part, norm in zip(weights, parts, norms, strict=True))
         out[span] = direction * (radius / direction.norm())
+
+
+def torch_median(deltas: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The mean of the two middle values of each element, without lengths."""
+    values = torch.stack(list(deltas)).sort(dim=0).values
+    torch.add(values[LEARNERS // 2 - 1], values[LEARNERS // 2], out=out).mul_(0.5)
 
 
 def measure_isotropic(width: int, threads: int, rounds: int) -> list[common.Row]:

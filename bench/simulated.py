@@ -74,7 +74,7 @@ class SeenVersions(CountedVersions):
         super().__init__(job, (ELEMENTS,) * job.spec.sync.fragments, core.versions)
         self._core, self._traffic, self.made = core, traffic, made
 
-    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool]:
+    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool, float]:
         self._traffic.count_received(self._core.slots[header.slot].holder.region, header.slot, ELEMENTS)
         return super().receive(handle, header, encoded)
 

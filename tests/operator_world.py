@@ -387,6 +387,7 @@ class World:
                     "uid": uid,
                     "creationTimestamp": rfc3339(self.now),
                     "labels": {**template["metadata"]["labels"], **labels},
+                    "annotations": dict(template["metadata"]["annotations"]),
                 },
                 "spec": spec,
                 "status": {

@@ -92,6 +92,11 @@ class SimulatedDisk:
                 self._real["link"](entry.path, kept)
         return names
 
+    def spoil(self, path: Path, content: bytes) -> None:
+        """The medium holds something else from now on."""
+        path.write_bytes(content)
+        self._content[path.stat().st_ino] = content
+
     # ------------------------------------------------------------- what becomes of it
 
     def power_cut(self, unflushed: str) -> None:

@@ -32,8 +32,17 @@ RECORDED: dict[str, dict[str, range]] = {
         "DAMAGED": range(20),
     },
     "workers": dict.fromkeys(("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "DRAWN"), range(5)),
-    "operator": {"FAULTS": range(12)},
+    "operator": {"FAULTS": range(12), "LIVES": range(12)},
 }
+NIGHTLY = {"operator": ("LIVES",)}
+"""Settings in which worlds still fail now and then: only `make nightly` draws them, and a run that names them."""
+
+
+def drawn_settings(simulation: str, nightly: bool, named: str | None = None) -> list[str]:
+    """The settings of which worlds are run. ``named``: the one that a person asks for."""
+    if named is not None:
+        return [named]
+    return [one for one in RECORDED[simulation] if nightly or one not in NIGHTLY.get(simulation, ())]
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,7 @@ class NewSeeds:
 
     budgets: dict[str, float]
     first: dict[str, int]
+    settings: dict[str, list[str]]
     used: Counter[str] = field(default_factory=Counter)  # seconds, so far
     begun: Counter[str] = field(default_factory=Counter)
 
@@ -114,6 +124,6 @@ class NewSeeds:
         name = min(shares, key=lambda name: (shares[name], self.begun[name]), default=None)
         if name is None or shares[name] >= 1.0:
             return None
-        seed, settings = self.first[name] + self.begun[name], list(RECORDED[name])
+        seed, settings = self.first[name] + self.begun[name], self.settings[name]
         self.begun[name] += 1
         return Case(name, settings[seed % len(settings)], seed)

@@ -1,7 +1,8 @@
 """Worlds of the four simulations: those that are recorded, and then new ones, of seeds that nobody has tried.
 
     .venv/bin/python tests/worlds.py                             what .ci/run does, in four minutes on two cores
-    .venv/bin/python tests/worlds.py --only new --minutes 30     what `make nightly` does
+    .venv/bin/python tests/worlds.py --minutes 30                what `make nightly` does, with settings of its own
+    .venv/bin/python tests/worlds.py --only new --simulation operator --setting LIVES      new worlds of one setting
     .venv/bin/python tests/worlds.py --simulation shell --setting LOSING --seed 123
 
 The last line is what a failure prints: it runs that world alone. A world follows from its seed, its setting and the
@@ -48,6 +49,7 @@ from world_seeds import (
     NewSeeds,
     Verdict,
     choose_base,
+    drawn_settings,
     found_line,
     judge,
     read_found,
@@ -235,6 +237,7 @@ class Run:
         self.args = args
         self.found = read_found(FOUND.read_text())
         self.chosen = [args.simulation] if args.simulation else list(BUDGETS)
+        self.settings = {one: drawn_settings(one, args.minutes is not None, args.setting) for one in self.chosen}
         self.commit = git("rev-parse", "--short=8", "HEAD") or ""
         self.red = 0
         budgets = {name: getattr(args, name) for name in self.chosen}
@@ -242,7 +245,8 @@ class Run:
             share = 60.0 * args.minutes * CORES / sum(budgets.values())
             budgets = {name: budget * share for name, budget in budgets.items()}
         chance = random.SystemRandom()
-        self.new = NewSeeds(budgets, {name: args.first or chance.randrange(10**6, 2**32) for name in self.chosen})
+        first = {name: args.first or chance.randrange(10**6, 2**32) for name in self.chosen}
+        self.new = NewSeeds(budgets, first, self.settings)
 
     def run(self) -> int:
         spawn = multiprocessing.get_context("spawn")
@@ -260,7 +264,7 @@ class Run:
 
     def recorded(self) -> list[Case]:
         cases = [*self.found, *recorded_seeds()]
-        return [case for case in dict.fromkeys(cases) if case.simulation in self.chosen]
+        return [case for case in dict.fromkeys(cases) if case.setting in self.settings.get(case.simulation, ())]
 
     def run_some(self, pool: futures.Executor, what: str, cases: Iterator[Case], until: float) -> None:
         every = round(1 / self.args.hash) if self.args.hash else sys.maxsize
@@ -292,7 +296,7 @@ def run_one(case: Case) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run worlds of the simulations: recorded seeds, then new ones.")
     parser.add_argument("--simulation", choices=list(BUDGETS), help="this one only")
-    parser.add_argument("--setting", help="with --seed: of this world")
+    parser.add_argument("--setting", help="with --simulation: worlds of this setting only")
     parser.add_argument("--seed", type=int, help="run this world alone")
     parser.add_argument("--with", dest="changes", default="{}", help="with --seed: changes of the setting, in JSON")
     parser.add_argument("--only", choices=["recorded", "new"], help="one kind of seeds")
@@ -310,10 +314,12 @@ def main() -> int:
     args = parser.parse_args()
     LOG.parent.mkdir(exist_ok=True)
     prepare_process()
+    if args.setting is not None and (args.simulation is None or args.setting not in RECORDED[args.simulation]):
+        parser.error("--setting needs a --simulation that has it")
     if args.seed is None:
         LOG.write_text("")
         return Run(args).run()
-    if args.simulation is None or args.setting not in RECORDED[args.simulation]:
+    if args.setting is None:
         parser.error("--seed needs --simulation and a --setting that it has")
     return run_one(Case(args.simulation, args.setting, args.seed, args.changes))
 

@@ -258,6 +258,7 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
     ("P above H", {"sync.fragments": 25}, "sync.fragments", "at most sync.every (24)"),
     ("tau is H", {"sync.overlap": 24}, "sync.overlap", "below sync.every (24)"),
     ("K above M", {"sync.quorum": 4}, "sync.quorum", "all regions (3)"),
+    ("a median of two", {"sync.merge.method": "median", "sync.quorum": 2}, "sync.quorum", "at least 3 with"),
     ("pause before merge", {"sync.staleness.maxSteps": 23}, "sync.staleness.maxSteps", "at least sync.every"),
     (
         "heartbeat",

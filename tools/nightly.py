@@ -221,11 +221,12 @@ def changed_code() -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", metavar="GLOB", default="*", help="parts of that name")
+    parser.add_argument("--only", metavar="GLOB", action="append", help="parts of that name; may be given again")
     parser.add_argument("--minutes", type=float, default=None, help="begin no part after so long")
     parser.add_argument("--list", action="store_true", help="name the parts, and run nothing")
     chosen = parser.parse_args(arguments)
-    parts = [part for part in list_parts() if fnmatch.fnmatch(part.name, chosen.only)]
+    globs = chosen.only or ["*"]
+    parts = [part for part in list_parts() if any(fnmatch.fnmatch(part.name, glob) for glob in globs)]
     if not parts:
         parser.error(f"no part is called {chosen.only!r}: --list names them")
     code, commit = digest_code(git("ls-files", "-s").splitlines()), git("rev-parse", "--short=8", "HEAD").strip()

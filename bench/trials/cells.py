@@ -62,7 +62,8 @@ class Trial:
     empty: as many each. ``timed``: the job ends with the last of its steps, whatever was trained by then, and not with
     its tokens. ``visitors``: so many learners more, each training as many sequences in a step as the others, join after
     a third of the time and leave after two thirds. ``rate``: of the inner optimizer, None: the task's. ``inner``: adamw
-    or muon. ``sparse``: pushes are made sparse first (sparse.py). ``ddp``: the reference, by torch's own ranks
+    or muon. ``sparse``: pushes are made sparse first (sparse.py). ``broken``: what the
+    first learner pushes in place of its work (broken.py). ``ddp``: the reference, by torch's own ranks
     (ddp.py). ``published``: by the code before (``PUBLISHED``).
     """
 
@@ -83,6 +84,7 @@ class Trial:
     rate: float | None = None
     inner: str = "adamw"
     sparse: bool = False
+    broken: str = ""
     ddp: bool = False
     published: bool = False
 
@@ -208,9 +210,8 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
     from diloco_syncer.core.events import RecordEvent
     from diloco_worker.core.adoption import Kind
     from diloco_worker.fragments import ModelFragments, Vector
-    from lab.world.values import LearnerValues
     from lab.world.world import World
-    from trials import fleet, inner, outers, sparse, tasks
+    from trials import fleet, inner, outers, tasks
     from trials.versions import TrialVersions
 
     job = tasks.make_job(
@@ -244,7 +245,7 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         pace=lambda place: trial.pace[place[1]] if trial.pace else 1.0,
         link=_link(trial, job, versions.elements),
         merge_seconds=MERGE_SECONDS,
-        make_values=sparse.SparseValues if trial.sparse else LearnerValues,
+        make_values=_make_values(trial),
         on_event=note_drain,
     )
     world.start_all()
@@ -276,6 +277,15 @@ def _decoupled(trial: Trial) -> dict[str, Any]:
         "steps": world.now,
         "bytes_up": world.bytes_up,
     }
+
+
+def _make_values(trial: Trial) -> Any:
+    from lab.world.values import LearnerValues
+    from trials import broken, sparse
+
+    if trial.broken:
+        return broken.first_is_broken(trial.broken)
+    return sparse.SparseValues if trial.sparse else LearnerValues
 
 
 def _link(trial: Trial, job: Any, elements: Sequence[int]) -> Any:

@@ -55,6 +55,8 @@ object (422, 400); forbidden: a right is missing (RBAC); policy: something that 
 answer; terminating: the namespace is being deleted; unavailable: 5xx, 429 or no answer, while others are answered."""
 
 
+LASTING: frozenset[Failure] = frozenset({"invalid", "policy"})
+"""Faults of what is wanted: they end when that changes, or the policy does."""
 TERMINATING = "because it is being terminated"
 """What the API server says of a namespace in which nothing can be made any more."""
 
@@ -173,6 +175,7 @@ class Topic(Enum):
     CONDITION = auto()  # subject: the condition's type
     SYNCER_FAULT = auto()
     DURABLE = auto()
+    VOLUME = auto()  # state: the claim's UID
     QUORUM = auto()
     REGION_SCALE = auto()  # subject: a region
     REGION_ROLLOUT = auto()  # subject: a region
@@ -325,6 +328,7 @@ class JobPlan:
     # Whole manifests for server-side apply. Annotated, where they hold pods, with the generation
     # that they were rendered for (names.GENERATION) and their own rendering (names.RENDERED).
     apply: tuple[Object, ...] = ()
+    tries: tuple[Object, ...] = ()  # likewise, of which nothing shall be made yet: only their faults are looked for
     calls: tuple[Call, ...] = ()
     deletes: tuple[Delete, ...] = ()
     status: dict[str, Any] | None = None  # whole; None: leave as it is

@@ -23,7 +23,8 @@ RENDERED = f"{DOMAIN}/rendered"
 ORIGIN = f"{DOMAIN}/rendered-by"
 """Annotation of pod-carrying objects: which release rendered them, and digests of what they were rendered from."""
 JOB_UID = f"{DOMAIN}/job-uid"
-"""Annotation of every object of a job: the job's UID. By it an object is known whose labels or owners were edited."""
+"""Annotation of every object of a job, and its pods: the job's UID. By it an object is known whose labels or owners
+were edited, and a pod that an earlier job of the name has left."""
 INPUTS = f"{DOMAIN}/inputs"
 """Annotation of pod templates: a digest of what of the job the program reads when it starts."""
 

@@ -15,7 +15,7 @@ from typing import Literal
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.sync import OuterSpec
 
-Method = Literal["rda", "mean", "isotropic"]
+Method = Literal["rda", "mean", "isotropic", "median", "isotropic-median"]
 
 ISOTROPIC_BELOW = 10**8
 """Trained parameters from which on ``auto`` is RDA."""
@@ -52,15 +52,24 @@ def choose_merge(spec: JobSpec, parameters: int) -> tuple[Method, OuterSettings]
     model, asked = spec.training.model, spec.sync.merge.method
     pretrained = model is not None and (model.from_ is not None or model.lora is not None)
     method: Method = "rda" if asked == "auto" else asked
-    if asked == "auto" and not (pretrained or parameters >= ISOTROPIC_BELOW):
-        method = "isotropic"
+    if asked in ("auto", "median") and not (pretrained or parameters >= ISOTROPIC_BELOW):
+        method = "isotropic" if asked == "auto" else "isotropic-median"
     return method, outer_settings(spec.sync.outer, method, pretrained)
+
+
+def push_weights(method: str, weights: str) -> str:
+    """By what pushes are weighted, by sync.merge: by nothing that learners say, where they need not be believed."""
+    return "uniform" if method == "median" else weights
+
+
+def is_isotropic(method: Method) -> bool:
+    """Whether the singular values of each merged matrix are made equal."""
+    return method in ("isotropic", "isotropic-median")
 
 
 def is_unmeasured(spec: JobSpec, parameters: int) -> bool:
     """Whether a model of so many trained parameters has the default of large models, which nobody has measured."""
-    methods = [choose_merge(spec, size)[0] for size in (0, parameters)]
-    return spec.sync.merge.method == "auto" and methods == ["isotropic", "rda"]
+    return choose_merge(spec, 0)[0] != choose_merge(spec, parameters)[0]
 
 
 def merge_text(method: Method, outer: OuterSettings) -> str:
@@ -71,9 +80,10 @@ def merge_text(method: Method, outer: OuterSettings) -> str:
 
 def outer_settings(outer: OuterSpec, method: Method, pretrained: bool = False) -> OuterSettings:
     """The outer optimizer's settings after merges by ``method``. ``pretrained``: the weights were trained before."""
-    lr, momentum = _ISOTROPIC if method == "isotropic" else _PRETRAINED if pretrained else _DILOCO
+    isotropic = is_isotropic(method)
+    lr, momentum = _ISOTROPIC if isotropic else _PRETRAINED if pretrained else _DILOCO
     if outer.optimizer == "sgd":
-        lr = _PLAIN_ISOTROPIC if method == "isotropic" else _PLAIN
+        lr = _PLAIN_ISOTROPIC if isotropic else _PLAIN
     elif outer.optimizer != "nesterov":
         lr = _ADAPTIVE
     return OuterSettings(

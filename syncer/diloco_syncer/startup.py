@@ -99,7 +99,7 @@ def restore(
     _tell_of_a_clock_ahead(core_state)
     core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, wall=time.time())
     restored.newest = take_back_versions(core, restored.newest)
-    model = GlobalModel(job, options.threads)
+    model = GlobalModel(job, options.threads, control_key=options.control_key)
     if restored.layout is not None:
         model.begin(restored.layout, restored.newest, restored.frozen, restored.frozen_digest)
         if model.outer_state_reset:

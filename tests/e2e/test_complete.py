@@ -109,7 +109,7 @@ def test_what_people_see(cluster: Cluster, start: Any) -> None:
         lambda: (row := shown(job))["LEARNERS"] == "2/2" and row["QUORUM"] == "2/1" and row["PHASE"] == "Running",
         30,
     )
-    columns = ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "LOSS", "GOODPUT", "AGE"]
+    columns = ["NAME", "PHASE", "LEARNERS", "QUORUM", "STEP", "TOKENS", "PERCENT", "LOSS", "GOODPUT", "AGE"]
     assert list(shown(job)) == columns
     # It ends when all of this was seen, however long that took.
     stop = max(job.training()["tokens"]["trained"], 800_000) + 200_000

@@ -30,6 +30,7 @@ ObjectKey = tuple[str, str, str]
 
 
 def wall() -> float:
+    """The API server's clock."""
     return WALL + asyncio.get_running_loop().time()
 
 
@@ -325,8 +326,8 @@ class SimulatedLease:
 
     where = "diloco-system/diloco-operator"
 
-    def __init__(self, api: SimulatedApi, namespace: str, name: str) -> None:
-        self._api, self._place = api, (namespace, name)
+    def __init__(self, api: SimulatedApi, namespace: str, name: str, skew: float) -> None:
+        self._api, self._place, self._skew = api, (namespace, name), skew
 
     async def read(self) -> LeaseRecord | None:
         """As ``LeaseStore.read``."""
@@ -336,7 +337,7 @@ class SimulatedLease:
 
     async def write(self, wanted: LeaseWrite) -> LeaseRecord:
         """As ``LeaseStore.write``."""
-        server, at = self._api.server, datetime.fromtimestamp(wall(), UTC)
+        server, at = self._api.server, datetime.fromtimestamp(wall() + self._skew, UTC)
         body = lease_manifest(wanted, *self._place, at)
 
         def carry_out() -> Object:

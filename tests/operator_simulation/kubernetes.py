@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import rfc3339
+from diloco_operator.job import rfc3339, unix_seconds
 from diloco_operator.model import Object
 from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 from operator_simulation.api_server import ApiServer
@@ -72,6 +72,7 @@ class Node:
     heard: float = 0.0  # by the API server
     ready: bool = True
     since: float = 0.0  # of ``ready``
+    cordoned: bool = False
     processes: dict[str, Process] = field(default_factory=dict)  # by pod UID, the newest
     ends: dict[str, list[tuple[int, str, float]]] = field(default_factory=dict)  # by pod UID: exit codes
     start_at: dict[str, float] = field(default_factory=dict)  # by pod UID: no sooner
@@ -90,6 +91,8 @@ class Kubernetes:
         self.nodes = {f"n{i}": Node(name, f"n{i}") for i in range(nodes)}
         self.quota: int | None = None
         self.pull_seconds = (0.5, 3.0)
+        self.failures: list[tuple[float, str, int]] = []  # when, which pod's program, with which exit code
+        self.no_volumes_since: float | None = None  # claims that are made since then do not bind; None: they do
         self.volume_gone: Callable[[], None] = lambda: None  # told when the syncer's volume is deleted
         self.programs: dict[str, Callable[[Process], None]] = {}
         self._rng = rng
@@ -110,6 +113,12 @@ class Kubernetes:
 
     def process_of(self, uid: str) -> Process | None:
         return next((node.processes[uid] for node in self.nodes.values() if uid in node.processes), None)
+
+    def holds(self, pod: Object) -> bool:
+        """Whether the pod is one of this cluster's, and has a node."""
+        meta = pod["metadata"]
+        live = self.server.find("Pod", meta["namespace"], meta["name"])
+        return live is not None and live["metadata"]["uid"] == meta["uid"] and bool(live["spec"].get("nodeName"))
 
     def pods(self) -> list[Object]:
         return self.server.all("Pod")
@@ -193,6 +202,7 @@ class Kubernetes:
                     "name": name,
                     "namespace": meta["namespace"],
                     "labels": {**template["metadata"]["labels"], **labels},
+                    "annotations": dict(template["metadata"]["annotations"]),
                     "ownerReferences": [owner],
                 },
                 "spec": template["spec"],
@@ -246,9 +256,16 @@ class Kubernetes:
         for claim in self.server.all("PersistentVolumeClaim"):
             meta = claim["metadata"]
             used = any(
-                pod["metadata"]["labels"].get(LABEL_ROLE) == "syncer" and pod["spec"].get("nodeName")
+                pod["metadata"]["labels"].get(LABEL_ROLE) == "syncer"
+                and pod["spec"].get("nodeName")
+                and pod["status"].get("phase") != "Failed"
                 for pod in self.pods()
             )
+            phase, since = (claim.get("status") or {}).get("phase"), self.no_volumes_since
+            if since is not None and phase is None and unix_seconds(meta["creationTimestamp"]) >= WALL + since:
+                self.server.put("PersistentVolumeClaim", {**claim, "status": {"phase": "Pending"}})
+            elif since is None and phase == "Pending":
+                self.server.put("PersistentVolumeClaim", {**claim, "status": {"phase": "Bound"}})
             if meta.get("deletionTimestamp") and not used:
                 self.server.patch(
                     "PersistentVolumeClaim", meta["namespace"], meta["name"], {"metadata": {"finalizers": None}}, ""
@@ -257,11 +274,14 @@ class Kubernetes:
 
     def _may_mount(self) -> bool:
         claims = self.server.all("PersistentVolumeClaim")
-        return any(not claim["metadata"].get("deletionTimestamp") for claim in claims)
+        return any(
+            not claim["metadata"].get("deletionTimestamp") and (claim.get("status") or {}).get("phase") != "Pending"
+            for claim in claims
+        )
 
     def _schedule(self, pod: Object) -> None:
         role = pod["metadata"]["labels"].get(LABEL_ROLE)
-        ready = [node.name for node in self.nodes.values() if node.ready]
+        ready = [node.name for node in self.nodes.values() if node.ready and not node.cordoned]
         # The claim is ReadWriteOncePod: while one pod has it, no other is placed.
         held = role == "syncer" and any(
             other is not pod
@@ -274,6 +294,8 @@ class Kubernetes:
             message = "0/3 nodes are available: 3 Insufficient cpu."
             if held:
                 message = "0/3 nodes: pod has pod using PersistentVolumeClaim with the same name and ReadWriteOncePod"
+            elif role == "syncer" and self.no_volumes_since is not None:
+                message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims."
             row = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
             self._set_status(pod, conditions=[row])
             return
@@ -310,6 +332,8 @@ class Kubernetes:
 
     def _sync(self, node: Node, uid: str, pod: Object) -> None:
         process = node.processes.get(uid)
+        if pod["status"].get("phase") == "Failed" and not pod["metadata"].get("deletionTimestamp"):
+            return  # it was evicted
         if pod["metadata"].get("deletionTimestamp"):
             if process is not None and process.ended is None:
                 self._end(process)
@@ -321,6 +345,7 @@ class Kubernetes:
         elif process is not None and process.ended is not None:
             ends = node.ends.setdefault(uid, [])
             ends.append((process.ended, process.last_line, now()))
+            self.failures += [(now(), process.pod_name, process.ended)] if process.ended else []
             del node.processes[uid]
             process = None
             wait = CRASH_BACKOFF * 2.0 ** (len(ends) - 2) if len(ends) > 1 else 0.5
@@ -409,6 +434,35 @@ class Kubernetes:
 
     def power_on(self, node: Node) -> None:
         node.up = True
+
+    def evict_for_pressure(self, pod: Object) -> None:
+        """The kubelet ends the pod, since its node has too little memory or disk. What is left of it is Failed."""
+        node = self.nodes[pod["spec"]["nodeName"]]
+        process = node.processes.pop(pod["metadata"]["uid"], None)
+        if process is not None and process.ended is None:
+            process.ended = 137
+        reason = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+        conditions = [*_other(pod, "DisruptionTarget"), reason]
+        self._set_status(pod, phase="Failed", reason="Evicted", conditions=conditions, containerStatuses=[])
+
+    def evict(self, pod: Object) -> bool:
+        """As `kubectl drain` asks for it; False: a PodDisruptionBudget does not allow it now."""
+        region = pod["metadata"]["labels"].get(LABEL_REGION)
+        for budget in self.server.all("PodDisruptionBudget"):
+            mine = [p for p in self.pods() if region and p["metadata"]["labels"].get(LABEL_REGION) == region]
+            away = sum(not _is_ready(p) for p in mine)
+            if budget["metadata"]["name"].endswith(f"-{region}") and away >= budget["spec"]["maxUnavailable"]:
+                return False
+        reason = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        self._set_status(pod, conditions=[*_other(pod, "DisruptionTarget"), reason])
+        self._delete(pod)
+        return True
+
+
+def _is_ready(pod: Object) -> bool:
+    rows = pod["status"].get("conditions") or ()
+    ready = any(row["type"] == "Ready" and row["status"] == "True" for row in rows)
+    return ready and not pod["metadata"].get("deletionTimestamp")
 
 
 def _other(pod: Object, kind: str) -> list[Object]:

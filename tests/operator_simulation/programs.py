@@ -61,6 +61,7 @@ class Programs:
         self.silence: dict[str, float] = {}  # by region: since when nobody of it takes part or stands by
         self.regions_lost: list[str] = []
         self.volume_is_new = False  # the next syncer finds an empty store
+        self.is_noticed = False  # what the store had: the status of the job tells of it
         self.lost = 0  # merges that no learner could give back
         self._processes = processes
         self._reaches = reaches
@@ -92,9 +93,15 @@ class Programs:
 
     # ------------------------------------------------------------------ the syncer
 
-    def lose_the_volume(self) -> None:
-        """The store goes; learners that have trained with it hold what was in it."""
-        self.volume_is_new = True
+    def reach_the_stop(self) -> None:
+        """The last merge is made, as far as there is a syncer that can."""
+        if self.active() and self.store.phase in ("training", "holding"):
+            self.store.phase, self._target, self._moves_at = "draining", "complete", now() + DRAIN_SECONDS
+
+    def lose_the_volume(self, known: int) -> None:
+        """The store goes; learners that have trained with it hold what was in it. ``known``: how many merges the job's
+        status tells of. Of none nobody is told."""
+        self.volume_is_new, self.is_noticed = True, known > 0
 
     def _take_back(self) -> None:
         """A new store: as the old one where a learner of it is left, else empty."""
@@ -103,7 +110,7 @@ class Programs:
         if any(learner.id in held and learner.works for learner in self._processes("learner")):
             self.store.epoch = 0
         else:
-            self.lost = self.store.merges
+            self.lost = self.store.merges if self.is_noticed else 0
             self.store = Store()
 
     def _claim(self, process: Process) -> None:

@@ -1,4 +1,10 @@
-"""Worlds with random faults: what tests/unit/operator/test_simulation.py and tests/worlds.py run."""
+"""Worlds with random faults: what tests/unit/operator/test_simulation.py and tests/worlds.py run.
+
+| setting | has |
+|---|---|
+| FAULTS | what fails, and what people edit |
+| LIVES | that, and jobs that end, fail, are scaled, go and come again, with any quorum; operators' clocks differ |
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,34 @@ import asyncio
 import random
 
 from operator_simulation.faults import FAULTS
+from operator_simulation.kubernetes import now
+from operator_simulation.life_faults import FATAL, LIFE_FAULTS, continue_what_failed
 from operator_simulation.world import World, simulate
 from operator_world import SPREAD, job_object
 
-SETTINGS: dict[str, dict[str, int]] = {"FAULTS": {"faults": 12}}
+SETTINGS: dict[str, dict[str, int]] = {"FAULTS": {"faults": 12}, "LIVES": {"faults": 12, "lives": 1}}
 
 
-def make_world(seed: int) -> World:
+def make_world(seed: int, lives: bool) -> World:
     """One cluster with a few learners, or two with a region each."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
-        return World(job_object(count=rng.randint(2, 5)), nodes=4, seed=seed)
-    return World(job_object(**SPREAD), ("hub", "far"), nodes=3, seed=seed)
+        count = rng.randint(2, 5)
+        spec = _draw_spec(rng, count) if lives else {}
+        return World(job_object(count=count, **spec), nodes=4, seed=seed)
+    spec = _draw_spec(rng, 3) if lives else {}
+    return World(job_object(**SPREAD, **spec), ("hub", "far"), nodes=3, seed=seed)
+
+
+def _draw_spec(rng: random.Random, learners: int) -> dict[str, object]:
+    """What of a job decides how it lives."""
+    policy = {"maxReplacements": rng.choice([2, 50]), "rules": [{"exitCodes": [FATAL], "action": "Fail"}]}
+    return {
+        "sync": {"quorum": rng.randint(1, learners)},
+        "failurePolicy": policy,
+        "nodeLoss": rng.choice([{"policy": "Wait"}, {"policy": "ForceDelete", "afterSeconds": 30}]),
+        "suspendPolicy": rng.choice(["WhenSaved", "WhenSaved", "Anyway"]),
+    }
 
 
 def is_held(world: World) -> bool:
@@ -25,45 +47,66 @@ def is_held(world: World) -> bool:
     return world.condition("Stalled").get("reason") == "StoreLost"
 
 
-async def break_and_heal(world: World, faults: int) -> None:
+def is_told_of_the_loss(world: World) -> bool:
+    """An operator that was away cannot know how many merges were lost, and says that the volume is another."""
+    lost = world.condition("Durable").get("reason") == "StoreLost"
+    return lost or world.events["StoreLost"] > 0 or world.events["VolumeReplaced"] > 0
+
+
+def is_well(world: World) -> bool:
+    """Whether every learner takes part, and none that was not asked for, and the syncer has the quorum that was asked
+    for; or the job has reached its stop, and has no learner any more."""
+    if world.completed and not world.pods("learner"):
+        return all(world.status(name).get("phase") == "Complete" for name in world.clusters)
+    syncer, asked = world.programs.syncer, world.manifest["spec"].get("sync")
+    as_asked = syncer is not None and (not asked or syncer.job["spec"]["sync"]["quorum"] == asked["quorum"])
+    return world.whole() and as_asked and len(world.pods("learner")) == world.wanted()
+
+
+async def break_and_heal(world: World, faults: int, lives: bool) -> None:
     """Random faults, some at once; then all is well again, and stays so."""
+    kinds = [*FAULTS.values(), *(2 * [*LIFE_FAULTS.values()] if lives else [])]
+    world.clocks_differ = lives
     for cluster in world.clusters:
         world.start_operator(cluster)
     await world.until(World.whole, 240)
     under_way: set[asyncio.Task[None]] = set()
     for _ in range(faults):
-        fault = world.rng.choice(list(FAULTS.values()))
+        fault = world.rng.choice(kinds)
         under_way.add(asyncio.create_task(fault(world)))
         await world.run(world.rng.choice([1.0, 10.0, 60.0]))
+    latest = now() + 1200.0
     while any(not task.done() for task in under_way):
+        assert now() < latest, f"a person waits in vain\n{world.story()}"
         await world.run(5.0)
     for task in under_way:
         task.result()
     world.note("no fault lasts any more")
     world.upgrade_job()  # or an edit after an upgrade waits for the user's word
     await world.run(30)
-    await world.until(lambda w: w.whole() or w.programs.lost or is_held(w), 900)
-    if world.programs.lost or is_held(
-        world
-    ):  # a claim went with the last learner: that is said, and nothing begins anew
-        await world.until(
-            lambda w: w.condition("Durable").get("reason") == "StoreLost" or w.events["StoreLost"] > 0, 120
-        )
+    if lives:
+        healing = asyncio.create_task(continue_what_failed(world))
+        while not healing.done():
+            await world.run(5.0)
+    await world.until(lambda w: is_well(w) or w.programs.lost or is_held(w), 900)
+    if world.programs.lost or is_held(world):  # a claim went with the last learner
+        await world.until(is_told_of_the_loss, 120)
         return
     await world.run(60)
-    before = [(operator, operator.turns, operator.api.writes) for operator in world.operators]
-    await world.run(300)
-    assert world.whole(), world.story()
+    before, rest = [(one, one.turns, one.api.writes) for one in world.operators], 100 if lives else 300
+    await world.run(rest)
+    assert is_well(world), world.story()
     for operator, turns, writes in before:
-        assert operator.turns - turns < 300 and operator.api.writes - writes <= 30, world.story()
+        turns, writes = operator.turns - turns, operator.api.writes - writes
+        assert turns < rest and writes <= rest / 10, f"{operator.name}: {turns} turns, {writes} writes\n{world.story()}"
 
 
-def run_random_faults(seed: int, trace: list[str] | None = None, *, faults: int = 12) -> World:
+def run_random_faults(seed: int, trace: list[str] | None = None, *, faults: int = 12, lives: int = 0) -> World:
     """The world of this seed, with so many faults. ``trace``: gets a line for what happens."""
 
     def make() -> World:
-        world = make_world(seed)
+        world = make_world(seed, lives > 0)
         world.log = world.log if trace is None else trace
         return world
 
-    return simulate(make, lambda world: break_and_heal(world, faults))
+    return simulate(make, lambda world: break_and_heal(world, faults, lives > 0))

@@ -53,10 +53,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class Clock:
-    """The module ``time`` as the simulated loop has it."""
+    """The module ``time`` as the simulated loop has it. ``skew``: by how much the wall clock of who asks is ahead."""
+
+    def __init__(self, skew: Callable[[], float] = lambda: 0.0) -> None:
+        self._skew = skew
 
     def time(self) -> float:
-        return WALL + asyncio.get_running_loop().time()
+        return WALL + asyncio.get_running_loop().time() + self._skew()
 
     def monotonic(self) -> float:
         return asyncio.get_running_loop().time()

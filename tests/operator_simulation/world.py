@@ -5,9 +5,11 @@ carried out (``_judge_write``, ``_judge_call``) by what is really so, not by wha
 
 - no learner is deleted that works, that the job wants, and whose template is the present one; one that the syncer
   does not hear, while it hears another of its region, may be, and one at a time;
-- a rollout takes one learner of a region at a time, and none that the quorum needs;
+- a rollout takes one learner of a region at a time, waits for its successor, and takes none that the quorum needs;
 - no process is said to have ended that has not;
-- no object is touched that is not the job's;
+- no object is touched that is not the job's; a deletion names the UID of what it means, and is judged by what it
+  really deletes;
+- what status says of an end, of what is saved and of the quorum is so, or was until ``LAG_SECONDS`` ago;
 - nothing is written, and the syncer is told nothing, but by the operator whom the cluster's Lease names;
 - no program is given the flags of another release than its image's.
 
@@ -29,7 +31,8 @@ from diloco_operator import names
 from diloco_operator.informer import job_events
 from diloco_operator.informer.cache import Cache
 from diloco_operator.informer.job_events import JobEvents
-from diloco_operator.kube.kinds import JOB, LABELLED, NODE, POD, STATEFUL_SET, Kind
+from diloco_operator.job import unix_seconds
+from diloco_operator.kube.kinds import CHILDREN, JOB, LABELLED, NODE, POD, STATEFUL_SET, Kind
 from diloco_operator.leadership.candidate import Candidate
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
@@ -54,11 +57,15 @@ from diloco_operator.settings import Settings
 from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, ControlMethod
 from diloco_protocol.wire.control_client import ControlError
 from operator_simulation import virtual_time
-from operator_simulation.api_server import SimulatedApi, SimulatedLease, copied
+from operator_simulation.api_server import SimulatedApi, SimulatedLease, copied, merged, wall
 from operator_simulation.kubernetes import Kubernetes, Node, Process, now
 from operator_simulation.programs import RELEASE_FLAG, Programs
 
 STEP = 0.5
+LAG_SECONDS = 45.0
+"""So long after something has changed an operator may say in a status what was so before."""
+HEARD_SECONDS = 150.0
+"""So long an operator whose watch of jobs stands still may act by what the job asked for before."""
 NAMESPACE = "ns"
 _OPERATOR: contextvars.ContextVar[SimulatedOperator] = contextvars.ContextVar("operator")
 """The operator that runs now."""
@@ -153,6 +160,8 @@ class SimulatedOperator:
         world.operators_made += 1
         self.identity = f"{self.name} {world.operators_made}"
         self.stands_still_until = 0.0
+        self.led_since = 0.0
+        self.skew = world.rng.uniform(-200.0, 200.0) if world.clocks_differ else 0.0  # of its wall clock
         self.cache = Cache()
         self.turns = 0
         self.api: Any = SimulatedApi(
@@ -164,7 +173,7 @@ class SimulatedOperator:
             seconds_for_a_write=lambda: self.candidate.seconds_for_a_write(),
         )
         self.candidate = SimulatedCandidate(
-            self, SimulatedLease(self.api, self.settings.namespace, self.settings.lease)
+            self, SimulatedLease(self.api, self.settings.namespace, self.settings.lease, self.skew)
         )
         metrics = Metrics()
         self.queue = WorkQueue(self._turn, 2, self._failed, clock=now)
@@ -233,6 +242,7 @@ class SimulatedOperator:
 
     def _begin_to_lead(self, another_led: bool) -> None:
         self.world.note(f"{self.name} leads")
+        self.led_since = now()
         if another_led:
             self.reconciler.forget()
         self.wake(set(self.cache.jobs()))
@@ -251,6 +261,10 @@ def is_of_a_job(obj: Object) -> bool:
     """Whether an operator made the object, whatever of it was edited since."""
     meta = obj["metadata"]
     return LABEL_JOB in (meta.get("labels") or {}) or names.JOB_UID in (meta.get("annotations") or {})
+
+
+def _is_true(rows: dict[str, Object], kind: str) -> bool:
+    return rows.get(kind, {}).get("status") == "True"
 
 
 def _named_secrets(job: Object) -> set[str]:
@@ -279,11 +293,17 @@ class World:
         self.events: Counter[str] = Counter()
         self.before_resume: set[str] = set()  # UIDs of pods that were there while the job was suspended
         self.taken: set[str] = set()  # places whose silent learner an operator deleted
+        self.rolled: set[str] = set()  # places that a rollout took, whose successor has not taken part yet
+        self.completed = False  # the job, by its syncer's word
+        self.too_few_since: float | None = None  # that take part
+        self.clocks_differ = False  # those of operators that start from now on
+        self.manifest = copied(job)
+        self.asked: list[tuple[float, Object]] = [(-HEARD_SECONDS, self.manifest["spec"])]  # specs, and since when
         self.job_name = job["metadata"]["name"]
         for kubernetes in self.clusters.values():
             for role in ("syncer", "learner", "evaluator"):
                 kubernetes.programs[role] = getattr(self.programs, f"run_{role}")
-            kubernetes.volume_gone = self.programs.lose_the_volume
+            kubernetes.volume_gone = self._lose_the_volume
             kubernetes.server.create(JOB.name, {"kind": JOB.name, **copied(job)})
             for name in _named_secrets(job):
                 kubernetes.server.create("Secret", {"metadata": {"name": name, "namespace": NAMESPACE}})
@@ -297,6 +317,7 @@ class World:
             await asyncio.sleep(STEP)
             for kubernetes in self.clusters.values():
                 kubernetes.tick()
+            self._watch_learners()
             if self.violations:
                 raise Violation(f"{self.violations[0]}\n{self.story()}") from self.violations[0]
 
@@ -409,14 +430,43 @@ class World:
     # ------------------------------------------------------------------ what people do
 
     def edit(self, **spec: Any) -> None:
-        """Fields of the spec, in every cluster's copy."""
+        """Fields of the spec, in every cluster's copy, and in the person's file."""
+        self.manifest = merged(self.manifest, {"spec": spec})
         for name, kubernetes in self.clusters.items():
             job = self.job(name)
-            assert job is not None
+            if job is None:
+                continue  # until the person applies the file
             if job["spec"].get("suspend"):
                 self.before_resume |= {pod["metadata"]["uid"] for pod in kubernetes.pods()}
             kubernetes.server.patch(JOB.name, NAMESPACE, self.job_name, {"spec": spec}, "")
+        self.asked.append((now(), self.manifest["spec"]))
         self.note(f"a person edits {spec}")
+
+    async def delete_the_job(self) -> None:
+        """Every cluster's copy; until all are gone, and what was taken from the job meanwhile."""
+        self.note("a person deletes the job")
+        for name, kubernetes in self.clusters.items():
+            job = self.job(name)
+            if job is not None:
+                kubernetes.server.delete(JOB.name, NAMESPACE, self.job_name, job["metadata"]["uid"], None)
+        while any(self.job(name) is not None for name in self.clusters):
+            await self.sleep(STEP)
+        self.programs.is_noticed, self.programs.lost, self.completed = False, 0, False
+        for kubernetes in self.clusters.values():
+            for kind in {kind.name for kind in CHILDREN} - {"PersistentVolumeClaim"}:
+                for obj in kubernetes.server.all(kind):
+                    if is_of_a_job(obj) and not obj["metadata"].get("ownerReferences"):
+                        meta = obj["metadata"]
+                        self.note(f"a person deletes {kind} {meta['name']}, which has no owner")
+                        kubernetes.server.delete(kind, NAMESPACE, meta["name"], meta["uid"], None)
+
+    def apply_the_job(self) -> None:
+        """Under its name, in every cluster that has none."""
+        self.note("a person applies the job")
+        for name, kubernetes in self.clusters.items():
+            if self.job(name) is None:
+                made = {"kind": JOB.name, **copied(self.manifest)}
+                kubernetes.server.create(JOB.name, made)
 
     def upgrade_job(self) -> None:
         """As ``diloco upgrade``: every copy of the job goes to the release that its operator has."""
@@ -468,14 +518,17 @@ class World:
             return
         server = operator.kubernetes.server
         obj = server.find(kind, NAMESPACE, name)
-        touched = verb in ("apply", "delete") and obj is not None and kind != JOB.name
+        goes = verb == "delete" and obj is not None and body["uid"] in (None, obj["metadata"]["uid"])
+        touched = obj is not None and (goes or verb == "apply") and kind != JOB.name
         if touched and kind != POD.name and not is_of_a_job(obj):
             self._violated(f"{operator.name}: {verb} of the foreign {kind} {name}")
         if verb == "patch" and kind == JOB.name and "status" in body:
             self._judge_words(operator, body["status"])
         if verb == "apply" and kind in ("StatefulSet", "Deployment"):
             self._judge_scale(operator, kind, name, body["spec"]["replicas"])
-        if verb != "delete" or kind != POD.name or obj is None or obj["metadata"]["uid"] != body["uid"]:
+        if verb == "delete" and body["uid"] is None:
+            self._violated(f"{operator.name}: the deletion of {kind} {name} is of whatever has that name by then")
+        if not goes or obj is None or kind != POD.name:
             return
         if obj["metadata"].get("deletionTimestamp") and body["grace"] != 0:
             return  # said again
@@ -484,12 +537,61 @@ class World:
         self._judge_deletion(operator, obj, body["grace"] == 0)
 
     def _judge_words(self, operator: SimulatedOperator, status: Object) -> None:
-        """ "Saved" is said only where the store has it."""
-        rows = [row for row in status.get("conditions") or () if row["type"] == "Suspended"]
-        before = self.condition("Suspended", operator.kubernetes.name).get("reason")
-        phase = self.programs.store.phase
-        if rows and rows[0]["reason"] == "Saved" != before and phase != "suspended":
+        """ "Saved" is said only where the store has it, an end only where it is so, and the quorum is as it is."""
+        cluster = operator.kubernetes
+        rows = {row["type"]: row for row in status.get("conditions") or ()}
+        before = self.condition("Suspended", cluster.name).get("reason")
+        phase, hub = self.programs.store.phase, cluster is next(iter(self.clusters.values()))
+        if rows.get("Suspended", {}).get("reason") == "Saved" != before and phase != "suspended":
             self._violated(f"{operator.name}: all is said to be saved, and the store's phase is {phase}")
+        if _is_true(rows, "Complete") and not self.completed:
+            self._violated(f"{operator.name}: the job is said to be complete, and its phase is {phase}")
+        if not hub:
+            return
+        if _is_true(rows, "QuorumMet") and self.too_few_since is not None:
+            # A new leader keeps what the status has until it has asked the syncer.
+            lasts = now() - max(self.too_few_since, operator.led_since, operator.stands_still_until)
+            if lasts > LAG_SECONDS:
+                self._violated(f"{operator.name}: the quorum is said to be met, and is not for {lasts:.0f} s")
+        if _is_true(rows, "Durable") and self._claim_goes_for() > LAG_SECONDS:
+            self._violated(f"{operator.name}: what is trained is said to be safe, and the claim is going")
+
+    def _claim_goes_for(self) -> float:
+        """For how many seconds the claim is being deleted; 0: it is not."""
+        hub = next(iter(self.clusters.values()))
+        marks = [claim["metadata"].get("deletionTimestamp") for claim in hub.server.all("PersistentVolumeClaim")]
+        return max((wall() - unix_seconds(mark) for mark in marks if mark), default=0.0)
+
+    def _lose_the_volume(self) -> None:
+        self.programs.lose_the_volume(int((self.status().get("syncer") or {}).get("merges") or 0))
+
+    def _watch_learners(self) -> None:
+        """What the judge remembers of who takes part, and of the job's end."""
+        self.completed = self.completed or self.programs.store.phase == "complete"
+        syncer = self.programs.syncer
+        required = syncer.job["spec"]["sync"]["quorum"] if syncer is not None else 1
+        if self.programs.active() >= required:
+            self.too_few_since = None
+        elif self.too_few_since is None:
+            self.too_few_since = now()
+        self.rolled -= {p.pod_name for p in self.processes("learner") if p.told_to_end is None and self._is_back(p)}
+
+    def _is_back(self, process: Process) -> bool:
+        """Whether it takes part, as far as its cluster can see: elsewhere a learner's page says that it has a slot."""
+        hub = process.node.cluster == next(iter(self.clusters))
+        slots = [s for s in self.programs.store.slots if s.process == process.id and s.state == "active"]
+        return self.programs.taking_part(process) or process.id in self.programs.standbys or bool(slots and not hub)
+
+    def _always_wanted(self, place: str) -> bool:
+        """Whether the job has asked for this learner, or for its syncer, all the while that an operator may know of."""
+        recent = [spec for at, spec in self.asked if at >= now() - HEARD_SECONDS]
+        earlier = [spec for at, spec in self.asked if at < now() - HEARD_SECONDS]
+        for spec in (*earlier[-1:], *recent):
+            wanted = {f"{self.job_name}-{r['name']}": r["learners"] + r.get("spares", 0) for r in spec["regions"]}
+            holder, _, ordinal = place.rpartition("-")
+            if holder in wanted and int(ordinal) >= wanted[holder]:
+                return False
+        return True
 
     def _judge_unsaved(self, operator: SimulatedOperator, job: Object, kind: str, replicas: int) -> None:
         """Learners are taken down for a suspension only when the store has what they trained."""
@@ -513,19 +615,27 @@ class World:
         ended = self.programs.store.phase in ("complete", "failed") or self.status(kubernetes.name).get(
             "completionTime"
         )
-        if job is None or job["metadata"].get("deletionTimestamp") or ended:
+        if job is None or job["metadata"].get("deletionTimestamp") or ended or self._may_fail(kubernetes, job):
             return
         if job["spec"].get("suspend"):
             self._judge_unsaved(operator, job, kind, replicas)
             return
-        wanted = {f"{self.job_name}-{r['name']}": r["learners"] + r.get("spares", 0) for r in job["spec"]["regions"]}
         for pod in kubernetes.pods():
             meta = pod["metadata"]
             process, ordinal = kubernetes.process_of(meta["uid"]), int(meta["labels"].get(LABEL_POD_INDEX, 0))
-            held = meta["ownerReferences"][0]["name"] == name and replicas <= ordinal < wanted.get(name, 1)
+            held = meta["ownerReferences"][0]["name"] == name and replicas <= ordinal
+            held = held and (kind == "Deployment" or self._always_wanted(meta["name"]))
             goes = meta.get("deletionTimestamp") or meta["uid"] in self.before_resume
             if held and not goes and process is not None and process.works:
                 self._violated(f"{operator.name}: {kind} {name} gets {replicas} replicas, and {meta['name']} works")
+
+    def _may_fail(self, kubernetes: Kubernetes, job: Object) -> bool:
+        """Whether what happened in this cluster makes the job fail, by the job's own rules."""
+        policy = job["spec"].get("failurePolicy") or {}
+        fatal = {code for rule in policy.get("rules") or () if rule["action"] == "Fail" for code in rule["exitCodes"]}
+        recent = [(place, code) for at, place, code in kubernetes.failures if at >= now() - HEARD_SECONDS]
+        most = max(Counter(place for place, _ in recent).values(), default=0)
+        return most > policy.get("maxReplacements", 50) or any(code in fatal for _, code in recent)
 
     def _judge_deletion(self, operator: SimulatedOperator, pod: Object, force: bool) -> None:
         meta, kubernetes = pod["metadata"], operator.kubernetes
@@ -533,12 +643,14 @@ class World:
         process = kubernetes.process_of(meta["uid"])
         if meta["labels"][LABEL_ROLE] != "learner" and not force:
             self._violated(f"{operator.name}: {name} is not the operator's to delete")
+        policy = (self.manifest["spec"].get("nodeLoss") or {}).get("policy", "Wait")
+        if force and policy == "Wait":
+            self._violated(f"{operator.name}: {name} is deleted by force, and nodeLoss.policy is Wait")
         job, holder = self.job(kubernetes.name), meta["ownerReferences"][0]
         if job is None or job["metadata"].get("deletionTimestamp") or job["spec"].get("suspend"):
             return
         owner = kubernetes.server.find(holder["kind"], NAMESPACE, holder["name"])
-        wanted = next((r for r in job["spec"]["regions"] if r["name"] == region), {"learners": 0})
-        unwanted = int(meta["labels"].get(LABEL_POD_INDEX, -1)) >= wanted["learners"] + wanted.get("spares", 0)
+        unwanted = meta["labels"][LABEL_ROLE] == "learner" and not self._always_wanted(name)
         if process is None or not process.works or owner is None or unwanted:
             return
         if force and not process.node.ready:
@@ -551,17 +663,32 @@ class World:
             for other in self.pods("learner", region)
             if other["metadata"].get("deletionTimestamp") and other["metadata"]["name"] != name
         ]
-        if others and not force:
+        if others and not force and self.programs.taking_part(process):
             self._violated(f"{operator.name}: {name} is taken while {others[0]['metadata']['name']} leaves")
+        if not force:
+            self._judge_order(operator, process)
         syncer = self.programs.syncer
         if syncer is None or not syncer.works or syncer.node.cluster != kubernetes.name:
             return  # it has just gone, and with it the quorum; or this operator, in another cluster, cannot know that
-        required = job["spec"]["sync"]["quorum"] if "sync" in job["spec"] else 1
+        required = syncer.job["spec"]["sync"]["quorum"]
         if not self.programs.taking_part(process):
             return  # one that has not joined yet, or is cut off: the quorum is as before
         left = self.programs.active() - 1
-        if left < required and self.wanted() > required:
+        if left < required < min(self.wanted(), len(self.programs.store.slots)):
             self._violated(f"{operator.name}: {name} is taken, and {left} are left of {required}")
+
+    def _judge_order(self, operator: SimulatedOperator, process: Process) -> None:
+        """A rollout takes a learner: that before it in its region takes part again, or its node is lost."""
+        places = {place for place in self.rolled if place.rpartition("-")[0] == process.pod_name.rpartition("-")[0]}
+        waits = {place for place in places - {process.pod_name} if self._always_wanted(place)}
+        stuck = {p["metadata"]["name"] for p in self.pods("learner") if self._is_on_a_lost_node(p)}
+        if waits - stuck:
+            self._violated(f"{operator.name}: {process.pod_name} is taken before {sorted(waits - stuck)} takes part")
+        self.rolled.add(process.pod_name)
+
+    def _is_on_a_lost_node(self, pod: Object) -> bool:
+        found = [k.nodes[pod["spec"]["nodeName"]] for k in self.clusters.values() if k.holds(pod)]
+        return any(not node.ready for node in found)
 
     def _judge_silent(self, operator: SimulatedOperator, process: Process) -> None:
         """The deletion of a learner that works, and that the syncer may not hear."""
@@ -658,7 +785,7 @@ def _page_of(world: World) -> Any:
 
 def simulate(make: Callable[[], World], scenario: Callable[[World], Any]) -> World:
     """Run a scenario in a world, in simulated time, and return the world as it is then."""
-    clock = virtual_time.Clock()
+    clock = virtual_time.Clock(lambda: one.skew if (one := _OPERATOR.get(None)) is not None else 0.0)
     modules = (apply, event_reader, event_recorder, job_events, reconciler, status_writer, syncer_poller, workqueue)
     render = manifests.render_pod_holder
 

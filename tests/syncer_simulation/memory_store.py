@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from diloco_protocol.common.files import Buffer
@@ -20,12 +20,12 @@ class MemoryStore(Store):
 
     def __init__(
         self,
-        objects: dict[str, bytes],
+        objects: MutableMapping[str, bytes],
         chance: random.Random,
         seconds: float,
         faults: float,
         out: list[float],
-        on_change: Callable[[dict[str, bytes], str], None],
+        on_change: Callable[[MutableMapping[str, bytes], str], None],
         interrupt: Callable[[str], float] = lambda name: 0.0,
     ) -> None:
         self.objects, self.chance, self.seconds, self.faults, self.out = objects, chance, seconds, faults, out

@@ -134,6 +134,13 @@ class Oracle:
         kept = {push_id: offer for push_id, offer in self.acknowledged.items() if offer_name(offer[0]) in whole}
         self.acknowledged = kept
 
+    def forget(self, name: str) -> None:
+        """An object that nobody was told of is gone."""
+        found = parse_record_name(name)
+        gone = [found] if found is not None else [key for key in self.records if key[1] == 0] * (name == "initial.json")
+        for key in gone:
+            self.records.pop(key, None)
+
     def check_end(self, leases: LeaseBook, waiting: Sequence[PushHeader] = ()) -> None:
         """Every offer that was acknowledged has been merged, or is one of those that wait for more learners
         (``waiting``), and every block that is not leased any more was trained. ``leases``: the book."""

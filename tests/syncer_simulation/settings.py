@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.core.adoption import Rule
 from syncer_simulation.broken_world import BrokenWorld, drawn_broken, settle_broken
 from syncer_simulation.core_world import World, check_liveness, settle
+from syncer_simulation.disk_world import DiskSetup, DiskWorld
 from syncer_simulation.learners import Setup
 from syncer_simulation.shell_sessions import ShellWorld
 from syncer_simulation.shell_world import ShellSetup, settle_shell
@@ -166,6 +167,8 @@ TROUBLE = ShellSetup(
 LOSING = replace(TROUBLE, doubles=0.3, losses=0.6, torn=0.5, wipes=0.2, refusals=0.3)
 # And a learner stands by, which may be the only one that holds what an emptied store had.
 STANDING_BY = replace(LOSING, spares=1, wipes=0.6, deaths=3.0, replaced=0.5)
+# And half of what is given back is a model of the learner's own.
+FORGED = replace(LOSING, wipes=0.4, forged=0.5, refusals=0.0)
 QUIET = ShellSetup(0, steps=24, chaos=0.0, max_versions=1000, sequences=300, store_seconds=0.05)
 # One syncer after the other is succeeded, at the end too.
 SUCCESSIONS = replace(QUIET, chaos=1.0, doubles=6.0, deaths=3.0, crashes=0.0)
@@ -185,6 +188,12 @@ DAMAGED = replace(
     norm_gate=None,
     evaluated=False,
 )
+
+
+# The real store on a disk that forgets what was not flushed, under syncers that are killed within its operations.
+DISK = DiskSetup(**asdict(replace(TROUBLE, faults=0.01, store_seconds=0.02, doubles=0.5, crashes=4.0)), kills=0.03)
+# And a bit of one object turns.
+FLIPPED = replace(DISK, faults=0.0, doubles=0.0, flips=0.7, crashes=6.0)
 
 
 def drawn_shell(seed: int) -> ShellSetup:
@@ -207,12 +216,19 @@ def of_shell(setup: ShellSetup) -> Kind[ShellSetup, ShellWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), ShellWorld, settle_shell, 600.0)
 
 
+def of_disk(setup: DiskSetup) -> Kind[DiskSetup, DiskWorld]:
+    return Kind(lambda seed: replace(setup, seed=seed), DiskWorld, settle_shell, 600.0)
+
+
 SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
     "STANDING_BY": of_shell(STANDING_BY),
+    "FORGED": of_shell(FORGED),
     "CHANGED": Kind(drawn_shell, ShellWorld, settle_shell, 600.0),
     "INTERRUPTED": of_shell(INTERRUPTED),
     "DAMAGED": of_shell(DAMAGED),
     "SUCCESSIONS": of_shell(SUCCESSIONS),
+    "DISK": of_disk(DISK),
+    "FLIPPED": of_disk(FLIPPED),
 }

@@ -11,9 +11,11 @@ import numpy as np
 
 from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire import sync_pb2
-from diloco_protocol.wire.convert import receipt_bytes, to_wire
-from diloco_protocol.wire.records import Announcement, Evaluation, Payload, PushHeader, Seat
+from diloco_protocol.wire.convert import to_wire
+from diloco_protocol.wire.records import Announcement, Evaluation, Payload, PushHeader, Receipt, Seat
+from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer.core import events as ev
+from diloco_syncer.runtime.global_model import model_name
 from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
@@ -21,8 +23,9 @@ from diloco_syncer.store.records import Array
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import TapeError
 from syncer_simulation.learners import Ids, Learner
-from syncer_simulation.shell_world import Life, ShellSetup, SyncerProcesses
+from syncer_simulation.shell_world import CONTROL_KEY, Life, ShellSetup, SyncerProcesses
 
+NOBODYS: Ids = frozenset({("nobody", 1)})  # in a model that no syncer has announced
 STATE_SECONDS = 30.0  # a newcomer that asks for an inner optimizer state has an answer by then
 
 
@@ -241,18 +244,45 @@ class ShellWorld(SyncerProcesses):
         initial = sync_pb2.Initial
         held = [learner.holdings[p][2] for p in range(self.setup.fragments)] if self.held_by(learner) else learner.base
         versions = [self.oracle.upload_version(ids).view(np.uint8) for ids in held]
+        receipts = [b"" for _ in held]
+        if self.held_by(learner):
+            told = [learner.holdings[p] for p in range(self.setup.fragments)]
+            receipts = [
+                self.receipt_of(p, one[1], values, one[3])
+                for p, (one, values) in enumerate(zip(told, versions, strict=True))
+            ]
         parts = [(initial.LAYOUT, 0, np.frombuffer(self.layout.to_json().encode(), np.uint8))]
         parts += [(initial.FRAGMENT, p, values) for p, values in enumerate(versions)]
         parts.append((initial.DONE, 0, np.empty(0, np.uint8)))
 
+        forged = bool(receipts[0]) and self.chance(self.setup.forged)
+        if forged:
+            receipts[-1] = self.forge_receipt(receipts[-1], len(held) - 1, versions[-1])
+            versions[-1][:] = self.oracle.upload_version(NOBODYS).view(np.uint8)
+
         async def upload(life: Life) -> None:
             for part, p, data in parts:
-                what = sync_pb2.Initial(part=part, fragment=p)
+                what = sync_pb2.Initial(part=part, fragment=p, receipt=receipts[p] if part == initial.FRAGMENT else b"")
                 reply = await self.upload(life, learner, connection, data, initial=what)
+                assert not (forged and part == initial.DONE and reply is not None and reply.accepted), "it was forged"
                 if reply is None or not reply.accepted:
+                    self.seen["forged"] += forged and reply is not None
                     return
 
         self.begin_upload(connection, upload)
+
+    def receipt_of(self, p: int, version: int, values: Array, rows: Receipt) -> bytes:
+        """As it came with the version's bytes."""
+        announced = Announced(version, content_digest(values), rows)
+        return VersionTags(CONTROL_KEY, "shell").make(announced, p, "float32", model_name(self.layout, ""))
+
+    def forge_receipt(self, genuine: bytes, p: int, values: Array) -> bytes:
+        """What a learner shows for a model of its own: the receipt of what it was given, or one of its own making."""
+        if self.random.random() < 0.5:
+            return genuine
+        announced = VersionTags(CONTROL_KEY, "shell").check(genuine, p, "float32", model_name(self.layout, ""))
+        own = announced._replace(digest=content_digest(self.oracle.upload_version(NOBODYS)))
+        return VersionTags(b"of its own", "shell").make(own, p, "float32", model_name(self.layout, ""))
 
     def give_base(self, ask: ev.RequestVersion) -> None:
         learner, p = self.connections.get(ask.connection), ask.fragment
@@ -263,11 +293,19 @@ class ShellWorld(SyncerProcesses):
             self.handle(ev.LostVersionFailed(ask.connection, p))
             return
         data = self.oracle.upload_version(ids).view(np.uint8)
-        base = sync_pb2.Base(fragment=p, epoch=epoch, version=version, encoding="float32", receipt=receipt_bytes(rows))
+        receipt = self.receipt_of(p, version, data, rows)
+        forged = self.chance(self.setup.forged)
+        if forged:
+            receipt = self.forge_receipt(receipt, p, data)
+            data = self.oracle.upload_version(NOBODYS).view(np.uint8)
+        base = sync_pb2.Base(fragment=p, epoch=epoch, version=version, encoding="float32", receipt=receipt)
 
         async def upload(life: Life) -> None:
             reply = await self.upload(life, learner, ask.connection, data, base=base)
-            self.seen["taken"] += reply is not None and reply.accepted
+            taken = reply is not None and reply.accepted
+            assert not (forged and taken), "a model of the learner's own was taken"
+            self.seen["taken"] += taken
+            self.seen["forged"] += forged and reply is not None
 
         self.begin_upload(ask.connection, upload)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -35,7 +35,7 @@ from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.driver import RESTART, SteadyClock
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.startup import complete_tape, replay, settings_line
-from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Damaged, MergeRecord, parse_record_name
@@ -63,6 +63,7 @@ spec:
   learners: {{command: [python, x.py]}}
   regions: [{{name: r, learners: 4}}, {{name: s, learners: 4}}]
 """
+CONTROL_KEY = b"k" * 32
 BEGUN = 1_700_000_000.0  # the wall clock at the beginning
 PARAMETERS = 64  # of each fragment
 COPIES = 8  # of the store, one a second
@@ -85,6 +86,7 @@ class ShellSetup(Setup):
     torn: float = 0.0  # share of the losses in which what was written last is gone or torn, here and there
     evaluated: bool = False
     peer_states: bool = False  # newcomers want an inner optimizer state
+    forged: float = 0.0  # share of the versions given back that are a model of the learner's own
 
 
 @dataclass
@@ -133,7 +135,7 @@ class SyncerProcesses(World):
     def __init__(self, setup: ShellSetup) -> None:
         self.job, self.layout = self.make_job(setup)
         self.layout_digest = self.layout.digest
-        self.objects: dict[str, bytes] = {}
+        self.objects: MutableMapping[str, bytes] = {}
         self.copies: list[dict[str, bytes]] = []
         self.out = [0.0, 0.0]  # from when to when the store is away
         self.lives: list[Life] = []
@@ -245,7 +247,7 @@ class SyncerProcesses(World):
         life.epoch = checkpoints.epoch.number
         core = Core(self.config, state, life.epoch, self.now, wall=time.time())
         restored.newest = take_back_versions(core, restored.newest)
-        model = GlobalModel(self.job, threads=1)
+        model = GlobalModel(self.job, threads=1, control_key=CONTROL_KEY)
         if restored.layout is not None:
             model.begin(restored.layout, restored.newest)
         syncer = Syncer(self.job, core, model, checkpoints, tape=tape, restored=restored, loop=life.loop)
@@ -283,10 +285,11 @@ class SyncerProcesses(World):
     async def stop_servers(self, life: Life) -> None:
         self.end_sessions(life)
 
-    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+    def open_store(self) -> Store:
+        """The store, as the thread that asks has it."""
         setup = self.setup
         faults = setup.faults * setup.chaos
-        store = MemoryStore(
+        return MemoryStore(
             self.objects,
             self.random,
             setup.store_seconds,
@@ -295,6 +298,9 @@ class SyncerProcesses(World):
             on_change=self.oracle.read_object,
             interrupt=self.interrupt,
         )
+
+    def load(self) -> tuple[Checkpoints, Restored, Tape]:
+        store = self.open_store()
         checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
         self.identify(checkpoints)
         restored = checkpoints.load()
@@ -526,7 +532,7 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     """As ``settle``; every offer that was acknowledged has been merged; tape and report tell of the end. Or an emptied
     store lacks what only dead learners held: the job says so, and does not go on without it."""
     told = world.core.phase_message
-    lacks = "no learner here holds" in told or not any(map(world.held_by, world.learners))
+    lacks = world.setup.forged or "no learner here holds" in told or not any(map(world.held_by, world.learners))
     gone_back = world.setup.wipes or world.setup.losses
     if gone_back and lacks and world.core.phase in (JobPhase.WAITING, JobPhase.DRAINING):
         assert any(words in told for words in ("the store has lost data", "no learner here", "only an evaluator")), told
@@ -536,11 +542,10 @@ def settle_shell(world: SyncerProcesses) -> dict[str, int]:
     state = world.core.state(world.now)["job"]["leases"]
     waiting = world.core._aggregator.accepted_headers() if max(world.quorums) > 1 else ()
     world.oracle.check_end(LeaseBook.from_json(world.config.seed, state), waiting)
-    store = MemoryStore(world.objects, world.random, 0.0, 0.0, out=world.out, on_change=world.oracle.read_object)
+    store = world.open_store()
     wrong = [check for check in audit_store(store, "shell").checks if check.wrong]
     # A store that loses objects loses lines of its tape, which the audit tells; everything else holds.
-    lost = world.setup.losses or world.setup.damages
-    assert not wrong or (lost and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
+    assert not wrong or (world.oracle.losses and {check.name for check in wrong} <= {CHAIN, VERSIONS}), wrong
     tape = Tape(store)
     assert tape.newest == {p: v for p, v in enumerate(world.core.versions) if v}, (tape.newest, world.core.versions)
     report = read_document(Report, world.objects[REPORT])

@@ -70,8 +70,9 @@ class Versions(Protocol):
     layout_digest: str
     elements: tuple[int, ...]
 
-    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool]:
-        """Keep a push under ``handle``; its norm, and whether it is finite."""
+    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool, float]:
+        """Keep a push under ``handle``; its norm, whether it is finite, and its size beside the parameters
+        (``merge.growth``)."""
 
     def release(self, handle: int) -> None:
         """The push is not needed any more."""
@@ -115,8 +116,8 @@ class CountedVersions:
         self._versions = list(versions) or [0] * len(elements)
         self._down = job.spec.sync.compression.down
 
-    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool]:
-        return 1.0, True
+    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool, float]:
+        return 1.0, True, 0.0
 
     def release(self, handle: int) -> None:
         pass

@@ -127,13 +127,13 @@ class MergedVersions:
         """Have other values merged in place of a push's."""
         self._held[handle] = _Held(delta, piece_squares(self.layout.fragments[fragment], delta))
 
-    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool]:
+    def receive(self, handle: int, header: PushHeader, encoded: Bytes | None) -> tuple[float, bool, float]:
         assert encoded is not None
         self.replace_delta(
             handle, header.fragment, codec.decode(encoded, header.encoding, self.elements[header.fragment])
         )
         norm = math.sqrt(math.fsum(self._held[handle].squares))
-        return norm, math.isfinite(norm)
+        return norm, math.isfinite(norm), self._model.growth(header.fragment, self._held[handle].squares)
 
     def release(self, handle: int) -> None:
         self._held.pop(handle, None)

@@ -512,8 +512,8 @@ class World:
             return None
         handle = next(self._numbers)
         self._pushing[handle] = learner, header
-        norm, finite = self.versions.receive(handle, header, encoded)
-        return ev.PushReceived(header, norm, finite, handle)
+        norm, finite, growth = self.versions.receive(handle, header, encoded)
+        return ev.PushReceived(header, norm, finite, handle, growth=growth)
 
     def _judge_push(self, verdict: ev.AnswerPush) -> None:
         if verdict.reason is not None:

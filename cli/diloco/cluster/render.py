@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.cluster.client import Object
-from diloco.local.screen import RunView, blocked_by, outside_view, picture, progress, progress_line
+from diloco.local.screen import RunView, blocked_by, outside_view, picture, progress, progress_line, time_left
 from diloco.local.summary import nats, number, summary
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
@@ -112,7 +112,9 @@ def _progress(job: Object, now: float) -> str:
     status = job.get("status") or {}
     done = status.get("progress") or {}
     step = done.get("step", (status.get("syncer") or {}).get("step"))
-    return progress(stop(job), step or 0, done.get("tokens"), _elapsed(job, now))
+    text = progress(stop(job), step or 0, done.get("tokens"), _elapsed(job, now))
+    left = time_left(done.get("percent"), done.get("secondsLeft"))
+    return f"{text} ({left})" if left else text
 
 
 # ------------------------------------------------------------------ sentences
@@ -214,7 +216,7 @@ class JobsTable:
     """A line for each job; with the column of contexts (one for each job) or namespaces where there are several. Where
     the terminal has no room for all columns, the last of ``_SPARED`` go first, and no cell is cut."""
 
-    _SPARED = ("STEP", "LOSS", "TOKENS", "QUORUM", "GOODPUT")
+    _SPARED = ("DONE", "STEP", "LOSS", "TOKENS", "QUORUM", "GOODPUT")
 
     def __init__(self, jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False) -> None:
         self._rows = [
@@ -237,7 +239,7 @@ class JobsTable:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         titles = [title for title in (self._rows[0] if self._rows else ()) if title not in left_out]
         for title in titles:
-            right = title in ("STEP", "TOKENS", "LOSS", "GOODPUT", "AGE")
+            right = title in ("STEP", "TOKENS", "DONE", "LOSS", "GOODPUT", "AGE")
             table.add_column(title, justify="right" if right else "left", no_wrap=True)
         for row in self._rows:
             table.add_row(*(row[title] for title in titles))
@@ -255,6 +257,7 @@ def _job_cells(job: Object, now: float) -> dict[str, str | Text]:
         "QUORUM": str(status.get("quorum") or "-"),
         "STEP": number(done.get("step")),
         "TOKENS": number(done.get("tokens")),
+        "DONE": "-" if done.get("percent") is None else f"{done['percent']} %",
         "LOSS": nats(done.get("loss")),
         "GOODPUT": nats(done.get("goodput")),
         "AGE": span(since(metadata.get("creationTimestamp"), now)),

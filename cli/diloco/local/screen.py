@@ -27,7 +27,7 @@ from diloco.text_console import TextConsole
 from diloco_protocol.common.format_units import download_text, duration_text, rate_text, seconds_text
 from diloco_protocol.common.logs import printable
 from diloco_protocol.documents import SlotRow, StatusDocument
-from diloco_protocol.vocabulary import ENDED_PHASES, TRAINING_PHASES, JobPhase, SlotState
+from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState
 
 EVENTS_SHOWN = 14
 LEAST_ROOM = 3  # lines of events, on a small terminal
@@ -134,31 +134,20 @@ def _progress(view: RunView) -> str:
     return progress(_goal(view), status.step, status.tokens.trained, status.elapsed_seconds)
 
 
-def time_left(view: RunView) -> str:
-    """What share of the job is done, and about how long the rest takes at its present pace; empty: not known."""
-    status, goal = view.status, _goal(view)
-    if status is None or goal is None or not status.tokens.trained or goal[1] <= 0:
+def time_left(percent: int | None, seconds: float | None) -> str:
+    """How much of the job is done, and about how long the rest takes, as its syncer says it; empty: not known."""
+    if percent is None or (not percent and seconds is None):
         return ""
-    unit, limit = goal
-    reached = {"steps": status.step, "tokens": status.tokens.trained, "seconds": status.elapsed_seconds}[unit]
-    text = f"{int(100 * min(1.0, reached / limit))} %"
-    seconds = _seconds_left(status, unit, limit - reached)
-    if seconds is None or status.phase not in TRAINING_PHASES:
+    text = f"{percent} %"
+    if seconds is None:
         return text
     return f"{text}, about {duration_text(seconds) if seconds >= 10 else f'{max(1, round(seconds))} s'} left"
 
 
-def _seconds_left(status: StatusDocument, unit: str, rest: float) -> float | None:
-    if rest <= 0:
-        return None
-    if unit == "seconds":
-        return rest
-    if unit == "tokens":
-        return rest / status.tokens_per_second if status.tokens_per_second else None
-    ahead = [slot for slot in status.slots if slot.step == status.step and slot.state is SlotState.ACTIVE]
-    if not ahead or not ahead[0].step_seconds:
-        return None
-    return rest * ahead[0].step_seconds / max(0.05, 1.0 - (_waited(ahead[0]) or 0.0))
+def _time_left(view: RunView) -> str:
+    status = view.status
+    done = None if status is None or status.progress is None else int(100 * status.progress)
+    return time_left(done, None if status is None else status.seconds_left)
 
 
 def _waited(slot: SlotRow) -> float | None:
@@ -199,7 +188,7 @@ def progress_line(view: RunView) -> str:
     if status is None:
         return "starting"
     rate = "" if status.tokens_per_second is None else f"{number(status.tokens_per_second)}/s"
-    pace = "; ".join(part for part in (time_left(view), rate) if part)
+    pace = "; ".join(part for part in (_time_left(view), rate) if part)
     parts = [f"{view.seconds:7.1f} s", status.phase, _progress(view) + (f" ({pace})" if pace else "")]
     # What there is not yet, such as a loss before the first step or a merge, is left out.
     if any(slot.loss is not None and slot.state is SlotState.ACTIVE for slot in status.slots):
@@ -271,7 +260,7 @@ def picture(view: RunView, events: Sequence[TimedEvent], whole: bool = False) ->
         Text(status.phase if status else "starting", style="bold cyan"),
         Text(_clock(view)),
         Text(_progress(view)),
-        Text(time_left(view)),
+        Text(_time_left(view)),
         Text(f"{number(status.tokens_per_second if status else None)} tokens/s"),
         Text("" if loss is None else f"merged loss {nats(loss)}"),
         Text(silence(view), style="red"),

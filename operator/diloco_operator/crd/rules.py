@@ -28,6 +28,7 @@ from typing import Literal
 from diloco_protocol.spec.base import NAME_PATTERN, Spec, fields_by_alias, nested_model, unwrap
 from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob
 from diloco_protocol.spec.rules import RESERVED_REGIONS
+from diloco_protocol.spec.sync import LEAST_OF_MEDIAN
 
 Path = tuple[str, ...]
 """Names of properties from the root; ``[]`` for a list's items."""
@@ -164,6 +165,13 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         SPEC,
         f"self.sync.quorum <= {_SLOTS}",
         "must be at most the number of learners in all regions, or nothing is ever merged",
+        ".sync.quorum",
+    ),
+    Rule(
+        SPEC,
+        f"self.sync.merge.method != 'median' || (self.sync.deterministic ? {_SLOTS} : self.sync.quorum) >= "
+        f"{LEAST_OF_MEDIAN}",
+        f"must be at least {LEAST_OF_MEDIAN} with sync.merge.method median: raise it, or choose another method",
         ".sync.quorum",
     ),
     Rule(

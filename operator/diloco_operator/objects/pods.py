@@ -237,7 +237,8 @@ def _template(
             one.setdefault("imagePullPolicy", pull)
     metadata = base["metadata"]
     metadata["labels"] = {**(metadata.get("labels") or {}), **names.labels(job.name, role, region)}
-    metadata["annotations"] = {**(metadata.get("annotations") or {}), names.INPUTS: inputs}
+    own = {names.INPUTS: inputs, names.JOB_UID: job.uid}
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), **own}
     return base
 
 

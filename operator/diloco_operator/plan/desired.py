@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Delete, Object, Ref, SecretWanted
 from diloco_operator.objects import manifests
-from diloco_operator.objects.manifests import DefaultImages, Origin
+from diloco_operator.objects.manifests import DefaultImages, Origin, Scale
+from diloco_operator.plan import lifecycle
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pod_status import newest_message
 from diloco_operator.plan.pods.rollout import syncer_change_waits
@@ -31,6 +32,7 @@ class DesiredObjects:
 
     secrets: list[SecretWanted] = field(default_factory=list)
     apply: list[Object] = field(default_factory=list)
+    tries: list[Object] = field(default_factory=list)  # what the job would begin with
     deletes: list[Delete] = field(default_factory=list)
     with_pods: bool = False  # something that holds pods is applied
     more: bool = False  # more is applied as soon as the cache shows what is applied now
@@ -102,7 +104,7 @@ def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> D
             out.more = True
             continue
         generation, spec, origin = _rendering(view, decision, ref, ended or refused, out=out)
-        replicas = _replicas(decision, job.name, ref) if here.anything else view.replicas(ref) or 0
+        replicas = _replicas(decision.scale, job.name, ref) if here.anything else view.replicas(ref) or 0
         manifest = manifests.pod_holder_manifest(job, ref, spec, generation, origin=origin, replicas=replicas)
         if _needs_nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
@@ -110,6 +112,21 @@ def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> D
         out.with_pods = True
     if not refused:
         _prune(view, decision, keep, out)
+    return out
+
+
+def objects_to_try(view: View) -> DesiredObjects:
+    """Claim and pod holders of a job that waits, as it would begin with them. What is wrong with them is found before
+    the job's turn has come."""
+    job, here, scale = view.job, view.here, lifecycle.full_scale(view)
+    claim = manifests.claim_manifest(job, view.live(names.claim(job.name))) if here.syncer else None
+    out = DesiredObjects(tries=[claim] if claim is not None else [])
+    for ref in manifests.pod_holders(job, here):
+        spec, origin = _render(view, ref, None, None)
+        replicas = _replicas(scale, job.name, ref)
+        out.tries.append(
+            manifests.pod_holder_manifest(job, ref, spec, job.generation, origin=origin, replicas=replicas)
+        )
     return out
 
 
@@ -181,12 +198,12 @@ def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Ori
     return manifests.render_pod_holder(view.job, view.here, ref, images, settings=view.settings), now
 
 
-def _replicas(decision: LifecycleDecision, job: str, ref: Ref) -> int:
+def _replicas(scale: Scale, job: str, ref: Ref) -> int:
     if ref == names.syncer_deployment(job):
-        return decision.scale.syncer
+        return scale.syncer
     if ref == names.evaluator_deployment(job):
-        return decision.scale.evaluator
-    return decision.scale.learners.get(ref.name.removeprefix(f"{job}-"), 0)
+        return scale.evaluator
+    return scale.learners.get(ref.name.removeprefix(f"{job}-"), 0)
 
 
 def _needs_nudge(view: View, ref: Ref) -> bool:

@@ -39,14 +39,16 @@ def find_danger(view: View) -> Danger | None:
             "model now with `diloco export`. Or delete the syncer's pod while learners run: a new volume is made, and "
             "the syncer takes the model back from them.",
         )
-    if document is None and not any(not pod.over for pod in view.pods) and (gone := find_replaced_volume(view)):
+    if document is None and (gone := find_replaced_volume(view)):
         return Danger(LOST, gone)
     if document is not None and document.store_problem:
         problem = f"{document.store_problem[0].upper()}{document.store_problem[1:]}"
-        return Danger("StoreProblem", f"{problem}. What learners train since is in no store.")
+        message = view.steady("Durable", f"{problem}. What learners train since is in no store.")
+        return Danger("StoreProblem", message)
     if lost := find_lost_store(view):
         return Danger(LOST, lost)
-    if document is None and view.unanswered_seconds >= ANSWER_PATIENCE and known_merges(view):
+    took_part = any(row.get("inQuorum") for row in view.job.status.get("regions") or [])
+    if document is None and view.unanswered_seconds >= ANSWER_PATIENCE and known_merges(view) and took_part:
         message = "The syncer does not answer. Learners train on for a while, and what they train is in no store."
         return Danger("SyncerNotAnswering", message)
     return None
@@ -63,7 +65,7 @@ def claim_is_going(view: View) -> bool:
 def learners_have_the_only_copy(view: View) -> Danger | None:
     """The danger in which no learner that works may be taken away; None: there is none, or the syncer is silent."""
     danger = find_danger(view)
-    if danger is None or (view.document is None and danger.reason != "VolumeGoing"):
+    if danger is None or (view.document is None and danger.reason not in ("VolumeGoing", LOST)):
         return None
     # With fewer merges the syncer goes on from what it has, and saves that.
     began_anew = danger.reason == LOST and view.document is not None and view.document.merges > 0
@@ -90,21 +92,21 @@ def find_lost_store(view: View) -> str:
 
 
 def find_replaced_volume(view: View) -> str:
-    """What is said of a volume that was deleted while the job was suspended; empty: it is the one that the syncer had,
-    or nothing was merged, or it is not the operator's."""
+    """What is said of a volume that was deleted; empty: it is the one that the syncer had, or nothing was merged, or it
+    is not the operator's."""
     storage, had = view.job.spec.syncer.storage, known_merges(view)
     volume = (view.job.status.get("syncer") or {}).get("volume")
     if not view.here.syncer or not had or not volume or storage.uri is not None or storage.claim_name is not None:
         return ""
     ref = names.claim(view.job.name)
-    live = view.live(ref)
-    if live is not None and live["metadata"]["uid"] == volume:
+    live, learners = view.live(ref), any(pod.role == "learner" and not pod.over for pod in view.pods)
+    if learners if live is None else live["metadata"]["uid"] == volume:
         return ""
-    return (
-        f"PersistentVolumeClaim {ref.name}, which had the model with {had} merges, was deleted, and there is another. "
-        "Restore its data and set suspendPolicy: Anyway to continue with what it has then, or delete the job and apply "
-        "it again to begin anew."
-    )
+    said = f"PersistentVolumeClaim {ref.name}, which had the model with {had} merges, was deleted; there is another."
+    if learners:
+        return f"{said} Learners that have trained with it give the model back once the syncer answers."
+    cure = "Restore its data and set suspendPolicy: Anyway to continue with what it has then, or delete the job"
+    return f"{said} {cure} and apply it again to begin anew."
 
 
 def may_wait_in_vain(view: View) -> bool:

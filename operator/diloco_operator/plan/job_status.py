@@ -52,7 +52,7 @@ def build_status(
         "report": (_report(view) or before.get("report")) if ended else None,
     }
     if view.here.syncer:
-        if document is not None or not found.decision.training:
+        if document is not None or not found.decision.learners_stay:
             active = 0 if document is None else document.quorum.active
             status["learners"] = f"{found.regions.in_quorum}/{job.spec.slots}"
             status["quorum"] = f"{active}/{view.required}"

@@ -113,6 +113,11 @@ class LifecycleDecision:
         """Whether pods shall be there and train."""
         return self.stage == "running"
 
+    @property
+    def learners_stay(self) -> bool:
+        """Whether no learner is removed yet: they train, or shall drain."""
+        return self.training or self.drain == ASKED
+
 
 def outcome(view: View) -> Literal["complete", "failed", ""]:
     """How the job has ended, by its own conditions or its syncer's word; empty: it has not."""
@@ -174,7 +179,7 @@ def _failed(view: View, failure: str) -> LifecycleDecision:
     down = told or gone or view.now - since > FAIL_SECONDS
     found = LifecycleDecision("failed" if down and not _has_pods(view, "learner") else "failing")
     found.drain = drain_of(view) if gone else ASKED if not down else _drained(view, JobPhase.FAILED)
-    found.scale = _ended_scale(view) if down else _full_scale(view)
+    found.scale = _ended_scale(view) if down else full_scale(view)
     found.message = "" if down else "The syncer informs its learners that the job has failed."
     if view.job_phase not in ENDED_PHASES:
         found.calls = announce(view, JobPhase.FAILED, failure or str(view.condition("Failed").get("message", "")))
@@ -218,7 +223,7 @@ def _suspended(view: View) -> LifecycleDecision:
         elif danger is not None and danger.reason == durability.LOST and found.stage == "suspended":
             found.drain, found.message, found.stalled = NOT_SAVED, danger.message, danger.reason
         return found
-    found = LifecycleDecision("suspending", _full_scale(view), drain=ASKED)
+    found = LifecycleDecision("suspending", full_scale(view), drain=ASKED)
     answers = view.document is not None
     unanswered = view.observe(Fact.SUSPENDING_UNANSWERED, holds=not answers)
     waited = view.observe(Fact.SUSPENDING)
@@ -247,6 +252,8 @@ def _suspended(view: View) -> LifecycleDecision:
     else:
         found.drain = NOT_SAVED
         found.message = _explain_not_saved(f": the syncer was not done within {SUSPEND_SECONDS:.0f} s")
+    if found.drain == NOT_SAVED and danger is not None:
+        found.message += f" {danger.message}"
     return found
 
 
@@ -263,7 +270,7 @@ def _running(view: View) -> LifecycleDecision:
         gone = durability.find_replaced_volume(view) if has_drained(view) else ""
         if gone and view.job.spec.suspend_policy != "Anyway":  # nobody shall find the job at its beginning
             return LifecycleDecision("suspended", message=gone, drain=NOT_SAVED, stalled=durability.LOST)
-        return LifecycleDecision("running", _full_scale(view))
+        return LifecycleDecision("running", full_scale(view))
     if has_drained(view):
         message = "The pods from before the suspension are removed first."
         return LifecycleDecision("restarting", message=message, drain=drain_of(view))
@@ -273,14 +280,15 @@ def _running(view: View) -> LifecycleDecision:
     elif _is_resumed(view, view.job_phase):
         message = "The pods of the failed job are removed first."
     if not message:
-        return LifecycleDecision("running", _full_scale(view))
-    return LifecycleDecision("restarting", _full_scale(view), message=message, drain=_drained(view, *ENDED_PHASES))
+        return LifecycleDecision("running", full_scale(view))
+    return LifecycleDecision("restarting", full_scale(view), message=message, drain=_drained(view, *ENDED_PHASES))
 
 
 # ------------------------------------------------------------------ parts
 
 
-def _full_scale(view: View) -> Scale:
+def full_scale(view: View) -> Scale:
+    """The pods of a job that trains."""
     spec, here = view.job.spec, view.here
     return Scale(
         syncer=1 if here.syncer else 0,

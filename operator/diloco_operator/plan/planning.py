@@ -45,7 +45,7 @@ from diloco_operator.objects import pods
 from diloco_operator.plan import durability, lifecycle
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditions
-from diloco_operator.plan.desired import DesiredObjects, desired_objects, find_held_edit
+from diloco_operator.plan.desired import DesiredObjects, desired_objects, find_held_edit, objects_to_try
 from diloco_operator.plan.job_status import build_status
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pods import node_loss, repeated_errors, replacement, rollout
@@ -115,6 +115,7 @@ def _plan_readable(view: View) -> JobPlan:
         finalizer=FINALIZER in view.job.finalizers or view.here.anything,
         secrets=tuple(desired.secrets),
         apply=tuple(desired.apply),
+        tries=tuple(desired.tries),
         calls=tuple([*changes.calls, *found.decision.calls]),
         deletes=tuple(_merge_deletes(deletes)),
         status=status,
@@ -257,8 +258,10 @@ def _refusal(view: View) -> tuple[str, str] | None:
 
 def _desired(view: View, found: TurnFindings) -> DesiredObjects:
     refused = found.refused is not None
-    if found.decision.stage == "waiting" or (refused and not view.begun):
+    if refused and not view.begun:
         return DesiredObjects()
+    if found.decision.stage == "waiting":
+        return objects_to_try(view)
     return desired_objects(view, found.decision, refused)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from diloco_operator import names
@@ -52,6 +52,7 @@ _ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
 _KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
 OUT_OF_MEMORY = "OOMKilled"
 MAX_MESSAGE_CHARS = 300
+NAMED = 10  # in a message
 _MESSAGE = re.compile(r'"message": ?("(?:[^"\\]|\\.)*")\}$')
 
 
@@ -130,6 +131,7 @@ class Pod:
     excused: str  # why losing it is no fault of the job's: preempted, evicted, ...; empty: it is
     obstacle: Obstacle | None
     spec: Object
+    job_uid: str  # of the job whose template it was made from; empty: it does not say
 
     @property
     def process(self) -> str:
@@ -147,8 +149,9 @@ class Pod:
         return not self.terminating and not self.over
 
 
-def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
-    """The pod of an API object; None if it is no syncer, learner or evaluator."""
+def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent], own: Collection[str] = frozenset()) -> Pod | None:
+    """The pod of an API object; None if it is no syncer, learner or evaluator. ``own``: Secrets and ConfigMaps that the
+    operator makes, of which no user is told to make them."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     labels = metadata.get("labels") or {}
     role = labels.get(LABEL_ROLE, "")
@@ -168,6 +171,10 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
             return newest_message(cluster_events, Ref("Pod", metadata["name"]), *reasons)
 
         obstacle = _obstacle(status, state, conditions, newest, last=last, ends=ends)
+        absent = _ABSENT.search(obstacle.message) if obstacle is not None else None
+        if obstacle is not None and absent is not None and absent[2] in own:
+            message = obstacle.message.removesuffix(_cure(obstacle.message))
+            obstacle = replace(obstacle, message=f"{message}; the operator makes it again")
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -189,6 +196,7 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent]) -> Pod | None:
         excused=_excused(status, conditions),
         obstacle=obstacle,
         spec=spec,
+        job_uid=str((metadata.get("annotations") or {}).get(names.JOB_UID) or ""),
     )
 
 
@@ -257,6 +265,23 @@ def shortened(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
     """One line of at most ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def list_names(names: list[str]) -> str:
+    """Names for a message: the first ``NAMED``, and the number of the others."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def merge_equal(said: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each sentence, with all subjects of which it is said. Their own names in it make no difference."""
+    subjects: dict[str, list[str]] = {}
+    sentences: dict[str, str] = {}
+    for subject, sentence in said:
+        key = sentence.replace(subject.rpartition(" ")[2], "")
+        subjects.setdefault(key, []).append(subject)
+        sentences.setdefault(key, sentence)
+    return [f"{list_names(subjects[key])}: {sentence}" for key, sentence in sentences.items()]
 
 
 def _excused(status: Mapping[str, Any], conditions: Mapping[Any, Mapping[str, Any]]) -> str:

@@ -19,12 +19,12 @@ from diloco_operator.model import Fact, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan import refusals
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
-from diloco_operator.plan.pod_status import Pod, newest_message, shortened
+from diloco_operator.plan.pod_status import Pod, merge_equal, newest_message, shortened
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
 from diloco_protocol.spec.cluster import RegionSpec
-from diloco_protocol.vocabulary import TRAINING_PHASES, SlotState
+from diloco_protocol.vocabulary import LABEL_JOB, TRAINING_PHASES, SlotState
 
 ROLLING = ("RollingOut", "RolloutStopped")
 CAUSES = 3
@@ -85,6 +85,12 @@ def report_regions(view: View, decision: LifecycleDecision, rolled: Rollout, nod
     return out
 
 
+def is_lost(view: View, region: str, since: float) -> bool:
+    """Whether a region of which no learner is heard since then counts as lost: by its patience, or by the syncer."""
+    patience = view.job.spec.failure_policy.region_lost_seconds
+    return view.now >= since + patience or region in view.regions_lost  # the moment of ``_wake_in``
+
+
 def _report_region_here(
     view: View,
     region: RegionSpec,
@@ -102,22 +108,20 @@ def _report_region_here(
     else:
         taking = min(sum(view.taking_part(pod) for pod in there), region.learners)
     ready = sum(pod.ready and pod.alive for pod in there)
-    causes = []
+    absent = []
     for ordinal, pod in enumerate(pods):
         said = _explain_absence(view, region, ordinal, pod, nodes=nodes) if decision.training else ""
         if said and pod is not None and pod.obstacle is not None:
             out.obstacles[pod.name] = pod.obstacle.kind
         if said and rolled.stopped.get(region.name) != view.place(region.name, ordinal):
-            causes.append(f"{view.place(region.name, ordinal)}: {said}")
-    if region.name in rolled.regions:
-        causes.insert(0, rolled.regions[region.name])
+            absent.append((view.place(region.name, ordinal), said))
     excess = [p for p in view.learners_of(region.name) if p.ordinal >= wanted and not p.over]
-    for pod in excess:
-        if pod.name in nodes.reasons:
-            causes.append(f"{pod.name}: {nodes.reasons[pod.name]}")
+    absent += [(pod.name, nodes.reasons[pod.name]) for pod in excess if pod.name in nodes.reasons]
+    rolling = [rolled.regions[region.name]] if region.name in rolled.regions else []
+    causes = rolling + merge_equal(absent)
     lost = _lost_since(view, region, decision, before, taking=taking)
     states = (
-        ("Lost", lost is not None),
+        ("Lost", lost is not None and is_lost(view, region.name, lost)),
         ("RolloutStopped", region.name in rolled.stopped),
         ("RollingOut", region.name in rolled.regions),
         ("ScalingDown", excess),
@@ -148,7 +152,8 @@ def _report_region_elsewhere(
             f"{region.cluster}, and that its operator has that cluster.name"
         ]
     wanted = region.learners + region.spares if decision.training else 0
-    state = "Lost" if lost is not None else "Running" if taking >= region.learners else "Elsewhere"
+    gone = lost is not None and is_lost(view, region.name, lost)
+    state = "Lost" if gone else "Running" if taking >= region.learners else "Elsewhere"
     # Ready are, as far as is known here, those that take part. That cluster's own status knows more.
     row = {"desired": wanted, "ready": taking, "inQuorum": taking, "state": state}
     out.add(region, row, causes, lost, image_of(view, names.stateful_set(view.job.name, region.name), "learner"))
@@ -157,7 +162,7 @@ def _report_region_elsewhere(
 def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, before: Object) -> int:
     """How many learners of the region the syncer has in the quorum. While it cannot be asked, the number of
     the last status stands, so that an operator that restarts changes nothing."""
-    if view.document is None and decision.training:
+    if view.document is None and decision.learners_stay:
         return min(int(before.get("inQuorum") or 0), region.most_learners)
     return sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
 
@@ -181,6 +186,10 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
         unmade = explain_not_made(view, names.stateful_set(view.job.name, region.name))
         if unmade:
             return unmade
+        trains = any(s.in_quorum and (s.region, s.ordinal) == (region.name, ordinal) for s in view.slots)
+        if trains and missing > START_PATIENCE:  # the API server has the pod, or its slot would be fenced
+            label = f"{LABEL_JOB}={view.job.name}"
+            return f"it trains, but its pod has lost a label: put it back (kubectl label pod {place} {label})"
         return "its pod does not exist; its StatefulSet has not created it yet" if missing > START_PATIENCE else ""
     if pod.name in nodes.reasons:
         return nodes.reasons[pod.name]

@@ -121,6 +121,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
     else:
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
     _report_durable(event_log, before.get("Durable", {}), conditions.found.get("Durable", {}))
+    _report_volume(view, event_log, status)
     _report_output(view, event_log)
     _report_end(view, event_log, found, before, now=conditions.found)
     return event_log.events
@@ -201,6 +202,19 @@ def _report_durable(event_log: EventLog, before: Mapping[str, Any], now: Mapping
 
     reason, message = state(now), str(now.get("message"))
     event_log.transition(Topic.DURABLE, state(before), reason, "Warning", reason, message)
+
+
+def _report_volume(view: View, event_log: EventLog, status: Object) -> None:
+    """An Event when the syncer answers on another volume than before. The status may be much older than the store that
+    is gone was, and the new one may have as many merges by now: then nothing else tells of it."""
+    before, now = ((document.get("syncer") or {}) for document in (view.job.status, status))
+    had, has = before.get("volume") or "", now.get("volume") or ""
+    reason = "VolumeReplaced" if had and has else ""
+    message = (
+        f"The syncer's volume was deleted, and it answers on another, with {now.get('merges') or 0} merges: of what "
+        f"learners gave back, or of a model that began anew. The other had {before.get('merges') or 0} or more."
+    )
+    event_log.transition(Topic.VOLUME, had, has, "Warning", reason, message)
 
 
 def _report_quorum(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ All other files of the plan take a ``View`` and decide. Raw fields of API object
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,7 @@ FRESH_SECONDS = 15.0
 """By an older view no pod is deleted, and no process said to have ended."""
 STUCK_SECONDS = 5.0
 """A pod that is still there so many seconds after its grace period is stuck."""
+_NUMBERED = re.compile(r"\S*\d\S*")
 
 
 @dataclass
@@ -44,7 +46,10 @@ class View:
     wants_fresh: bool = field(init=False, default=False)  # something waits for a fresh view
 
     def __post_init__(self) -> None:
-        found = (pod_status.read_pod(pod, self.observed.cluster_events) for pod in self.observed.pods)
+        job = self.job
+        own = {names.secret_name(job.name, role, job.uid) for role in ("syncer", "learner")}
+        own.add(names.settings_map(job.name).name)
+        found = (pod_status.read_pod(pod, self.observed.cluster_events, own) for pod in self.observed.pods)
         self.pods = tuple(pod for pod in found if pod is not None)
         asked, silent = self.observed.syncer, self.document is None
         self.unanswered_seconds = self.observe(Fact.SYNCER_NOT_ANSWERING, holds=silent)
@@ -255,6 +260,12 @@ class View:
             if condition.get("type") == kind:
                 return dict(condition)
         return {}
+
+    def steady(self, kind: str, message: str) -> str:
+        """The message that the condition has already, where this one differs from it in numbers and names of files
+        alone: a syncer whose disk is full names another file at each try, and status is no log."""
+        before = str(self.condition(kind).get("message") or "")
+        return before if _NUMBERED.sub("", before) == _NUMBERED.sub("", message) else message
 
     def is_true(self, kind: str) -> bool:
         """Whether the job's status has the condition as True."""

@@ -6,6 +6,8 @@ An object that the cache does not have is read before it is applied. If there is
 to somebody else, it is left alone, and the plan gets the ApplyError ``conflict``. What is sent then has the UID of the
 object that was looked at, so that another of its name is not taken for it.
 
+Of a job that was created suspended the dry run is all that is made: its faults are told while it waits.
+
 The objects with pods of a new generation are first applied as a dry run. If the API server or a policy refuses one,
 nothing of this generation that pods use is applied, so the old pods run on. What else fails, such as a webhook that
 does not answer, costs the object that it fails for. That one is tried less and less often.
@@ -27,15 +29,13 @@ from diloco_operator.kube.api import Api, NotLeading
 from diloco_operator.kube.errors import ApiError, classify_failure, failing_webhook
 from diloco_operator.kube.kinds import BY_NAME, WITH_PODS
 from diloco_operator.logs import about
-from diloco_operator.model import ApplyError, Failure, Key, Object, Ref
+from diloco_operator.model import LASTING, ApplyError, Key, Object, Ref
 from diloco_operator.names import GENERATION, is_left_by, is_ours, ref_of
 from diloco_operator.reconcile.diff import APPLIED, differences, marked, state
 
 log = logging.getLogger(__name__)
 
 TRY_AGAIN_SECONDS = 300.0  # a dry run that found a fault is repeated after this, whatever was wanted
-LASTING: frozenset[Failure] = frozenset({"invalid", "policy"})
-"""Faults of what is wanted: they end when that changes, or the policy does."""
 LONGEST_PAUSE_SECONDS = 20.0
 """The longest pause before a write is tried again that failed; it is half as long as that has lasted."""
 UNCHANGED_SECONDS = 600.0  # likewise an object that does not become what was wanted
@@ -49,7 +49,7 @@ class ApplyMemory:
     agreed: dict[Ref, tuple[str, str]] = field(default_factory=dict)
     # object -> digests of what was sent and of what the API server made of it, and when
     unchanged_by_apply: dict[Ref, tuple[str, str, float]] = field(default_factory=dict)
-    # digest of the pod-carrying manifests of a generation -> their fault (None: tried and fine), and when
+    # digest of the manifests of a generation that were tried -> their fault (None: tried and fine), and when
     tried: dict[str, tuple[tuple[ApplyError, ...], float]] = field(default_factory=dict)
     # object -> digest of what was sent and failed, since when it fails, when it was tried last, and how it failed
     failing: dict[Ref, tuple[str, float, float, ApplyError]] = field(default_factory=dict)
@@ -117,6 +117,18 @@ class Applier:
             _remember_failure(wanted, apply_errors.get(ref), memory, now)
         return apply_errors
 
+    async def find_faults(
+        self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory
+    ) -> tuple[ApplyError, ...]:
+        """What is wrong with objects that are not to be made yet. What was found is true until something else is
+        wanted, a fault for ``TRY_AGAIN_SECONDS``. What may pass by itself is none."""
+        wanted = [marked(manifest) for manifest in manifests]
+        known = memory.tried.get(digest({"all": wanted}))
+        if not wanted or (known is not None and not known[0]):
+            return ()
+        faults = await self._try_all(key, uid, wanted, live, memory=memory, now=time.monotonic())
+        return tuple([fault for fault in faults if fault.reason in LASTING])
+
     async def _one(
         self, key: Key, uid: str, wanted: Object, there: Object | None, memory: ApplyMemory, now: float
     ) -> ApplyError | None:
@@ -147,6 +159,17 @@ class Applier:
         new = [wanted for wanted in with_pods if _is_new(wanted, live.get(ref_of(wanted)))]
         if not new:
             return set(), ()
+        faults = await self._try_all(key, uid, new, live, memory=memory, now=now)
+        if not any(fault.reason in LASTING for fault in faults):
+            return set(), faults
+        # The old programs go on with the old settings: these would reach them at their next restart.
+        held = {ref_of(wanted) for wanted in pending if wanted["kind"] in WITH_PODS or wanted["kind"] == "ConfigMap"}
+        return held, faults
+
+    async def _try_all(
+        self, key: Key, uid: str, new: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory, now: float
+    ) -> tuple[ApplyError, ...]:
+        """The faults that dry runs find, or have found a short while ago."""
         what = digest({"all": new})
         faults, at = memory.tried.get(what, ((), now - 2 * TRY_AGAIN_SECONDS))
         if now - at > TRY_AGAIN_SECONDS:
@@ -155,11 +178,7 @@ class Applier:
                 memory.tried = {what: (faults, now)}
             for fault in faults:
                 log.warning("%s %s would be refused: %s", *fault.ref, fault.message, extra=about(key))
-        if not any(fault.reason in LASTING for fault in faults):
-            return set(), faults
-        # The old programs go on with the old settings: these would reach them at their next restart.
-        held = {ref_of(wanted) for wanted in pending if wanted["kind"] in WITH_PODS or wanted["kind"] == "ConfigMap"}
-        return held, faults
+        return faults
 
     async def _dry(self, key: Key, uid: str, wanted: Object, live: dict[Ref, Object]) -> ApplyError | None:
         ref = ref_of(wanted)

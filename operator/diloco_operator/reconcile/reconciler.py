@@ -234,6 +234,9 @@ class Reconciler:
             await self._make_secrets(key, record, seen, plan, apply_errors=done.apply_errors)
             applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
             done.apply_errors += applied.values()
+            done.apply_errors += await self._applier.find_faults(
+                key, record.uid, plan.tries, seen.objects, record.applied
+            )
         if target is not None and self.keys.key is not None:
             calling = self._call(key, target[1], self.keys.key.control_key(record.uid), seen, calls=plan.calls)
             await self._trying(done, job_ref, calling)

@@ -62,7 +62,8 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
         if before == value or (is_empty(before) and is_empty(value)):
             continue
         if isinstance(before, Mapping) and isinstance(value, Mapping):
-            patch[key] = merge_patch(before, value)
+            if inner := merge_patch(before, value):
+                patch[key] = inner
         else:
             patch[key] = value
     return patch

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from diloco_protocol.spec.base import Path, Spec
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
+from diloco_protocol.spec.sync import LEAST_OF_MEDIAN
 from diloco_protocol.vocabulary import EVALUATOR
 
 RESERVED_REGIONS = ("syncer", EVALUATOR)
@@ -171,9 +172,9 @@ def _data(spec: JobSpec) -> Iterator[Violation]:
 
 def _sync(spec: JobSpec) -> Iterator[Violation]:
     """sync.fragments is at most sync.every, sync.overlap is below it, sync.staleness.maxSteps (if given) at
-    least it. sync.quorum is at most the number of learners in all regions. sync.heartbeat.timeoutSeconds is
-    more than intervalSeconds. normGate.factor is not for a deterministic job, compression.errorFeedback not for
-    float32."""
+    least it. sync.quorum is at most the number of learners in all regions, and at least 3 for sync.merge.method median.
+    sync.heartbeat.timeoutSeconds is more than intervalSeconds. normGate.factor is not for a deterministic job,
+    compression.errorFeedback not for float32."""
     sync = spec.sync
     if sync.fragments > sync.every:
         yield broken(
@@ -188,6 +189,13 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
             "sync.quorum",
             f"must be at most the number of learners in all regions ({spec.slots}), or nothing is ever merged",
             "regions",
+        )
+    if sync.merge.method == "median" and spec.quorum < LEAST_OF_MEDIAN:
+        yield broken(
+            "sync.quorum",
+            f"must be at least {LEAST_OF_MEDIAN} with sync.merge.method median: of two learners nothing tells which is "
+            "right; raise it, or choose another method",
+            "sync.merge.method",
         )
     alone = sync.staleness.max_steps
     if alone is not None and alone < sync.every:

@@ -10,6 +10,8 @@ from diloco_protocol.spec.base import Pattern, Spec
 from diloco_protocol.spec.training import Betas
 from diloco_protocol.vocabulary import MAX_FRAGMENTS
 
+LEAST_OF_MEDIAN = 3  # learners: of two, nothing tells which is right
+
 
 class GraceSpec(Spec):
     """The adaptive grace window after the quorum (Eq. 3)."""
@@ -21,15 +23,18 @@ class GraceSpec(Spec):
 class MergeSpec(Spec):
     """How the outer gradients of one round become one."""
 
-    method: Literal["auto", "rda", "mean", "isotropic"] = Field(
+    method: Literal["auto", "rda", "mean", "isotropic", "median"] = Field(
         "auto",
         description="rda: radial-directional averaging (the paper's); mean: weighted mean; isotropic: rda, and then "
         "the singular values of each matrix made equal (IsoLoCo, arXiv 2607.03011), which takes the syncer more time. "
         "auto: isotropic for a model below 10^8 parameters that is trained from scratch, else rda. "
-        "Nothing was measured from 10^8 on.",
+        "median: as auto, with medians over the learners in place of means, for parties that do not know each other; "
+        "it needs a quorum of 3 at least. Nothing was measured from 10^8 on.",
     )
     weights: Literal["tokens-quality", "tokens", "uniform"] = Field(
-        "tokens-quality", description="Weight of a push: tokens × tokens per step, tokens, or equal for all."
+        "tokens-quality",
+        description="Weight of a push: tokens × tokens per step, tokens, or equal for all, as it always is with "
+        "method median.",
     )
     mean_tensors: list[Pattern] = Field(
         [],

@@ -75,15 +75,15 @@ def push_header(header: sync_pb2.UploadHeader) -> records.PushHeader:
     return from_wire(records.PushHeader, header.push, slot=header.slot, incarnation=incarnation)
 
 
-def receipt_bytes(rows: records.Receipt) -> bytes:
-    """A receipt as it travels; empty where it is larger than a header has room for."""
-    data = sync_pb2.Receipt(slots=[to_wire(row) for row in rows]).SerializeToString()
-    return data if len(data) <= limits.MAX_RECEIPT_BYTES else b""
+def receipt_message(rows: records.Receipt) -> sync_pb2.Receipt:
+    """A receipt of these rows, without what proves it."""
+    return sync_pb2.Receipt(slots=[to_wire(row) for row in rows])
 
 
-def parse_receipt(data: bytes) -> records.Receipt:
-    receipt = parse(sync_pb2.Receipt, data, limits.MAX_RECEIPT_BYTES)
-    return tuple(from_wire(records.SlotReceipt, row) for row in receipt.slots)
+def parse_receipt(data: bytes) -> tuple[sync_pb2.Receipt, records.Receipt]:
+    """A receipt that came back, and its rows, checked."""
+    message = parse(sync_pb2.Receipt, data, limits.MAX_RECEIPT_BYTES)
+    return message, tuple(from_wire(records.SlotReceipt, row) for row in message.slots)
 
 
 # ------------------------------------------------------------------ what a record type needs

@@ -46,7 +46,6 @@ class FragmentReport:
     confirmed_tokens: Count = 0
     dropped_overlap: Count = 0
     dropped_stale: Count = 0
-    dropped_rolled_back: Count = 0
 
 
 class LeaseCursor(NamedTuple):
@@ -245,9 +244,9 @@ class Announcement:
     """A version as one learner is told of it.
 
     ``merged_sequence``: this learner's newest push that was merged in any version up to this one, ``merged_version``
-    the version that merged it; 0: none. ``reset``: the job was rolled back to it. ``delta``: the change from the
-    version before, where updates are broadcast. ``job_tokens``: trained in the whole job at this merge. ``settled``:
-    the newest epoch of this history that trained. ``progress``: how much of the job's stop was reached by then.
+    the version that merged it; 0: none. ``delta``: the change from the version before, where updates are broadcast.
+    ``job_tokens``: trained in the whole job at this merge. ``settled``: the newest epoch of this history that trained.
+    ``progress``: how much of the job's stop was reached by then.
     """
 
     fragment: int
@@ -256,7 +255,6 @@ class Announcement:
     full: Payload
     merged_sequence: Count = 0
     merged_version: Count = 0
-    reset: bool = False
     delta: Payload | None = None
     job_tokens: Count = 0
     settled: Count = 0

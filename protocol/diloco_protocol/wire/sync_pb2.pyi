@@ -177,7 +177,7 @@ class Link(_message.Message):
     def __init__(self, down_bytes_per_second: _Optional[float] = ..., round_trip_seconds: _Optional[float] = ..., missing_fragments: _Optional[int] = ...) -> None: ...
 
 class FragmentReport(_message.Message):
-    __slots__ = ("epoch", "base_version", "steps", "tokens", "confirmed_tokens", "dropped_overlap", "dropped_stale", "dropped_rolled_back")
+    __slots__ = ("epoch", "base_version", "steps", "tokens", "confirmed_tokens", "dropped_overlap", "dropped_stale")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +185,6 @@ class FragmentReport(_message.Message):
     CONFIRMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_OVERLAP_FIELD_NUMBER: _ClassVar[int]
     DROPPED_STALE_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     base_version: int
     steps: int
@@ -193,8 +192,7 @@ class FragmentReport(_message.Message):
     confirmed_tokens: int
     dropped_overlap: int
     dropped_stale: int
-    dropped_rolled_back: int
-    def __init__(self, epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., confirmed_tokens: _Optional[int] = ..., dropped_overlap: _Optional[int] = ..., dropped_stale: _Optional[int] = ..., dropped_rolled_back: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., confirmed_tokens: _Optional[int] = ..., dropped_overlap: _Optional[int] = ..., dropped_stale: _Optional[int] = ...) -> None: ...
 
 class LeaseCursor(_message.Message):
     __slots__ = ("lease", "position")
@@ -365,11 +363,10 @@ class Payload(_message.Message):
     def __init__(self, encoding: _Optional[str] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("fragment", "epoch", "version", "reset", "merged_sequence", "merged_version", "full", "delta", "job_tokens", "settled", "progress")
+    __slots__ = ("fragment", "epoch", "version", "merged_sequence", "merged_version", "full", "delta", "job_tokens", "settled", "progress")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    RESET_FIELD_NUMBER: _ClassVar[int]
     MERGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     MERGED_VERSION_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
@@ -380,7 +377,6 @@ class Announcement(_message.Message):
     fragment: int
     epoch: int
     version: int
-    reset: bool
     merged_sequence: int
     merged_version: int
     full: Payload
@@ -388,7 +384,7 @@ class Announcement(_message.Message):
     job_tokens: int
     settled: int
     progress: float
-    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., reset: _Optional[bool] = ..., merged_sequence: _Optional[int] = ..., merged_version: _Optional[int] = ..., full: _Optional[_Union[Payload, _Mapping]] = ..., delta: _Optional[_Union[Payload, _Mapping]] = ..., job_tokens: _Optional[int] = ..., settled: _Optional[int] = ..., progress: _Optional[float] = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., merged_sequence: _Optional[int] = ..., merged_version: _Optional[int] = ..., full: _Optional[_Union[Payload, _Mapping]] = ..., delta: _Optional[_Union[Payload, _Mapping]] = ..., job_tokens: _Optional[int] = ..., settled: _Optional[int] = ..., progress: _Optional[float] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("lease", "data_epoch", "block", "start", "end", "block_size")
@@ -499,7 +495,7 @@ class Push(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., epoch: _Optional[int] = ..., base_version: _Optional[int] = ..., oldest_version: _Optional[int] = ..., first_step: _Optional[int] = ..., last_step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., encoding: _Optional[str] = ..., layout_digest: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
 
 class Initial(_message.Message):
-    __slots__ = ("part", "fragment", "digest")
+    __slots__ = ("part", "fragment", "digest", "receipt")
     class Part(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LAYOUT: _ClassVar[Initial.Part]
@@ -513,10 +509,12 @@ class Initial(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     part: Initial.Part
     fragment: int
     digest: str
-    def __init__(self, part: _Optional[_Union[Initial.Part, str]] = ..., fragment: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    receipt: bytes
+    def __init__(self, part: _Optional[_Union[Initial.Part, str]] = ..., fragment: _Optional[int] = ..., digest: _Optional[str] = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
 class PeerState(_message.Message):
     __slots__ = ("transfer", "versions")
@@ -541,10 +539,16 @@ class Base(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., encoding: _Optional[str] = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("slots",)
+    __slots__ = ("slots", "version", "digest", "tag")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
     slots: _containers.RepeatedCompositeFieldContainer[SlotReceipt]
-    def __init__(self, slots: _Optional[_Iterable[_Union[SlotReceipt, _Mapping]]] = ...) -> None: ...
+    version: int
+    digest: bytes
+    tag: bytes
+    def __init__(self, slots: _Optional[_Iterable[_Union[SlotReceipt, _Mapping]]] = ..., version: _Optional[int] = ..., digest: _Optional[bytes] = ..., tag: _Optional[bytes] = ...) -> None: ...
 
 class SlotReceipt(_message.Message):
     __slots__ = ("slot", "tenure", "merged_tokens", "tenure_tokens", "sequence", "version", "last_step", "compute_seconds")

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_syncer.core.books.shares import Work, counted_work
-from diloco_syncer.core.merging.aggregation import normalised_weights
+from diloco_protocol.merging import push_weights
+from diloco_syncer.core.books.shares import Work, weigh_pushes
 from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.tape import TapeError, decode_line, line_digest, newest_of
 
@@ -143,7 +143,9 @@ class TapeAudit:
             case tapes.SEGMENT:
                 self._take_head(line)
             case tapes.SETTINGS:
-                self._weights, self._max_steps = str(line["sync"]["merge"]["weights"]), int(line["max_steps"])
+                merge = line["sync"]["merge"]
+                self._weights = push_weights(str(merge["method"]), str(merge["weights"]))
+                self._max_steps = int(line["max_steps"])
                 self._take_epoch(int(line["epoch"]))
             case tapes.EVENT:
                 self.events[str(line["event"])] += 1
@@ -222,8 +224,12 @@ class TapeAudit:
         if self._weights is None or not known:
             self.unweighed += 1
             return
-        works = [Work(int(push["tokens"]), int(push["steps"]), int(push["batch"])) for push in pushes]
-        due = normalised_weights(self._weights, *counted_work(works, self._max_steps))
+        works = []
+        for push in pushes:
+            steps = int(push["trained_steps"])
+            usual = int(push["trained_tokens"]) / steps if steps else math.inf
+            works.append(Work(int(push["tokens"]), int(push["steps"]), int(push["batch"]), usual))
+        due = weigh_pushes(self._weights, works, self._max_steps)
         for push, weight in zip(pushes, due, strict=True):
             if not math.isclose(push["weight"], weight, rel_tol=_EXACT, abs_tol=_EXACT):
                 words = f"slot {push['slot']} has the weight {push['weight']:.6g}, and {weight:.6g} by tokens and steps"

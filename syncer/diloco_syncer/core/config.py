@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from diloco_protocol import resources
+from diloco_protocol.merging import push_weights
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.wire import limits
@@ -69,7 +70,7 @@ class CoreConfig:
             ),
             encoding=sync.compression.up,
             mode=make_mode(job),
-            weights=sync.merge.weights,
+            weights=push_weights(sync.merge.method, sync.merge.weights),
             max_versions=sync.staleness.max_versions,
             max_steps=spec.max_steps_alone,
             batches={region.name: _step_sequences(spec.in_region(region.name)) for region in spec.regions},

@@ -252,6 +252,8 @@ class Core:
             receipts.count_unreported_tokens(state.ledger)
         for repair in repair_state(state):
             self.record_event(EventKind.REPAIRED, repair)
+        if state.ledger:
+            state.clock.assume(state.ledger.seconds_of_a_slot())
         if state.ledger and state.epochs[-1][0] != self.epoch:
             state.epochs.append((self.epoch, list(state.versions)))
         self._phases.restart(now)
@@ -300,6 +302,7 @@ class Core:
             case ev.InitialModelStored():
                 self._initial_model_stored(event, now)
             case ev.InitialModelFailed():
+                self._recovery.disbelieve(event.connection, event.not_believed)
                 self._initial_model.mark_failed(event.connection)
             case ev.MergeDurable():
                 self._aggregator.complete_merge(event, now)
@@ -338,7 +341,7 @@ class Core:
             case ev.LostVersionStored():
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():
-                self._recovery.mark_failed(event.connection, event.fragment, now)
+                self._recovery.mark_failed(event.connection, event.fragment, now, event.not_believed)
             case ev.Tick():
                 pass
             case _:

@@ -62,7 +62,8 @@ def goodput(state: JobState, now: float) -> float:
     slot_seconds = state.clock.slot_seconds(now)
     if state.ledger is None or slot_seconds <= 0:
         return 0.0
-    return state.ledger.merged_compute_seconds() / (state.ledger.fragments * slot_seconds)
+    share = state.ledger.merged_compute_seconds() / (state.ledger.fragments * slot_seconds)
+    return min(1.0, share)  # a store that was set back has lost time, too
 
 
 def stop_progress(state: JobState, now: float) -> float:

@@ -56,9 +56,10 @@ class InitialModelStored:
 
 @dataclass(frozen=True, slots=True)
 class InitialModelFailed:
-    """The upload of version 0 broke; somebody else must be asked."""
+    """The upload of version 0 broke; somebody else must be asked. ``not_believed``: as in ``LostVersionFailed``."""
 
     connection: int
+    not_believed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +194,12 @@ class LostVersionStored:
 
 @dataclass(frozen=True, slots=True)
 class LostVersionFailed:
-    """That process cannot give this base, or what it gave cannot be used."""
+    """That process cannot give this base, or what it gave cannot be used. ``not_believed``: why that is not a version
+    which this job's syncers have announced; empty: it may be."""
 
     connection: int
     fragment: int
+    not_believed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ class Phases:
         ready = sum(s.occupied and s.holder.ready for s in state.members.slots)
         if not state.initialised or ready < self.state.config.rules.quorum or not self.begin_training():
             return False
+        state.clock.end_hold(now)  # that of a syncer before this one
         return self._set(JobPhase.TRAINING, _ENOUGH, now)
 
     def _leave_training(self, now: float) -> bool:

@@ -30,7 +30,7 @@ def find_nonsense(state: JobState, slot: Slot, report: StepReport) -> str:
     if state.ledger.books[slot.index].trained + trained > limits.MAX_SLOT_TOKENS:
         return f"{trained} tokens: no slot trains so many"
     for fragment, row in enumerate(report.fragments):
-        dropped = row.dropped_overlap + row.dropped_stale + row.dropped_rolled_back
+        dropped = row.dropped_overlap + row.dropped_stale
         if row.tokens + row.confirmed_tokens + dropped > trained:
             return f"fragment {fragment}: the row tells of more tokens than the {trained} that were trained"
     return _find_unread(state, slot, report)
@@ -75,8 +75,7 @@ def apply_report(state: JobState, actions: Actions, slot: Slot, report: StepRepo
     elif report.loss == report.loss:  # NaN: the process has none yet
         slot.loss = report.loss
         slot.first_loss = report.loss if slot.first_loss is None else slot.first_loss
-    if state.leases:
-        slot.reported.sequences += state.leases.advance_cursors(slot.index, report.cursors)
+    state.advance_cursors(slot, report.cursors)
     if report.trained_steps:
         slot.reported.advanced = True
         slot.pushes.pace.begin(report.slot_step, now)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from diloco_protocol.wire.records import Receipt, SlotReceipt
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.clock import JobClock
-from diloco_syncer.core.books.leases import LeaseBook
+from diloco_syncer.core.books.leases import MAX_BLOCK, LeaseBook
 from diloco_syncer.core.books.ledger import Ledger
 from diloco_syncer.core.books.lineage import Lineage
 from diloco_syncer.core.books.norm_gate import NormGate
@@ -117,6 +118,21 @@ class JobState:
     def batch_of(self, slot: Slot) -> int:
         """Sequences that a step of the slot's learner has, by the job."""
         return self.config.batches.get(slot.holder.region, 1)
+
+    def advance_cursors(self, slot: Slot, cursors: Collection[tuple[int, int]]) -> None:
+        """Data whose steps are in a version, or will be, are not leased again: so many as the slot's tenure can have
+        read, beside the others. A block more is let pass, since loops may report a step late."""
+        if self.leases is None:
+            return
+        works = [
+            shares.Work(one.reported.sequences, one.step - one.reported.step_at_seat, self.batch_of(one))
+            for one in self.members.slots
+            if one is not slot
+        ]
+        steps = slot.step - slot.reported.step_at_seat
+        most = shares.most_beside(works) * self.batch_of(slot) * steps + MAX_BLOCK
+        read = self.leases.advance_cursors(slot.index, cursors, most - slot.reported.sequences)
+        slot.reported.sequences += read
 
     def reached_amount(self, now: float) -> float:
         """What counts toward the job's stop (books/shares.py), once there is a ledger."""

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-(arXiv 2604.21428, merging.) The pushes Δ_m of a fragment carry weights w_m that sum to 1 (aggregation.py,
+(arXiv 2604.21428, merging.) The pushes Δ_m of a fragment carry weights w_m that sum to 1 (core/books/shares.py,
 normalised_weights). Each piece of the fragment is merged by itself:
 
 * *Radial-directional averaging* (RDA): R · φ(u) with R = Σ w_m·‖Δ_m‖ the mean norm, u = Σ w_m·φ(Δ_m) the mean
@@ -13,6 +13,8 @@ normalised_weights). Each piece of the fragment is merged by itself:
 * *Weighted mean* Σ w_m·Δ_m, for pieces marked ``mean`` (embeddings, whose rows few learners touch) and everywhere
   if the method is ``mean``.
 * *Isotropic* is RDA here; what comes after it needs the layout (isotropic.py).
+* *Median*: for learners that need not believe each other (median.py). ``clipped`` is its way with pieces marked
+  ``mean``, for all pieces.
 
 A push of weight 0 takes no part. With a single one that does, Δ is passed on bit for bit.
 
@@ -27,14 +29,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
 from diloco_protocol.arrays import codec, codec_kernels, kernels
 from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Bytes, Float32s, Float64s, kernel
 from diloco_protocol.arrays.layout import Piece
+from diloco_syncer.numerics.median import learners_of, scratch_width, take_median
 
-METHODS = ("rda", "mean", "isotropic")
+METHODS = ("rda", "mean", "isotropic", "median", "isotropic-median", "clipped")
 CANCELLED = 1e-3  # a mean direction shorter than this is rounding error
 
 _CHUNK = 32 * kernels.BLOCK  # elements
@@ -90,14 +94,16 @@ def merge(
     squares: Sequence[Float64s],
     out: Float32s | None = None,
     *,
+    slots: Sequence[int] | None = None,
     threads: int = 1,
 ) -> MergeResult:
     """Merge one fragment's pushes.
 
     ``pieces`` of the fragment, which cover it; ``deltas``: float32[elements] each, contiguous, or encoded, of which
     no more is decoded than is being added; ``weights``: not negative, sum 1; ``method``: of ``METHODS``; ``squares``:
-    ``piece_squares`` of each push. ``out``: written and returned as ``delta``, and none of the inputs. Raises
-    ValueError if these do not fit together or a push holds a value that is not finite.
+    ``piece_squares`` of each push. ``out``: written and returned as ``delta``, and none of the inputs. ``slots``: of
+    each push, for the median; None: each is another's. Raises ValueError if these do not fit together or a push holds
+    a value that is not finite.
     """
     elements = _check(pieces, deltas, weights, method)
     if out is None:
@@ -111,11 +117,17 @@ def merge(
         raise ValueError(f"squares: not one array per push, of {len(pieces)} pieces each")
     table = np.stack([*squares, np.zeros(len(pieces))], axis=1)
     cancelled = [False] * len(pieces)
+    learners = learners_of(slots or range(len(deltas)))
 
     def one(index: int, threads: int) -> None:
         piece = pieces[index]
         span = slice(piece.offset, piece.offset + piece.elements)
-        radial = method != "mean" and not piece.mean
+        radial = method not in ("mean", "clipped") and not piece.mean
+        if method in ("median", "isotropic-median", "clipped"):
+            cancelled[index] = _median_piece(
+                deltas, piece.offset, learners, radial, out=out[span], squares=table[index], threads=threads
+            )
+            return
         cancelled[index] = _piece(
             deltas, piece.offset, weights, radial, out=out[span], squares=table[index], threads=threads
         )
@@ -175,6 +187,46 @@ def _piece(
             return False
     squares[-1] = _combine(vectors, offset, [np.float32(share) for share in shares], out, threads=threads)
     return radial
+
+
+def _median_piece(
+    deltas: Sequence[Delta],
+    offset: int,
+    learners: Sequence[Sequence[int]],
+    radial: bool,
+    out: Float32s,
+    squares: Float64s,
+    threads: int,
+) -> bool:
+    """As ``_piece``, by the median. ``learners``: the indices of each one's pushes."""
+    lengths = [math.fsum(math.sqrt(squares[m]) for m in own) for own in learners]
+    radius = median(lengths)
+    if not radial:
+        cuts = [min(1.0, radius / length) if length > 0 else 0.0 for length in lengths]
+        pairs = [(m, cut / len(learners)) for own, cut in zip(learners, cuts, strict=True) for m in own]
+        order = [deltas[m] for m, _ in pairs]
+        squares[-1] = _combine(order, offset, [np.float32(share) for _, share in pairs], out, threads=threads)
+        return False
+    factors = [_factor(radius, length) for length in lengths]
+    sums = np.empty(kernels.blocks_of(out.size), np.float64)
+
+    def chunk(start: int, stop: int) -> None:
+        rows = np.empty((len(learners), stop - start), np.float32)
+        for row, own, factor in zip(rows, learners, factors, strict=True):
+            _add([deltas[m][offset + start : offset + stop] for m in own], [factor] * len(own), row)
+        take_median(rows, out[start:stop])
+        window = sums[start // kernels.BLOCK : kernels.blocks_of(stop)]
+        kernels.square_sums(out[start:stop], window, 0, window.size)
+
+    kernels.share(chunk, out.size, scratch_width(len(learners)), threads, backwards=True)
+    square = float(kernels.ordered_sum(sums))
+    if math.sqrt(square) < CANCELLED * radius or radius == 0:
+        squares[-1] = square
+        return radius > 0
+    factor = np.float32(radius / math.sqrt(square))
+    kernels.share(lambda start, stop: _scale(factor, out, start, stop), out.size, _CHUNK, threads)
+    squares[-1] = radius * radius
+    return False
 
 
 def _radial(

@@ -12,7 +12,8 @@ that lacks the version before downloads Θ_p whole, in float32. All arithmetic i
 
 The last merges, after which nobody trains (``ev.Merge.last``). Work that is ``OLD_VERSIONS`` old was made on
 parameters that others have moved since, and no step follows that would repair an outer step too far along it. So such
-a merge is the weighted mean, at rate 1 and without momentum: Θ ← Θ − Σ w·Δ, whatever the job's method and outer step.
+a merge is the weighted mean, at rate 1 and without momentum: Θ ← Θ − Σ w·Δ, whatever the job's method and outer step;
+with the median it is the mean of pushes that are cut to the median length.
 
 Of each fragment the newest two broadcasts can be downloaded (where updates are broadcast, the newest whole and
 two updates), and older ones whose download has begun and is not finished (active_downloads.py): at most
@@ -32,10 +33,11 @@ import numpy as np
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, tensors_to_json
-from diloco_protocol.merging import choose_merge, merge_text
+from diloco_protocol.merging import choose_merge, is_isotropic, merge_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk, limits
-from diloco_protocol.wire.records import Payload
+from diloco_protocol.wire.records import Payload, Receipt
+from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics import isotropic, merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
@@ -59,6 +61,7 @@ class Broadcast:
     full_payload: Payload
     delta: Array | None = None
     delta_payload: Payload | None = None
+    digest: bytes = b""  # of all of ``full``
     receipt: bytes = b""  # of a version that is not the newest any more (the newest's is made when it is asked for)
 
 
@@ -70,11 +73,14 @@ class GlobalModel:
     that which are still being downloaded. ``frozen``: the name in the store of the frozen parameters,
     ``frozen_digest`` their digest.
     ``outer_state_reset``: the records' outer state was another optimizer's, and begins anew. ``optimizer``: instead of
-    the outer optimizer that the job names.
+    the outer optimizer that the job names. ``control_key``: by which versions are known again (version_tags.py).
     """
 
-    def __init__(self, job: DiLoCoJob, threads: int, optimizer: outer.Outer | None = None) -> None:
+    def __init__(
+        self, job: DiLoCoJob, threads: int, optimizer: outer.Outer | None = None, control_key: bytes = b""
+    ) -> None:
         self._job = job.metadata.name
+        self._tags = VersionTags(control_key, self._job)
         self._spec = job.spec
         self._given = optimizer
         self._threads = threads
@@ -160,9 +166,12 @@ class GlobalModel:
         pieces = self.layout.fragments[action.fragment]
         weights, ages = [r.weight for r in action.responders], [r.age for r in action.responders]
         plain = action.last and math.fsum(map(operator.mul, weights, ages)) >= OLD_VERSIONS
-        method = "mean" if plain else self._method
-        merged = merge.merge(pieces, deltas, weights, method, squares=squares, threads=self._threads)
-        if method == "isotropic":
+        method: str = self._method
+        if plain:
+            method = "clipped" if method.endswith("median") else "mean"
+        slots = [r.header.slot for r in action.responders]
+        merged = merge.merge(pieces, deltas, weights, method, squares=squares, slots=slots, threads=self._threads)
+        if not plain and is_isotropic(self._method):
             spans = isotropic.find_matrices(self.layout, pieces)
             isotropic.equalize_singular_values(merged.delta, spans, self._threads)
         theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
@@ -232,7 +241,25 @@ class GlobalModel:
         if delta is not None and self.delta_encoding is not None:
             made = Payload(self.delta_encoding, delta.nbytes, bulk.checksum(delta))
         payload = Payload(encoding, full.nbytes, bulk.checksum(full))
-        return Broadcast(record.fragment, record.version, full, payload, delta=delta, delta_payload=made)
+        if record.sent.partition(":")[0] != encoding:
+            known = record.digest if encoding == "float32" else ""
+            record.sent = f"{encoding}:{known or content_digest(full).hex()}"
+        digest = bytes.fromhex(record.sent.partition(":")[2])
+        return Broadcast(record.fragment, record.version, full, payload, delta=delta, delta_payload=made, digest=digest)
+
+    # ------------------------------------------------------------- what proves a version
+
+    def make_receipt(self, broadcast: Broadcast, rows: Receipt) -> bytes:
+        """The receipt that goes with a version's bytes; empty where it would be too large."""
+        assert self.layout is not None
+        announced = Announced(broadcast.version, broadcast.digest, rows)
+        model = model_name(self.layout, self.frozen)
+        return self._tags.make(announced, broadcast.fragment, broadcast.full_payload.encoding, model)
+
+    def check_receipt(self, data: bytes, fragment: int, layout: Layout, frozen: str) -> Announced:
+        """What a receipt that a learner gives back proves, of the model with this layout and these frozen parameters.
+        Raises ``WireError`` if no syncer of this job has made it."""
+        return self._tags.check(data, fragment, self.full_encoding, model_name(layout, frozen))
 
     def publish(self, record: MergeRecord, broadcast: Broadcast, now: float, receipt: bytes = b"") -> None:
         """Put a durable version in force. ``now``: monotonic seconds; ``receipt``: of the version before."""
@@ -281,6 +308,16 @@ class GlobalModel:
             if found is not None and found.version == version:
                 return found
         return None
+
+
+def model_name(layout: Layout, frozen: str) -> str:
+    """Which model a version belongs to: its layout, and by their name in the store its frozen parameters."""
+    return f"{layout.digest} {frozen_content(frozen)}"
+
+
+def frozen_content(name: str) -> str:
+    """What the name of frozen parameters in the store says of their content."""
+    return name.rpartition("-")[2]
 
 
 def first_records(

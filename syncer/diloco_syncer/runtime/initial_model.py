@@ -5,6 +5,9 @@ The learner that was asked uploads the layout, every fragment (float32), the fro
 exclusively. What a broken upload has staged is never read again, and is removed later. Whatever takes time with the
 model's size (parsing, checking, checksums, encoding) is done in threads: others are served meanwhile.
 
+Where an empty store is rebuilt, each fragment comes with the receipt of the version that it was. It proves that this
+version was announced, of a model with this layout and these frozen parameters (version_tags.py).
+
 If an upload will not succeed the core is told, and asks another learner: when a part is refused, and
 when nothing has come for ``PATIENCE`` seconds from the learner that was asked. A part whose transfer
 broke is not the end: its sender tries again.
@@ -26,10 +29,13 @@ from diloco_protocol.common.files import Buffer
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, JobPhase, TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.bulk import allocate as allocate_memory
+from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.version_tags import content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
+from diloco_syncer.core.recovery.lost_versions import STAND_IN
 from diloco_syncer.runtime.durability import Durability
-from diloco_syncer.runtime.global_model import GlobalModel, first_records
+from diloco_syncer.runtime.global_model import Broadcast, GlobalModel, first_records
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch
@@ -48,10 +54,11 @@ WATCH_SECONDS = 1.0
 
 
 class InitialRefused(UploadRefused):
-    """A part of version 0 is refused; the message says why."""
+    """A part of version 0 is refused; the message says why. ``not_believed``: it is of no model that was announced."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, not_believed: bool = False) -> None:
         super().__init__(TransferRefusal.INITIAL, message)
+        self.not_believed = not_believed
 
 
 @dataclass
@@ -81,6 +88,7 @@ class InitialModelUpload:
         self._layout_name = self._frozen_name = self._frozen_digest = ""
         self._fragments: dict[int, Floats] = {}
         self._names: dict[int, str] = {}
+        self._receipts: dict[int, bytes] = {}
 
     async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of one of version 0's payloads; a refusal ends the attempt of the learner that was asked."""
@@ -96,10 +104,11 @@ class InitialModelUpload:
                 return None
             if part == FROZEN:
                 self._frozen_digest = header.initial.digest[:MAX_DIGEST]
+            self._receipts[fragment] = header.initial.receipt or self._receipts.get(fragment, b"")
             await self.store_part(connection, attempt, part, fragment, data=whole)
             return upload_reply(True)
         except InitialRefused as error:
-            self._give_up(connection, str(error))
+            self._give_up(connection, str(error), error.not_believed)
             raise
         except OSError as error:
             self._give_up(connection, f"no room for it: {error.strerror}")
@@ -149,8 +158,10 @@ class InitialModelUpload:
         if part == FRAGMENT:
             await self._take_fragment(fragment, data, attempt)
         elif part == FROZEN:
+            content = await asyncio.to_thread(content_digest, data)
+            self._check_attempt(attempt)
             self._frozen_name = await self._stage(
-                attempt, "frozen.rec", lambda: records.pack("blob", {}, {"blob": data})
+                attempt, f"frozen-{content.hex()}.rec", lambda: records.pack("blob", {}, {"blob": data})
             )
         else:
             await self._finish(attempt)
@@ -180,10 +191,10 @@ class InitialModelUpload:
                 self._watched = 0
                 self._give_up(asked, f"nothing of it came for {PATIENCE:.0f} s")
 
-    def _give_up(self, connection: int, message: str) -> None:
+    def _give_up(self, connection: int, message: str, not_believed: bool = False) -> None:
         if connection and connection == self.core.initialiser:
             log.warning("version 0 from session %d did not come through: %s", connection, message)
-            self.emit(ev.InitialModelFailed(connection))
+            self.emit(ev.InitialModelFailed(connection, message if not_believed else ""))
 
     async def _take_layout(self, data: Array, attempt: int) -> None:
         try:
@@ -225,10 +236,12 @@ class InitialModelUpload:
         if missing:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
         names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
-        given_back = bool(self.core.version_0_origins(self._connection))
+        origins = self.core.version_0_origins(self._connection)
         newest = self._records(self._fragments)
         broadcasts = await asyncio.to_thread(lambda: [self.model.encode(record, None) for record in newest])
         self._check_attempt(attempt)
+        for broadcast, origin in zip(broadcasts, origins, strict=bool(origins)):
+            self._check_announced(broadcast, layout, origin)
         commit = self.durability.checkpoints.commit_initial
         digest = self._frozen_digest if frozen else ""
         try:
@@ -236,9 +249,26 @@ class InitialModelUpload:
         except (HigherEpoch, RecordMadeMeanwhile) as error:
             self.stop_by(error)  # whoever uploads it next would hear the same
             raise
-        if not given_back:  # else it may stand in for later versions, and is told to nobody before a restart
+        if not origins:  # else it may stand in for later versions, and is told to nobody before a restart
             self.model.begin(layout, newest, frozen, digest, broadcasts)
         self._fragments = {}
         self.emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))
         log.info("merges: %s", self.model.merging)
+
+    def _check_announced(self, broadcast: Broadcast, layout: Layout, origin: int) -> None:
+        """Raises ``InitialRefused`` unless a fragment that was given back is a version that was announced."""
+        fragment = broadcast.fragment
+        try:
+            receipt = self._receipts.get(fragment, b"")
+            announced = self.model.check_receipt(receipt, fragment, layout, self._frozen_name)
+        except WireError as error:
+            raise InitialRefused(str(error), not_believed=True) from error
+        if announced.digest != broadcast.digest:
+            raise InitialRefused(
+                f"fragment {fragment}: its values are not those that were announced", not_believed=True
+            )
+        if (origin == STAND_IN) != (announced.version > 0):
+            raise InitialRefused(
+                f"fragment {fragment}: its receipt is of version {announced.version}", not_believed=True
+            )

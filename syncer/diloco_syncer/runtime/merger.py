@@ -7,7 +7,6 @@ merge whose record cannot be written waits for the store (durability.py).
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from diloco_protocol.resources import STATE_EVERY
 from diloco_protocol.vocabulary import JobPhase
-from diloco_protocol.wire import convert
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.shares import weigh_pushes, work_of
+from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.phases import RESUMES
 from diloco_syncer.runtime.durability import Durability
@@ -69,14 +69,15 @@ class Merger:
                     self.emit(ev.EndRequested(JobPhase.FAILED, words + RESUMES))
                     return
                 left_out.append(largest)
-                action = without_responder(action, largest)
+                action = without_responder(action, largest, self.core.config)
         await self.durability.write_merge_record(record, self._thread)
         self.number += 1
         took = time.monotonic() - began
         spent = {"merge": took, "quorum": action.quorum_seconds, "waited": action.waited_seconds}
         self.seconds = {name: self.seconds[name] + seconds for name, seconds in spent.items()}
         norms = tuple(r.norm for r in record.responders)
-        receipt = convert.receipt_bytes(self.core.receipt(action.fragment))  # of the version that it follows
+        rows = self.core.receipt(action.fragment)  # of the version that it follows
+        receipt = self.model.make_receipt(self.model.broadcasts[action.fragment], rows)
         self.model.publish(record, broadcast, time.monotonic(), receipt)  # and at once:
         handles = tuple(r.handle for r in left_out)
         self.emit(ev.MergeDurable(action.fragment, action.version, took, norms, norm=record.norm, left_out=handles))
@@ -95,12 +96,10 @@ class Merger:
         await asyncio.to_thread(self._thread.shutdown, True, cancel_futures=True)
 
 
-def without_responder(action: ev.Merge, responder: ev.Responder) -> ev.Merge:
-    """The merge of the others, whose weights sum to 1 again."""
+def without_responder(action: ev.Merge, responder: ev.Responder, config: CoreConfig) -> ev.Merge:
+    """The merge of the others, with the weights that they would have had without it."""
     others = [other for other in action.responders if other is not responder]
-    total = math.fsum(other.weight for other in others)
-    if total > 0:
-        others = [replace(other, weight=other.weight / total) for other in others]
-    else:
-        others = [replace(other, weight=1 / len(others)) for other in others]
-    return replace(action, responders=tuple(others))
+    works = [work_of(other.header, other.batch) for other in others]
+    weights = weigh_pushes(config.weights, works, config.max_steps)
+    responders = (replace(other, weight=weight) for other, weight in zip(others, weights, strict=True))
+    return replace(action, responders=tuple(responders))

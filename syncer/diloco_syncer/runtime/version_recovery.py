@@ -1,7 +1,8 @@
 """Versions that the store lost, on their way in from learners that hold them.
 
 The core decides whom to ask (core/recovery tells the story); here the bytes come in and become a record. A learner
-uploads the version exactly as it was broadcast, so whoever holds it goes on holding the same bytes.
+uploads the version exactly as it was broadcast, so whoever holds it goes on holding the same bytes. Its receipt proves
+that they are what was announced (version_tags.py); what is not proved is not taken.
 Θ_p thus has the broadcast's precision. The outer optimizer's state is that of the last durable version,
 and the residual that a delta codec had dropped by then is lost.
 """
@@ -20,9 +21,9 @@ import numpy as np
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import convert, sync_pb2
+from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.limits import WireError
-from diloco_protocol.wire.records import Receipt
+from diloco_protocol.wire.version_tags import Announced, content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
@@ -61,12 +62,12 @@ class VersionUploads:
     async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
         """Receive a part of a version; the whole becomes the fragment's newest record."""
         base, size = header.base, header.total_bytes
-        rows = self._check(connection, base, size)
+        announced = self._check(connection, base, size)
         whole = await read((VERSION, connection, base.fragment), lambda: np.empty(size, np.uint8))
         if whole is None:
             return None
         self.emit(ev.LostVersionAdvanced(connection, base.fragment, whole=True))
-        record = await self._make_record(connection, base, rows, whole)
+        record = await self._make_record(connection, base, announced, whole)
         self.emit(ev.LostVersionAccepted(base.fragment))
         # In a task of the syncer's: a slow store may take the record when its sender has gone.
         await asyncio.shield(self.run_task(self._store(record)))
@@ -76,8 +77,8 @@ class VersionUploads:
         log.warning("a version from a learner is refused: %s", why)
         return UploadRefused(TransferRefusal.BASE, why)
 
-    def _check(self, connection: int, base: sync_pb2.Base, size: int) -> Receipt:
-        """Check that this version may come now; returns its receipt. Raises ``UploadRefused``."""
+    def _check(self, connection: int, base: sync_pb2.Base, size: int) -> Announced:
+        """Check that this version may come now; returns what its receipt proves. Raises ``UploadRefused``."""
         layout = self.model.layout
         if layout is None:
             raise self._refused("version 0 does not exist yet")
@@ -86,30 +87,43 @@ class VersionUploads:
         encoding = self.model.full_encoding
         expected = codec.encoded_bytes(encoding, layout.elements(base.fragment))
         try:
-            rows = convert.parse_receipt(base.receipt)
-            why = self.core.check_version_upload(connection, base.fragment, base.epoch, base.version, rows)
+            announced = self.model.check_receipt(base.receipt, base.fragment, layout, self.model.frozen)
         except WireError as error:
-            why = str(error)
+            raise self._disbelieve(connection, base.fragment, str(error)) from error
+        why = self.core.check_version_upload(connection, base.fragment, base.epoch, base.version, announced.rows)
+        if not why and announced.version != base.version:
+            raise self._disbelieve(connection, base.fragment, f"its receipt is of version {announced.version}")
         if not why and (base.encoding != encoding or size != expected):
             why = f"{size} bytes of {base.encoding!r}: as {encoding} it has {expected}"
         if why:
             self.emit(ev.LostVersionFailed(connection, base.fragment))
             raise self._refused(why)
-        return rows
+        return announced
 
-    async def _make_record(self, connection: int, base: sync_pb2.Base, rows: Receipt, encoded: Array) -> MergeRecord:
+    def _disbelieve(self, connection: int, fragment: int, why: str) -> UploadRefused:
+        self.emit(ev.LostVersionFailed(connection, fragment, not_believed=why))
+        return self._refused(why)
+
+    async def _make_record(
+        self, connection: int, base: sync_pb2.Base, announced: Announced, encoded: Array
+    ) -> MergeRecord:
         """The fragment's newest record, of a version (uint8, all its bytes). Raises ``UploadRefused``."""
         layout, fragment = self.model.layout, base.fragment
         assert layout is not None
         elements = layout.elements(fragment)
 
-        def decode() -> tuple[Floats, bool, str]:
+        def decode() -> tuple[Floats, bool, str] | None:
+            if content_digest(encoded) != announced.digest:
+                return None
             values = codec.decode(encoded, base.encoding, elements)
             return values, codec.norm_and_finite(values)[1], theta_digest(values)
 
-        theta, finite, digest = await asyncio.get_running_loop().run_in_executor(self.decode_thread, decode)
+        decoded = await asyncio.get_running_loop().run_in_executor(self.decode_thread, decode)
+        if decoded is None:
+            raise self._disbelieve(connection, fragment, "its bytes are not those that were announced")
+        theta, finite, digest = decoded
         # The core may have given up on it while its bytes came.
-        why = self.core.check_version_upload(connection, fragment, base.epoch, base.version, rows)
+        why = self.core.check_version_upload(connection, fragment, base.epoch, base.version, announced.rows)
         if why or not finite:
             self.emit(ev.LostVersionFailed(connection, fragment))
             raise self._refused(why or "it has values that are not finite")
@@ -124,7 +138,7 @@ class VersionUploads:
             number=self.next_number(),
             time=time.time(),
             digest=digest,
-            recovered=Recovered(old.version, base.epoch, rows),
+            recovered=Recovered(old.version, base.epoch, announced.rows),
         )
 
     async def _store(self, record: MergeRecord) -> None:

@@ -125,7 +125,7 @@ class Downloads:
         if found is None:
             return b""
         if found.version == self.core.versions[found.fragment]:
-            return convert.receipt_bytes(self.core.receipt(found.fragment))
+            return self.model.make_receipt(found, self.core.receipt(found.fragment))
         return found.receipt
 
     async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[Held, ...], str]:

@@ -45,7 +45,7 @@ _DTYPES = frozenset({"float32", "float64", "uint8", "int64"})
 # Of a merge record's fields, those that are one number or text.
 _FIGURES = (
     *("job", "epoch", "fragment", "version", "number", "round", "time"),
-    *("quorum_seconds", "waited_seconds", "merge_seconds", "job_tokens", "digest"),
+    *("quorum_seconds", "waited_seconds", "merge_seconds", "job_tokens", "digest", "sent"),
 )
 
 Array = NDArray[Any]
@@ -203,7 +203,8 @@ class MergeRecord:
 
     ``theta``: Θ_p after it, float32[elements]. ``outer``: the outer optimizer's state after it. ``feedback``: what
     the down codec dropped so far (float32[elements], only with compression.down delta-*). ``digest``: SHA-256 of
-    theta's bytes. ``number``: merges of the job up to this one. Version 0 has no responders.
+    theta's bytes. ``sent``: an encoding, and the SHA-256 of the broadcast's bytes in it. ``number``: merges of the job
+    up to this one. Version 0 has no responders.
     """
 
     job: str
@@ -222,6 +223,7 @@ class MergeRecord:
     merge_seconds: float = 0.0
     job_tokens: int = 0
     digest: str = ""
+    sent: str = ""
     recovered: Recovered | None = None
     norm: float = 0.0  # of the merged outer gradient; not stored
 

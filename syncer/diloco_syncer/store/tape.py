@@ -94,6 +94,8 @@ def line_of(record: MergeRecord) -> dict[str, Any]:
                 "age": r.age,
                 "tokens": r.header.tokens,
                 "steps": r.header.steps,
+                "trained_tokens": r.header.report.trained_tokens,
+                "trained_steps": r.header.report.trained_steps,
                 "batch": r.batch,
                 "weight": r.weight,
                 "norm": r.norm,

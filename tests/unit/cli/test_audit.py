@@ -26,7 +26,8 @@ def run(tmp_path: Path) -> Path:
     (workdir / "job.json").write_text(json.dumps({"metadata": {"name": "j"}}))
     (workdir / "store" / "epochs").mkdir()
     tape = Tape(store)
-    tape.append_note(SETTINGS, 1.5e9, {"epoch": 1, "max_steps": 96, "sync": {"merge": {"weights": "tokens"}}})
+    merge = {"method": "rda", "weights": "tokens"}
+    tape.append_note(SETTINGS, 1.5e9, {"epoch": 1, "max_steps": 96, "sync": {"merge": merge}})
     tape.flush()
     state = {"job": "j", "versions": [], "core": {"core": {"job": {"ledger": None}}}}
     store.create("state/s.json", *pack_document(state))

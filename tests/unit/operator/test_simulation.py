@@ -298,6 +298,28 @@ async def the_claim_goes(world: World) -> None:
     await world.until(lambda w: w.programs.lost > 0 and w.whole(), 120)
 
 
+async def the_claim_goes_while_no_operator_runs(world: World) -> None:
+    """With all learners. When an operator looks again the new store has as many merges as the status: the volume is
+    another, and that is said once, and also where learners gave everything back."""
+    operator = world.start_operator()
+    await world.until(World.whole, 120)
+    await world.stop_operator(operator)
+    world.delete_an_object(operator.kubernetes, "PersistentVolumeClaim")
+    for cluster in world.clusters.values():
+        for node in cluster.nodes.values():
+            cluster.power_off(node)
+    world.delete_pods(world.pods("learner") + world.pods("syncer"), 0)
+    await world.run(30)
+    for cluster in world.clusters.values():
+        for node in cluster.nodes.values():
+            cluster.power_on(node)
+    world.start_operator()
+    await world.until(World.whole, 300)
+    await world.until(lambda w: w.programs.store.merges > 150, 300)
+    assert world.programs.lost > 0, world.story()
+    assert world.events["VolumeReplaced"] == 1, world.story()
+
+
 def _is_hung(world: World, pod: dict[str, Any]) -> bool:
     process = world.clusters["hub"].process_of(pod["metadata"]["uid"])
     return process is not None and process.hung
@@ -430,6 +452,10 @@ def test_labels_and_owners_that_are_edited_are_put_back() -> None:
 @pytest.mark.promise("A claim that goes is reported, a suspension waits for it, and a job never begins anew unsaid")
 def test_a_claim_that_goes_is_told_and_takes_no_learner() -> None:
     simulate(three_learners, the_claim_goes)
+
+
+def test_another_volume_is_told_by_an_operator_that_was_away() -> None:
+    simulate(three_learners, the_claim_goes_while_no_operator_runs)
 
 
 @pytest.mark.promise(

@@ -51,7 +51,8 @@ def test_the_commit_before(merge_base: str | None, parent: str | None, changed: 
 
 def test_new_seeds_follow_each_other_and_take_the_settings_in_turn_until_the_budget_is_used_up() -> None:
     few = len(world_seeds.RECORDED["core"]) - 1
-    new = NewSeeds({"core": few, "shell": 5.0, "operator": 0.0}, {"core": 100, "shell": 200, "operator": 300})
+    settings = {name: list(world_seeds.RECORDED[name]) for name in ("core", "shell", "operator")}
+    new = NewSeeds({"core": few, "shell": 5.0, "operator": 0.0}, {"core": 100, "shell": 200, "operator": 300}, settings)
     cases = []
     while (case := new.next()) is not None:
         cases.append(case)
@@ -61,6 +62,14 @@ def test_new_seeds_follow_each_other_and_take_the_settings_in_turn_until_the_bud
     assert {case.setting for case in core} == set(world_seeds.RECORDED["core"]) - {core_setting_of(100 + few)}
     assert [case.seed for case in cases if case.simulation == "shell"] == list(range(200, 205))
     assert not [case for case in cases if case.simulation == "operator"]
+
+
+def test_only_a_nightly_run_draws_settings_that_still_fail_and_a_person_may_name_them() -> None:
+    for name, kinds in world_seeds.RECORDED.items():
+        later = set(world_seeds.NIGHTLY.get(name, ()))
+        assert set(world_seeds.drawn_settings(name, nightly=False)) == set(kinds) - later
+        assert world_seeds.drawn_settings(name, nightly=True) == list(kinds) and later <= set(kinds)
+    assert world_seeds.drawn_settings("operator", nightly=False, named="LIVES") == ["LIVES"]
 
 
 def core_setting_of(seed: int) -> str:

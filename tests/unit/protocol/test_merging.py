@@ -29,6 +29,8 @@ def spec(**fields: Any) -> JobSpec:
         ({"training.model": {"from": "gpt2", "lora": {"rank": 4}}}, 1000, "rda"),
         ({"sync.merge.method": "isotropic", "training.model": {"from": "gpt2"}}, 10**10, "isotropic"),
         ({"sync.merge.method": "mean"}, 1000, "mean"),
+        ({"sync.merge.method": "median", "sync.quorum": 3}, ISOTROPIC_BELOW - 1, "isotropic-median"),
+        ({"sync.merge.method": "median", "sync.quorum": 3}, ISOTROPIC_BELOW, "median"),
         ({"sync.merge.method": "rda"}, 1000, "rda"),
     ],
 )
@@ -46,6 +48,9 @@ def test_auto_is_isotropic_for_small_models_that_are_trained_from_scratch(
         ("nesterov", "isotropic", 1.4, 0.5),
         ("sgd", "rda", 1.0, 0.9),
         ("sgd", "isotropic", 2.0, 0.5),
+        ("sgd", "isotropic-median", 2.0, 0.5),
+        ("nesterov", "isotropic-median", 1.4, 0.5),
+        ("nesterov", "median", 0.7, 0.9),
         ("adamw", "isotropic", 0.001, 0.5),
         ("cosine-gated", "rda", 0.001, 0.9),
     ],

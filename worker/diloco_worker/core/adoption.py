@@ -27,12 +27,10 @@ merged it. What happens to the counts (``Kind`` says what happens to θ):
 - None was: no count changes. Snapshots whose fate is still open move along with the base, so that θ - snapshot stays
   this learner's own work only.
 - In either case, work older than ``max_versions`` can never be merged: its tokens are dropped (stale).
-- The job was rolled back since the base (``reset_at``; the roll-back's own broadcast may have been overtaken): the
-  tokens are dropped (rolled-back), and the inner optimizer starts afresh.
 
 Within an epoch a lower version is ignored, and the same version with other bytes stops the learner. A higher epoch
-wins whatever its version. With the same version and bytes the base only changes its label; else the base is not in
-that history, and the work is rebased.
+wins whatever its version. With the same version and bytes the base only changes its label; else the base may not be in
+that history, where a store has lost versions for good, and the work is rebased all the same.
 
 In integers and at any time, per fragment: trained = confirmed + pending (now - marks[0].point) + dropped.
 """
@@ -76,7 +74,6 @@ class Dropped(StrEnum):
 
     OVERLAP = "overlap"
     STALE = "stale"
-    ROLLED_BACK = "rolled-back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,6 @@ class Decision:
     merged: int = 0
     forget: tuple[int, ...] = ()
     move: tuple[int, ...] = ()
-    reset_optimizer: bool = False
 
     @property
     def moves_parameters(self) -> bool:
@@ -263,7 +259,6 @@ class Adoption:
                     confirmed_tokens=state.confirmed,
                     dropped_overlap=state.dropped[Dropped.OVERLAP],
                     dropped_stale=state.dropped[Dropped.STALE],
-                    dropped_rolled_back=state.dropped[Dropped.ROLLED_BACK],
                 )
             )
         return StepReport(
@@ -331,9 +326,9 @@ class Adoption:
 
     # -------------------------------------------------------------- broadcasts
 
-    def on_broadcast(self, broadcast: Announcement, reset_at: tuple[int, int] = (0, 0)) -> Decision:
+    def on_broadcast(self, broadcast: Announcement) -> Decision:
         """Decide what to do with a broadcast whose bytes are here, and count as if that were done now, at a step
-        boundary. ``reset_at``: (epoch, version) of the newest roll-back that was announced, with it or before."""
+        boundary."""
         p, state = broadcast.fragment, self.fragments[broadcast.fragment]
         base = state.base
         if base is None:
@@ -355,12 +350,11 @@ class Adoption:
         elif broadcast.version == base.version and same_bytes:
             state.base = Base(broadcast.epoch, base.version, base.full)
             return Decision(Kind.RELABEL, p)
-        return self._adopt(state, base, broadcast, reset_at)
+        return self._adopt(state, base, broadcast)
 
-    def _adopt(self, state: FragmentState, base: Base, broadcast: Announcement, reset_at: tuple[int, int]) -> Decision:
+    def _adopt(self, state: FragmentState, base: Base, broadcast: Announcement) -> Decision:
         now = self.now
         merged: _Snapshot | None = None
-        reset = reset_at > (base.epoch, base.version)
         if broadcast.merged_sequence:
             # Versions do not tell whether it is confirmed: a syncer whose store lost versions up to the base merges an
             # offer, whose base it lost, in a lower one.
@@ -382,9 +376,7 @@ class Adoption:
         pending = now.tokens - since[0].point.tokens
 
         overwrite: Dropped | None = None
-        if reset:
-            overwrite = Dropped.ROLLED_BACK
-        elif age > self.config.max_versions:
+        if age > self.config.max_versions:
             overwrite = Dropped.STALE
         elif merged is not None and (self.config.rule is Rule.OVERWRITE or not merged.values):
             overwrite = Dropped.OVERLAP
@@ -402,7 +394,6 @@ class Adoption:
             merged=merged.plan.sequence if merged else 0,
             forget=forget,
             move=tuple(sorted(s for s, kept in state.snapshots.items() if kept.values)),
-            reset_optimizer=reset,
         )
         if overwrite is not None:
             return replace(decision, kind=Kind.OVERWRITE)

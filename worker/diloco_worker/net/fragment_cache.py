@@ -40,16 +40,11 @@ class CachedVersion:
 
 
 class FragmentCache:
-    """The newest ``CachedVersion`` of each fragment, and its newest roll-back. Only the client's thread uses it.
-
-    It outlives sessions, and so does what it knows of roll-backs: the broadcast that was flagged as one may
-    have been overtaken by a later version before it was downloaded.
-    """
+    """The newest ``CachedVersion`` of each fragment. Only the client's thread uses it. It outlives sessions."""
 
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
         self._newest: dict[int, CachedVersion] = {}
-        self._resets: dict[int, tuple[int, int]] = {}
 
     def put(self, version: CachedVersion) -> None:
         """Keep a version in place of the one before."""
@@ -58,15 +53,6 @@ class FragmentCache:
     def get(self, fragment: int) -> CachedVersion | None:
         """The newest version of the fragment."""
         return self._newest.get(fragment)
-
-    def record_reset(self, announcement: Announcement) -> None:
-        """Remember this announcement if it is flagged as a roll-back."""
-        if announcement.reset:
-            self._resets[announcement.fragment] = (announcement.epoch, announcement.version)
-
-    def newest_reset(self, fragment: int) -> tuple[int, int]:
-        """(epoch, version) of the fragment's newest roll-back; (0, 0): there was none."""
-        return self._resets.get(fragment, (0, 0))
 
     def held_versions(self) -> list[sync_pb2.Held]:
         """What a Join names: every fragment's version, as it was announced; nothing if one is missing."""

@@ -38,12 +38,10 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """A broadcast's values, float32[elements], are here: it can be adopted. ``reset_at``: (epoch, version) of the
-    fragment's newest roll-back that was announced; (0, 0): there was none."""
+    """A broadcast's values, float32[elements], are here: it can be adopted."""
 
     announcement: Announcement
     vector: Vector
-    reset_at: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,6 @@ class Transfers:
         fragment = announcement.fragment
         self._check_announcement(announcement)
         self._announced[fragment] = announcement
-        self._cache.record_reset(announcement)
         self._inbox.put(announcement)
         if self.context.eager or self._cache.get(fragment) is None:
             self._fetch(fragment)
@@ -198,7 +197,7 @@ class Transfers:
                 self._cache.put(version)
                 self._tell_progress()
                 vector = await self.channels.run(self.context.to_vector, version.values)  # it may pin its memory
-                self._inbox.put(Downloaded(announcement, vector, self._cache.newest_reset(fragment)))
+                self._inbox.put(Downloaded(announcement, vector))
                 del version, vector
                 if time.monotonic() >= self._return_memory_at:
                     self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
@@ -251,7 +250,6 @@ class Transfers:
             and cached is not None
             and (cached.announcement.epoch, cached.announcement.version)
             == (announcement.epoch, announcement.version - 1)
-            and not announcement.reset
         ):
             found = await self._download(sync_pb2.DownloadRequest.DELTA, announcement, announcement.delta)
             if found is not None:
@@ -337,7 +335,7 @@ class Transfers:
         part = sync_pb2.Initial
         payloads: list[tuple[sync_pb2.Initial, Any]] = [
             (part(part=part.LAYOUT), self._layout.to_json().encode("ascii")),
-            *((part(part=part.FRAGMENT, fragment=p), vector) for p, vector in enumerate(vectors)),
+            *(self._initial_fragment(p, vector) for p, vector in enumerate(vectors)),
             *([(part(part=part.FROZEN, digest=digest), frozen)] if frozen else []),
             (part(part=part.DONE), b""),
         ]
@@ -347,6 +345,15 @@ class Transfers:
             reply = await self.channels.upload(payload, initial=what)
             if not reply.accepted:
                 raise bulk.TransferError(f"version 0 was refused ({reply.reason}): {reply.message}", retry=True)
+
+    def _initial_fragment(self, fragment: int, vector: Vector) -> tuple[sync_pb2.Initial, Any]:
+        """A fragment of version 0: the version that this process holds, with its receipt, else its own ``vector``."""
+        cached = self._cache.get(fragment)
+        what = sync_pb2.Initial(part=sync_pb2.Initial.FRAGMENT, fragment=fragment)
+        if cached is None:
+            return what, vector
+        what.receipt = cached.receipt
+        return what, cached.values
 
     # ------------------------------------------------------- pushes
 

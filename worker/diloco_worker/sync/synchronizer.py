@@ -389,7 +389,7 @@ class Synchronizer:
     def _adopt_fragment(self, downloaded: Downloaded) -> bool:
         """Do with one fragment what the adoption rule decides; whether its base changed."""
         new = downloaded.vector
-        decision = self.adoption.on_broadcast(downloaded.announcement, downloaded.reset_at)
+        decision = self.adoption.on_broadcast(downloaded.announcement)
         fragment = decision.fragment
         if decision.kind is Kind.STOP:
             raise WorkerError(decision.message)
@@ -408,8 +408,6 @@ class Synchronizer:
         self._resolve_pushes(fragment, decision.merged, decision.forget)
         if self._deterministic is not None:
             self._deterministic.on_adopted(fragment)
-        if decision.reset_optimizer:
-            self._handover.clear_state()
         return True
 
     def _resolve_pushes(self, fragment: int, merged: int, forget: tuple[int, ...]) -> None:

@@ -34,7 +34,6 @@ ORDER = (
     "Reconciling",
     "Stalled",
 )
-FIELDS = 10  # named in a message
 
 
 @dataclass
@@ -91,9 +90,3 @@ class ConditionSet:
     def status_of(self, kind: str) -> str:
         """True, False or Unknown; empty: the condition was not decided."""
         return str(self.found.get(kind, {}).get("status", ""))
-
-
-def list_fields(fields: list[str]) -> str:
-    """Names of a job's fields for a message: the first ``FIELDS``, and the number of the others."""
-    more = f" and {len(fields) - FIELDS} more" if len(fields) > FIELDS else ""
-    return ", ".join(fields[:FIELDS]) + more

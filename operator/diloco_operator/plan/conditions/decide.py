@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from diloco_operator import names
 from diloco_operator.job import rfc3339
-from diloco_operator.model import ApplyError, Fact
+from diloco_operator.model import LASTING, ApplyError, Fact, Failure
 from diloco_operator.objects.manifests import external_address, sync_address
 from diloco_operator.plan import durability, lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
-from diloco_operator.plan.pod_status import Pod, newest_message, shortened
+from diloco_operator.plan.pod_status import Pod, merge_equal, newest_message, shortened
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
-from diloco_operator.plan.regions import RegionReport, explain_not_made
+from diloco_operator.plan.regions import RegionReport, explain_not_made, is_lost
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
 from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.resources import even_sizes, find_shortages
@@ -151,7 +151,8 @@ def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     error = shortened(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.store_problem:
         problem = f"{document.store_problem[0].upper()}{document.store_problem[1:]}"
-        out.set("SyncerReady", False, "StoreProblem", f"{problem}.{_volume_cure(view)}")
+        message = view.steady("SyncerReady", f"{problem}.{_volume_cure(view)}")
+        out.set("SyncerReady", False, "StoreProblem", message)
     elif document is not None and _awaits_address(view):
         message = "The syncer serves this cluster. Others cannot reach it until its load balancer has an address."
         out.set("SyncerReady", len({region.cluster for region in view.job.spec.regions}) < 2, "AddressPending", message)
@@ -221,7 +222,8 @@ def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> No
         return
     if view.document is None:
         if out.status_of("SyncerReady") != "True" or not out.keep("QuorumMet"):
-            message = "The syncer cannot be asked. Learners continue alone for a while."
+            begun = (view.job.status.get("syncer") or {}).get("epoch") is not None
+            message = f"The syncer cannot be asked{'. Learners continue alone for a while' if begun else ' yet'}."
             out.set("QuorumMet", "Unknown", "SyncerNotReady", message)
         return
     active, required = view.document.quorum.active, view.document.quorum.required
@@ -244,12 +246,7 @@ def _learners_are(count: int) -> str:
 
 
 def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> None:
-    policy = view.job.spec.failure_policy
-    lost = {
-        name: since
-        for name, since in found.regions.lost.items()
-        if view.now >= since + policy.region_lost_seconds or name in view.regions_lost  # the moment of ``_wake_in``
-    }
+    lost = {name: since for name, since in found.regions.lost.items() if is_lost(view, name, since)}
     said = ", ".join(f"{name} since {rfc3339(since)}" for name, since in sorted(lost.items()))
     message = f"No learner of these regions is heard: {said}. Their learners rejoin by themselves."
     out.set_fault("RegionLost", "NobodyHeard", message if lost else "", over="AllHeard")
@@ -258,11 +255,15 @@ def _decide_region_lost(view: View, found: TurnFindings, out: ConditionSet) -> N
 # ------------------------------------------------------------------ what is wrong
 
 
-def describe_apply_error(apply_error: ApplyError) -> str:
-    """A failed write in a sentence with its fix."""
-    _, cure = _APPLY_ERRORS[apply_error.reason]
-    message = shortened(apply_error.message, 1000).rstrip(".")
-    return f"{apply_error.ref.kind} {apply_error.ref.name}: {message}. {cure}".strip()
+def describe_apply_errors(apply_errors: Sequence[ApplyError]) -> list[str]:
+    """Failed writes in sentences with their fixes, equal ones in one."""
+    said: dict[Failure, list[tuple[str, str]]] = {}
+    for error in _sorted(apply_errors):
+        message = shortened(error.message, 1000).rstrip(".")
+        said.setdefault(error.reason, []).append((f"{error.ref.kind} {error.ref.name}".rstrip(), message))
+    return [
+        f"{sentence}. {_APPLY_ERRORS[reason][1]}".strip() for reason in said for sentence in merge_equal(said[reason])
+    ]
 
 
 def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:
@@ -270,12 +271,12 @@ def _sorted(apply_errors: Sequence[ApplyError]) -> list[ApplyError]:
 
 
 def _decide_name_conflict(found: TurnFindings, out: ConditionSet) -> None:
-    theirs = [describe_apply_error(t) for t in found.apply_errors if t.reason == "conflict"]
-    out.set_fault("NameConflict", "NameTaken", " ".join(sorted(theirs)), over="NamesFree")
+    theirs = describe_apply_errors([t for t in found.apply_errors if t.reason == "conflict"])
+    out.set_fault("NameConflict", "NameTaken", " ".join(theirs), over="NamesFree")
 
 
 def _decide_degraded(view: View, found: TurnFindings, out: ConditionSet) -> None:
-    said = [describe_apply_error(t) for t in _sorted(found.apply_errors) if t.reason != "conflict"]
+    said = describe_apply_errors([t for t in found.apply_errors if t.reason != "conflict"])
     reason = "ApplyFailed" if said else ""
     if found.decision.training:
         causes = {
@@ -377,15 +378,19 @@ def _decide_ready(view: View, found: TurnFindings, out: ConditionSet) -> None:
     if found.refused is not None:
         out.set("Ready", False, *found.refused)
         return
+    essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
+    if decision.stage in ("waiting", "suspended") and not decision.stalled:
+        essential = [t for t in essential if t.reason in LASTING]  # the rest may be over when the job's turn comes
+    elif not decision.training:
+        essential = []
+    if essential:
+        out.set("Ready", False, _APPLY_ERRORS[essential[0].reason][0], " ".join(describe_apply_errors(essential)))
+        return
     if not decision.training:
         words = STAGE_WORDS[decision.stage]
         as_wanted = decision.stage in ("waiting", "suspended", "complete") and not decision.stalled
         reason = words.phase if as_wanted or decision.stage == "failed" else words.reason
         out.set("Ready", as_wanted, reason, decision.message or words.message)
-        return
-    essential = [t for t in _sorted(found.apply_errors) if t.ref.kind in _ESSENTIAL]
-    if essential:
-        out.set("Ready", False, _APPLY_ERRORS[essential[0].reason][0], " ".join(map(describe_apply_error, essential)))
         return
     wanted = ("SyncerReady", "QuorumMet") if view.here.syncer else ("HubReachable",)
     for kind in wanted:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from diloco_operator.job import Job
 from diloco_operator.model import Fact
-from diloco_operator.plan.conditions.condition_set import ConditionSet, list_fields
+from diloco_operator.plan.conditions.condition_set import ConditionSet
+from diloco_operator.plan.pod_status import list_names
 from diloco_operator.plan.view import View
 from diloco_protocol.common.format_units import bits_text, seconds_text
 from diloco_protocol.documents import SlotLink, SlotRow, StatusDocument
@@ -142,7 +143,7 @@ def _decide_spec_drift(view: View, document: StatusDocument, out: ConditionSet) 
     for refusal in document.refusals:
         if refusal.reason == JoinRefusal.SPEC_DRIFT and refusal.seconds_ago < RECENT_SECONDS:
             fields.setdefault(_name_party(view.job, refusal.role, refusal.region), set()).update(refusal.fields)
-    said = "; ".join(f"{party}: {list_fields(sorted(found))}" for party, found in sorted(fields.items()))
+    said = "; ".join(f"{party}: {list_names(sorted(found))}" for party, found in sorted(fields.items()))
     message = (
         f"Refused, because these fields differ from this copy of the job: {said}. These learners stay out of "
         "the quorum until you delete their cluster's copy and apply this job there."

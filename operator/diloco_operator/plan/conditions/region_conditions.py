@@ -17,8 +17,8 @@ from diloco_operator.job import Job
 from diloco_operator.model import Fact
 from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan import refusals
-from diloco_operator.plan.conditions.condition_set import ConditionSet, list_fields
-from diloco_operator.plan.pod_status import shortened
+from diloco_operator.plan.conditions.condition_set import ConditionSet
+from diloco_operator.plan.pod_status import list_names, shortened
 from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import JobPhase, JoinRefusal
 
@@ -96,7 +96,7 @@ def _decide_settings_differ(view: View, out: ConditionSet) -> None:
     lasts = view.observe(Fact.SETTINGS_DIFFER, holds=bool(fields))
     differ = bool(fields) and (lasts >= DIFFERS_SECONDS or view.is_true("SettingsDiffer"))
     message = (
-        f"These fields differ from the hub's copy, which applies here too: {list_fields(fields)}. "
+        f"These fields differ from the hub's copy, which applies here too: {list_names(fields)}. "
         "Apply the same job in every cluster."
     )
     out.set_fault("SettingsDiffer", "FieldsDiffer", message if differ else "", over="SameSettings")

@@ -118,6 +118,8 @@ def reset(view: View) -> None:
 def _track_place(view: View, place: str, pod: Pod | None, out: PodChanges) -> None:
     """Compare the pod of a place with its snapshot of the last turn, and take a new one."""
     before = view.memory.snapshots.get(place)
+    if pod is not None and not pod.alive and pod.job_uid not in ("", view.job.uid):
+        pod = None  # of an earlier job of this name: its end is no loss of this one's
     if before is not None and (pod is None or pod.uid != before.uid):
         _handle_gone_pod(view, place, before, pod, out=out)
         before = None

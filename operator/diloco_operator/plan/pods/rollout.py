@@ -11,7 +11,8 @@ revision: it deletes the pod, and the StatefulSet makes a new one from the chang
   costs nothing, and a repaired template so replaces the broken pod first.
 * **Never below K.** A learner in the quorum is restarted only while more than K are, those not
   counted that have just missed heartbeats. Where every learner is needed (K = M), it is restarted
-  when all are there, and the job holds until it is back.
+  when all are there, and the job holds until it is back. A syncer that is changed after its learners
+  may have fewer slots than the job asks for: then M is the number of its slots.
 
 Example: a job of three learners with K = 2 gets a new image. local-2 is restarted; when it is in
 the quorum again, local-1; then local-0; then the syncer.
@@ -86,7 +87,7 @@ def advance_rollout(view: View) -> Rollout:
             out.regions[region.name] = said
             continue
         budget -= 1 if healthy else 0
-        holds = healthy and view.required >= view.job.spec.slots
+        holds = healthy and _all_are_needed(view)
         suffix = (
             f"; every learner is needed (sync.quorum is {view.required}), so the job holds until it is back"
             if holds
@@ -199,9 +200,14 @@ def _budget(view: View) -> int:
         # The syncer's answer is seconds old: a pod that has left meanwhile does not count.
         has_left = slot.region in here if pod is None else view.leaving(pod)
         active += slot.in_quorum and not has_left and not _is_quiet(view, slot)
-    if view.required >= view.job.spec.slots:
+    if _all_are_needed(view):
         return 1 if active >= view.required else 0
     return active - view.required
+
+
+def _all_are_needed(view: View) -> bool:
+    """Whether a merge needs every learner that the syncer has a slot for."""
+    return view.required >= min(view.job.spec.slots, len(view.slots) or view.job.spec.slots)
 
 
 def _is_quiet(view: View, slot: SlotRow) -> bool:
@@ -218,7 +224,7 @@ def _explain_no_budget(view: View) -> str:
         return "no healthy learner is restarted while the syncer does not answer"
     return (
         f"no other is restarted until more than {view.required} (sync.quorum) are in the quorum"
-        if view.required < view.job.spec.slots
+        if not _all_are_needed(view)
         else "no other is restarted until all are in the quorum"
     )
 

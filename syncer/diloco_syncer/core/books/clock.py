@@ -96,14 +96,23 @@ class JobClock:
         elapsed = self.elapsed(now)
         return min(1.0, self.up / elapsed) if elapsed > 0 else 0.0
 
+    def assume(self, seconds: float) -> None:
+        """The job has gone on for so long at least: of a store that was lost no time is known."""
+        if not self.before and self.started_at is None:
+            self.before = self.up = self._slots_since = seconds
+            self.slot_seconds_before = self.slots * seconds
+
     def end(self, now: float) -> None:
         if self.ended_at is None:
             self.ended_at = now
             self.end_hold(now)
 
     def begin_hold(self, now: float) -> None:
-        if not self.holding:
-            self.holds.append([self.elapsed(now), None])
+        elapsed = self.elapsed(now)
+        if self.holds and self.holds[-1][1] in (None, elapsed):
+            self.holds[-1][1] = None
+        else:
+            self.holds.append([elapsed, None])
 
     def end_hold(self, now: float) -> None:
         if self.holding:

@@ -16,6 +16,7 @@ up: the next lease that anybody gets is block 7, sequences 40 to 100.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -149,16 +150,17 @@ class LeaseBook:
                 furthest[lease] = max(0, min(position, held.end) - held.position, furthest.get(lease, 0))
         return sum(furthest.values())
 
-    def advance_cursors(self, slot: int, cursors: Collection[tuple[int, int]]) -> int:
+    def advance_cursors(self, slot: int, cursors: Collection[tuple[int, int]], most: float = math.inf) -> int:
         """Cursors as the slot reports them; a lease that is not its own, or a step back, is ignored. Returns how many
-        sequences it has read since."""
+        sequences it has read since, of which ``most`` count."""
         read = 0
         for lease, position in cursors:
             held = self.open.get(lease)
             if held is None or held.slot != slot or position <= held.position:
                 continue
-            read += min(position, held.end) - held.position
-            held.position = min(position, held.end)
+            counted = int(min(position - held.position, held.end - held.position, max(0, most - read)))
+            read += counted
+            held.position += counted
             if held.position == held.end:
                 del self.open[lease]
         return read

@@ -5,9 +5,9 @@ fragment four columns are kept in integers, each on its own:
 
     trained  what reports said was trained (the same for all fragments)
     merged   what merges carried, counted here when a merge is durable
-    dropped  what will never be merged, by reason: overlap, stale and
-             rolled-back as the learner reports them, died and drain as decided
-             here when a tenure ends
+    dropped  what will never be merged, by reason: overlap and stale as the
+             learner reports them, died and drain as decided here when a
+             tenure ends, rolled-back when a store has lost what was merged
     pending  the learner's counters above its base, less what has been merged
              here and the learner has not confirmed yet
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import nlargest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -320,6 +321,12 @@ class Ledger:
         """Compute seconds of merged steps, summed over slots and fragments (goodput's numerator)."""
         return sum(book.take_sums().compute_seconds for book in self.books)
 
+    def seconds_of_a_slot(self) -> float:
+        """Compute seconds of one slot's merged steps: of that with the second most, so that no learner alone can make
+        them many."""
+        known = (book.take_sums().compute_seconds / self.fragments for book in self.books)
+        return nlargest(2, [seconds for seconds in known if seconds > 0] or [0.0])[-1]
+
     def steps(self, slot: int) -> int:
         book = self.books[slot]
         return book.trained_steps + (book.report.trained_steps if book.report else 0)
@@ -367,14 +374,14 @@ class Ledger:
 
 
 def _age(report: StepReport) -> Age:
-    dropped = sum(f.dropped_overlap + f.dropped_stale + f.dropped_rolled_back for f in report.fragments)
+    dropped = sum(f.dropped_overlap + f.dropped_stale for f in report.fragments)
     decided = dropped + sum(f.confirmed_tokens for f in report.fragments)
     bases = sum(f.epoch + f.base_version for f in report.fragments)
     return Age(report.trained_steps, decided, bases, dropped)
 
 
 def _by_reason(counts: FragmentReport) -> dict[str, int]:
-    return {"overlap": counts.dropped_overlap, "stale": counts.dropped_stale, "rolled-back": counts.dropped_rolled_back}
+    return {"overlap": counts.dropped_overlap, "stale": counts.dropped_stale}
 
 
 def report_to_json(report: StepReport) -> dict[str, Any]:

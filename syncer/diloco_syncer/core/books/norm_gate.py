@@ -19,7 +19,7 @@ step of 3/√24 = 0.6.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from statistics import median
 from typing import Any
@@ -40,7 +40,7 @@ class NormGate:
         self.factor = factor
         self._samples: dict[int, deque[Sample]] = {}  # by fragment
         self._refused: dict[int, int] = {}  # by fragment: how many in a row
-        self._growing: dict[int, set[int]] = {}  # by fragment: slots whose pushes are far larger than the parameters
+        self._growing: dict[int, Counter[int]] = {}  # by fragment: each slot's pushes far larger than the parameters
         self._merges: dict[int, deque[float]] = {}  # by fragment: norms of merges in this life
         self.large_merges = 0  # in this life
 
@@ -58,12 +58,13 @@ class NormGate:
         usual = self._usual_norm(fragment, steps)
         return usual is not None and norm <= GATE_FACTOR * usual
 
-    def record_growth(self, fragment: int, slot: int) -> bool:
+    def record_growth(self, fragment: int, slot: int, alone: bool) -> bool:
         """Remember that a push of the slot is far larger than the parameters; returns whether one of another slot was,
-        too, since the fragment's last merge. Then it is the job that moves so far, and no broken learner."""
-        slots = self._growing.setdefault(fragment, set())
-        slots.add(slot)
-        return len(slots) > 1
+        too, since the fragment's last merge. Then it is the job that moves so far, and no broken learner. ``alone``:
+        nobody else has work in the model, or may have; then it is the job after ``GATE_PATIENCE`` such pushes."""
+        seen = self._growing.setdefault(fragment, Counter())
+        seen[slot] += 1
+        return len(seen) > 1 or (alone and seen[slot] > GATE_PATIENCE)
 
     def _usual_norm(self, fragment: int, steps: int) -> float | None:
         """The running median for so many steps; None: too few pushes were merged."""

@@ -6,7 +6,9 @@ what is seen, and honest learners notice nothing of it:
 
 * *Tokens per step* count up to ``MOST`` times those of the learner with the second most, each by the batch that the job
   gives its region. A single learner can so neither raise nor lower what the others' tokens count for, where there are
-  two others; where there is one other, the lower of both decides.
+  two others; where there is one other, the lower of both decides. In a merge they count up to ``MOST`` times the
+  learner's own mean, too.
+* *Sequences per step* that are marked as read count up to ``MOST`` times the most of another learner, or its batch.
 * *Steps of a push* count up to sync.staleness.maxSteps, or ``MOST`` times those of the second longest of the merge.
 * *Steps toward the stop* count while few of them are in no merge (``Slot.advance``), and so do their tokens.
 
@@ -17,8 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nlargest
+from math import inf
 from typing import Literal, NamedTuple
 
+from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.books.ledger import Ledger
 from diloco_syncer.core.books.slots import Slot
 
@@ -32,23 +36,63 @@ class Work(NamedTuple):
     tokens: int
     steps: int
     batch: int = 1
+    usual: float = inf  # tokens per step of its whole tenure; infinite: not known
+
+
+def work_of(header: PushHeader, batch: int) -> Work:
+    """What a push carries."""
+    steps, tokens = header.report.trained_steps, header.report.trained_tokens
+    return Work(header.tokens, header.steps, batch, usual=tokens / steps if steps else inf)
 
 
 def bound_tokens(works: Sequence[Work]) -> list[float]:
     """Of each the tokens that count; those that need no bound are as they were."""
     rates = nlargest(2, (work.tokens / (work.steps * work.batch) for work in works if work.steps and work.tokens))
     most = MOST * rates[-1] if rates else 0.0
-    return [min(work.tokens, most * work.batch * work.steps) for work in works]
+    return [min(work.tokens, most * work.batch * work.steps, MOST * work.usual * work.steps) for work in works]
+
+
+def most_beside(others: Sequence[Work]) -> float:
+    """Beside the others' sequences in their steps, how many a step can have for each sequence of its batch. The job's
+    own batch is never too much; where nobody else has read, there is no bound."""
+    rates = [work.tokens / (work.steps * work.batch) for work in others if work.steps and work.tokens]
+    return MOST * max(1.0, *rates) if rates else inf
 
 
 def counted_work(works: Sequence[Work], most_ahead: int) -> tuple[list[float], list[int]]:
     """Tokens and steps of a merge's pushes, as far as they count for its weights."""
     steps = bound_steps([work.steps for work in works], most_ahead)
     counted = [
-        Work(work.tokens * count // work.steps if count < work.steps else work.tokens, count, work.batch)
+        work._replace(tokens=work.tokens * count // work.steps if count < work.steps else work.tokens, steps=count)
         for work, count in zip(works, steps, strict=True)
     ]
     return bound_tokens(counted), steps
+
+
+def weigh_pushes(kind: str, works: Sequence[Work], most_ahead: int) -> list[float]:
+    """The weights of a merge's pushes, by as much of their work as counts."""
+    return normalised_weights(kind, *counted_work(works, most_ahead))
+
+
+def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:
+    """How much each push counts in a merge (algorithm.md section 5): one weight per push, their sum 1.
+
+    ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the paper's); ``tokens``: tokens;
+    ``uniform``: the same for all. A push of zero steps weighs nothing. Raises ValueError for an unknown kind or if
+    nothing weighs anything.
+    """
+    if kind == "tokens-quality":
+        raw = [t * (t / s) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
+    elif kind == "tokens":
+        raw = [float(t) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
+    elif kind == "uniform":
+        raw = [1.0 if s else 0.0 for s in steps]
+    else:
+        raise ValueError(f"sync.merge.weights: {kind!r} is none of tokens-quality, tokens, uniform")
+    total = sum(raw)
+    if not total > 0:
+        raise ValueError("no push of the merge carries a step")
+    return [value / total for value in raw]
 
 
 def bound_steps(steps: Sequence[int], most_ahead: int) -> list[int]:

@@ -318,6 +318,10 @@ class SlotTable:
         """The slots that the job has now, without the retired ones."""
         return [slot for slot in self.slots if not slot.retired]
 
+    def is_alone(self, index: int) -> bool:
+        """Whether the job has this slot alone, and no other one has had a part in the model."""
+        return all(slot.index == index or (slot.retired and not slot.merged_pushes) for slot in self.slots)
+
     @property
     def furthest(self) -> int:
         """The greatest step of a slot that counts."""

@@ -205,8 +205,8 @@ class Aggregator:
         pushes = state.rounds.begin_merge(opened, median_low(known) if known else None)
         headers = [push.header for push in pushes]
         batches = [state.batch_of(state.members.slots[header.slot]) for header in headers]
-        works = [shares.Work(h.tokens, h.steps, batch) for h, batch in zip(headers, batches, strict=True)]
-        weights = normalised_weights(state.config.weights, *shares.counted_work(works, state.config.max_steps))
+        works = [shares.work_of(header, batch) for header, batch in zip(headers, batches, strict=True)]
+        weights = shares.weigh_pushes(state.config.weights, works, state.config.max_steps)
         responders = tuple(
             ev.Responder(
                 push.header, push.handle, float(weight), opened.version - push.header.oldest_version, batch=batch
@@ -340,7 +340,7 @@ class Aggregator:
             if slot is None:
                 continue
             slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
-            self._advance_cursors(slot, header)
+            state.advance_cursors(slot, header.report.cursors)
             if state.ledger.of_open_tenure(header):
                 state.ledger.apply_report(slot.index, header.report)
             self._count_merged(slot, header, version)
@@ -367,32 +367,6 @@ class Aggregator:
             state.ledger.apply_report(slot.index, header.report)
             slot.pushes.mark_accepted(header.fragment, header.sequence)
         slot.advance(header.report.slot_step, len(state.versions), state.config.max_steps)
-        self._advance_cursors(slot, header)
+        state.advance_cursors(slot, header.report.cursors)
         self._let_wait(Accepted(header, handle, norm))
         return True
-
-    def _advance_cursors(self, slot: Slot, header: PushHeader) -> None:
-        """Data whose steps are in a version, or will be, are not leased again."""
-        if self._state.leases is not None:
-            slot.reported.sequences += self._state.leases.advance_cursors(slot.index, header.report.cursors)
-
-
-def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:
-    """How much each push counts in a merge (algorithm.md section 5): one weight per push, their sum 1.
-
-    ``tokens-quality``: tokens · (tokens / steps), quantity times quality (the paper's); ``tokens``: tokens;
-    ``uniform``: the same for all. A push of zero steps weighs nothing. Raises ValueError for an unknown kind or if
-    nothing weighs anything.
-    """
-    if kind == "tokens-quality":
-        raw = [t * (t / s) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
-    elif kind == "tokens":
-        raw = [float(t) if s else 0.0 for t, s in zip(tokens, steps, strict=True)]
-    elif kind == "uniform":
-        raw = [1.0 if s else 0.0 for s in steps]
-    else:
-        raise ValueError(f"sync.merge.weights: {kind!r} is none of tokens-quality, tokens, uniform")
-    total = sum(raw)
-    if not total > 0:
-        raise ValueError("no push of the merge carries a step")
-    return [value / total for value in raw]

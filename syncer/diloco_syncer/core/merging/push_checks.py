@@ -34,8 +34,8 @@ When all bytes are here:
 15. Checks 4 to 11 once more, since its round may have closed meanwhile
     (``core/merging/aggregation.py`` ``receive_push``).
 16. All its values are finite (``check_content``).
-17. No piece of it is far larger than the parameters, unless such pushes are usual in the fragment, or another
-    learner's is as large (``check_content``).
+17. No piece of it is far larger than the parameters, unless such pushes are usual in the fragment, another
+    learner's is as large, or a job's only learner sends them again and again (``check_content``).
 18. Its norm is, for its steps, not far above those of the fragment's merged pushes (``core/books/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
@@ -93,7 +93,7 @@ class PushChecks:
         if (
             growth > MOST_GROWTH
             and not gate.is_usual(header.fragment, norm, header.steps)
-            and not gate.record_growth(header.fragment, header.slot)
+            and not gate.record_growth(header.fragment, header.slot, self._state.members.is_alone(header.slot))
         ):
             words = f"a tensor would move by {growth:.3g} times the size of its values: at most {MOST_GROWTH:g}"
             return PushRefusal.OUT_OF_SCALE, words

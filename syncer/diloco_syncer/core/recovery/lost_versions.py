@@ -12,8 +12,9 @@ This is decided between a restart and the first merge after it (``can_recover``)
 the tape tells of versions that the store has not, the loss is *announced*, and everything waits (``is_pending``).
 When all learners are back or given up, each missing fragment is requested from a holder of its newest version, one
 request per learner at a time, of several at once. One that sends nothing for ``ANSWER_SECONDS`` is given up, and so is
-one that is slower than a transfer may be. A version that came whole and makes sense is *accepted*: the store may have
-it from then on, so whatever becomes of its learner, everything waits until its record is durable. If no learner had
+one that is slower than a transfer may be. What is not proved to be a version that was announced (``not_believed``) is
+not taken, and not asked for again. A version that came whole and makes sense is *accepted*: the store may have it from
+then on, so whatever becomes of its learner, everything waits until its record is durable. If no learner had
 anything, tokens that learners know to be merged beyond the store's versions are dropped (``rolled-back``).
 
 Where the store's epochs went back too, learners hold epochs that this syncer has not reached: it restarts
@@ -74,6 +75,7 @@ class VersionRecovery:
         self._recovered: set[int] = set()  # fragments
         self._withheld: set[int] = set()  # fragments that some learner was not told of
         self._welcomed: set[str] = set()  # processes that this syncer has admitted
+        self._disbelieved: set[str] = set()  # processes that gave back what was never announced
         self._restarting = False
         self._skipped_leases = False
 
@@ -106,8 +108,8 @@ class VersionRecovery:
             self._actions.record_event(
                 EventKind.LOST_DATA,
                 None,
-                "no learner knows the outer optimizer's momentum, the order of the data, the job's elapsed time and "
-                "scores, or the tokens dropped in tenures that are over: these start anew",
+                "no learner knows the outer optimizer's momentum, the order of the data, the scores, or the tokens "
+                "dropped in tenures that are over: these start anew; the job's time is what its merged steps took",
             )
         elif (behind or self._taken_back) and self.can_recover:
             self._announce_loss("its state or its tape tells of merges that it does not have")
@@ -194,7 +196,8 @@ class VersionRecovery:
         """Nothing is in the store, and a learner holds versions."""
         self._rebuilding = True
         self._state.lineage.learn_settled(max((held.settled for held in join.held), default=0), emptied=True)
-        self._origins[join.connection] = [STAND_IN if held.version else FIRST_EPOCH for held in join.held]
+        if join.process not in self._disbelieved:
+            self._origins[join.connection] = [STAND_IN if held.version else FIRST_EPOCH for held in join.held]
         what = "merged versions" if any(held.version for held in join.held) else "version 0"
         self._announce_loss(f"it is empty, and {join.region}-{join.ordinal} holds {what}")
 
@@ -285,16 +288,30 @@ class VersionRecovery:
             return f"this process was not asked for version {version} of fragment {fragment}"
         return validate_receipt(self._state, fragment, version, rows)
 
-    def mark_failed(self, connection: int, fragment: int, now: float) -> None:
-        """The learner cannot give what it was asked for: the next holder is asked, in a rebuild this one too."""
+    def mark_failed(self, connection: int, fragment: int, now: float, not_believed: str = "") -> None:
+        """The learner cannot give what it was asked for: the next holder is asked, in a rebuild this one too, unless it
+        is ``not_believed``."""
         request = self._requests.get(fragment)
         if request is None or request.connection != connection:
             return
         del self._requests[fragment]
-        if self._rebuilding:
+        self.disbelieve(connection, not_believed)
+        if self._rebuilding and not not_believed:
             self._retry_at[connection, fragment] = now + RETRY_SECONDS
         else:
             self._held.get(connection, {}).pop(fragment, None)
+
+    def disbelieve(self, connection: int, why: str) -> None:
+        """Note, once, why what the learner gave back is not believed; empty: nothing speaks against it."""
+        members = self._state.members
+        slot, standby = members.by_connection(connection), members.standby.get(connection)
+        process = slot.holder.process if slot is not None else standby.process if standby is not None else ""
+        if why and process not in self._disbelieved:
+            self._disbelieved.add(process)
+            self._origins.pop(connection, None)
+            who = slot.learner if slot is not None else "a learner that stands by"
+            message = f"what {who} gives back of the lost store is not believed: {why}"
+            self._actions.record_event(EventKind.LOST_DATA, slot, message)
 
     def mark_advanced(self, connection: int, fragment: int, whole: bool, now: float) -> None:
         """Bytes of an answer have come. ``whole``: all of them, and they are being decoded."""
@@ -379,8 +396,11 @@ class VersionRecovery:
         """An empty store is rebuilt from learners only. Here those that held versions have gone, or only an evaluator
         has told of merged ones."""
         if not self._origins:
+            holds = (
+                "gives back a model that this control key proves" if self._disbelieved else "holds the model any more"
+            )
             self._say_what_to_do(
-                "the store is empty, and no learner here holds the model any more. The syncer waits for one that does. "
+                f"the store is empty, and no learner here {holds}. The syncer waits for one that does. "
                 "You can give it its store back (spec.syncer.storage), or restart it to start the job anew"
             )
         holders = {connection for connection, origins in self._origins.items() if STAND_IN in origins}

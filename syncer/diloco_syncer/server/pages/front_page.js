@@ -35,19 +35,11 @@ function fill(id, rows) {
 }
 function progress(status) {
   const stop = status.stop;
-  if (stop === null) return ["", 0];
+  if (stop === null) return "";
   const reached = {steps: status.step, tokens: status.tokens.trained, seconds: status.elapsed_seconds}[stop.kind];
-  const share = Math.min(1, reached / stop.limit);
-  let text = count(reached) + " of " + count(stop.limit) + " " + stop.kind + " (" + Math.floor(100 * share) + " %)";
-  let left = null;
-  if (stop.kind === "tokens" && status.tokens_per_second) left = (stop.limit - reached) / status.tokens_per_second;
-  if (stop.kind === "seconds") left = stop.limit - reached;
-  if (stop.kind === "steps") {
-    const ahead = status.slots.find((slot) => slot.state === "active" && slot.step === status.step);
-    if (ahead && ahead.step_seconds) left = (stop.limit - reached) * ahead.step_seconds;
-  }
-  if (left !== null && left > 0 && status.phase === "training") text += ", about " + span(left) + " left";
-  return [text, share];
+  const text = count(reached) + " of " + count(stop.limit) + " " + stop.kind;
+  const left = status.seconds_left ? ", about " + span(status.seconds_left) + " left" : "";
+  return text + " (" + Math.floor(100 * status.progress) + " %)" + left;
 }
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
@@ -147,9 +139,8 @@ function show(status) {
   const waits = ["waiting", "holding", "failed"].includes(status.phase);
   byId("message").className = status.store_problem || waits ? "warning" : "";
   const [up, down] = traffic(status);
-  const [text, share] = progress(status);
-  byId("progress").textContent = text;
-  byId("done").value = share;
+  byId("progress").textContent = progress(status);
+  byId("done").value = status.progress;
   const scores = status.eval_loss;
   fill("figures", [
     ["time", span(status.elapsed_seconds)],

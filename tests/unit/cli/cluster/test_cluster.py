@@ -101,7 +101,15 @@ RUNNING: dict[str, Any] = {
     "startTime": LONG_AGO,
     "learners": "2/3",
     "quorum": "2/2",
-    "progress": {"tokens": 250_000, "step": 120, "loss": 2.415, "goodput": 0.93, "merges": 40},
+    "progress": {
+        "tokens": 250_000,
+        "step": 120,
+        "percent": 25,
+        "secondsLeft": 300,
+        "loss": 2.415,
+        "goodput": 0.93,
+        "merges": 40,
+    },
     "regions": [
         {"name": "east", "desired": 2, "ready": 2, "inQuorum": 2, "state": "Whole"},
         {
@@ -613,7 +621,7 @@ def test_one_line_for_those_who_wait() -> None:
     assert job_line(a_job(**RUNNING), None, NOW).split("  ")[-7:] == [
         "100.0 s",
         "Running",
-        "250,000 of 1,000,000 tokens",
+        "250,000 of 1,000,000 tokens (25 %, about 5 min left)",
         "loss 2.415",
         "learners 2/3",
         "quorum 2/2",
@@ -633,6 +641,7 @@ def test_the_list() -> None:
         "QUORUM",
         "STEP",
         "TOKENS",
+        "DONE",
         "LOSS",
         "GOODPUT",
         "AGE",
@@ -646,6 +655,8 @@ def test_the_list() -> None:
         "2/2",
         "120",
         "250,000",
+        "25",
+        "%",
         "2.415",
         "0.930",
         "100",
@@ -657,7 +668,7 @@ def test_the_list() -> None:
 
 def test_the_list_on_a_narrow_terminal_leaves_columns_out_and_cuts_no_cell() -> None:
     jobs = [a_job(**RUNNING), a_job()]
-    for width, columns in ((140, 11), (80, 9), (56, 6)):
+    for width, columns in ((140, 12), (80, 10), (56, 6)):
         text = shown(JobsTable(jobs, NOW, ["hub", "far"], True), width)
         head, *rows = text.splitlines()
         assert max(map(len, text.splitlines())) <= width and "…" not in text

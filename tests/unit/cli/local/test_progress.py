@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from core_desk import Desk, config
-from diloco.local.screen import RunView, TimedEvent, events_table, make_screen, picture, progress_line, time_left
+from diloco.local.screen import RunView, TimedEvent, events_table, make_screen, picture, progress_line
 from diloco_syncer.core.documents import status_document as syncers_status
 from shell_figures import SHELL
 from status_documents import slot_link, slot_row, status_document
@@ -27,6 +27,8 @@ STATUS: dict[str, Any] = {
     "versions": list(range(14, 38)),
     "tokens": {"trained": 716_800, "merged": 700_000, "pending": 16_800, "dropped": 0},
     "tokens_per_second": 19_535.0,
+    "progress": 0.398,
+    "seconds_left": 55.4,
     "merges": 600,
     "eval_loss": [[0, 5.6], [700_000, 2.123]],
     "slots": [slot_row(index, ordinal=index, **ROW) for index in range(3)],
@@ -45,16 +47,26 @@ def drawn(shown: RunView, width: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_what_is_done_and_how_long_the_rest_takes() -> None:
-    assert time_left(view()) == "39 %, about 55 s left"
-    assert time_left(view(("seconds", 300.0))) == "20 %, about 4 min left"
-    assert time_left(view(("seconds", 60.3))) == "99 %, about 1 s left"
-    # By the pace of the learner that is ahead: 0.06 s of computing are 95 % of its step.
-    assert time_left(view(("steps", 4500.0))) == "25 %, about 3 min 33 s left"
-    assert time_left(view(("steps", 4500.0), slots=[])) == "25 %"
-    assert time_left(view(tokens_per_second=None)) == "39 %" == time_left(view(phase="draining"))
-    assert time_left(view(None)) == "" == time_left(RunView("tiny-gpt", ("steps", 10)))
-    assert "39 %, about 55 s left" in progress_line(view())
+@pytest.mark.parametrize(
+    ("progress", "seconds", "text"),
+    [
+        (0.399, 55.4, "39 %, about 55 s left"),
+        (0.295, 240.0, "29 %, about 4 min left"),
+        (0.999, 0.3, "99 %, about 1 s left"),
+        (0.0, 4000.0, "0 %, about 1 h 6 min left"),
+        (1.0, None, "100 %"),
+        (0.0, None, ""),
+        (None, None, ""),
+    ],
+)
+def test_what_is_done_and_how_long_the_rest_takes_is_the_syncers_word(
+    progress: float | None, seconds: float | None, text: str
+) -> None:
+    """Whatever the pace would make of the figures beside it."""
+    shown = view(progress=progress, seconds_left=seconds)
+    assert f"of 1,800,000 tokens ({text}{'; ' if text else ''}19,535/s)" in progress_line(shown)
+    assert any(text in line for line in drawn(shown, 120))
+    assert "%" not in progress_line(RunView("tiny-gpt", ("steps", 10)))
 
 
 def test_status_from_outside_knows_the_goal() -> None:

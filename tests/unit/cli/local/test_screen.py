@@ -23,6 +23,8 @@ STATUS: dict[str, Any] = {
     "versions": [4, 3, 5],
     "tokens": {"trained": 245760, "merged": 0, "pending": 245760, "dropped": 0},
     "tokens_per_second": 10200.4,
+    "progress": 0.12,
+    "seconds_left": 172.0,
     "merges": 7,
     "eval_loss": [[0, 5.6], [2000, 2.45]],
     "rounds": [
@@ -73,7 +75,7 @@ def test_the_run_on_one_line() -> None:
         "   12.5 s  training  245,760 of 2,000,000 tokens (12 %, about 2 min 52 s left; 10,200/s)"
         "  loss 2.410 -  merged 2.450  versions 3..5  learners 1 active, 1 needed"
     )
-    silent = view(eval_loss=[], slots=[], versions=[], tokens_per_second=None)
+    silent = view(eval_loss=[], slots=[], versions=[], tokens_per_second=None, seconds_left=None)
     silent.serving = False
     assert progress_line(silent) == (
         "   12.5 s  training  245,760 of 2,000,000 tokens (12 %)  learners 1 active, 1 needed"

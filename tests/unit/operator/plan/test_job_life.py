@@ -277,6 +277,20 @@ def test_suspend_and_resume() -> None:
     idle(world)
 
 
+def test_what_was_saved_is_durable_while_no_syncer_answers() -> None:
+    """Nobody has trained since: neither while the job is suspended, nor while its syncer starts again."""
+    world = started()
+    world.run(60)
+    world.edit(suspend=True)
+    world.until(lambda w: w.truth("Suspended") == "True", 60)
+    world.run(60)
+    assert world.truth("Durable") == "True" and world.status["learners"] == "0/3"
+    world.syncer_silent = True
+    world.edit(suspend=False)
+    world.run(40)
+    assert world.truth("Durable") == "True" and world.truth("SyncerReady") == "False"
+
+
 def test_the_turn_after_the_drains_end_is_soon() -> None:
     """The word is written first; the pods go by the turn that reads it."""
     world = started()
@@ -319,6 +333,7 @@ def test_a_suspension_waits_for_a_syncer_that_does_not_answer() -> None:
     world.run(600)
     assert len(world.pods) == 4 and not any(pod.terminating for pod in world.pods.values())
     assert world.truth("Stalled") == "True" and "suspendPolicy" in world.condition("Stalled")["message"]
+    assert world.status["learners"] == "3/3" and world.condition("Durable")["reason"] == "SyncerNotAnswering"
     world.syncer_silent = False
     world.until(lambda w: w.condition("Suspended").get("reason") == "Saved", 60)
 
@@ -354,6 +369,20 @@ def test_while_learners_have_the_only_copy_none_of_them_is_taken(harm: Any, reas
     world.edit(suspendPolicy="Anyway")
     world.until(lambda w: w.truth("Suspended") == "True", 60)
     assert world.condition("Suspended")["reason"] == "NotSaved" and not world.pods
+    assert ("being deleted" if reason == "VolumeGoing" else "disk is full") in world.condition("Suspended")["message"]
+
+
+def test_a_full_disk_is_told_once_and_not_with_each_file_that_is_tried() -> None:
+    world = started()
+    world.syncer.problem = "disk full: 5540 bytes are needed for /store/state/e1-n30.json and 0 bytes are free"
+    world.run(30)
+    said = [world.condition(kind)["message"] for kind in ("Durable", "SyncerReady", "Ready")]
+    world.syncer.problem = "disk full: 264 bytes are needed for /store/records/f3-v6.rec and 0 bytes are free"
+    world.run(30)
+    assert [world.condition(kind)["message"] for kind in ("Durable", "SyncerReady", "Ready")] == said
+    world.syncer.problem = "the disk can only be read"
+    world.run(30)
+    assert "can only be read" in world.condition("Durable")["message"] and "5540" not in str(world.status["conditions"])
 
 
 def test_a_syncer_whose_volume_goes_is_not_replaced_for_an_edit() -> None:
@@ -383,6 +412,24 @@ def test_a_store_that_comes_back_empty_is_told() -> None:
     assert world.condition("Durable")["reason"] == "StoreLost" and world.told("StoreLost") == 1
     world.until(lambda w: w.syncer.merges > had, 600)
     world.until(lambda w: w.truth("Durable") == "True", 90)
+
+
+@pytest.mark.promise(
+    "A suspension removes no learner before the syncer has saved everything, unless `suspendPolicy` is `Anyway`"
+)
+def test_between_a_volume_that_is_gone_and_what_learners_give_back_none_of_them_is_taken() -> None:
+    """Who asks for a suspension then is not told of ``suspendPolicy: Anyway``, which would cost the model."""
+    world = started()
+    world.run(120)
+    world.edit(suspend=True, ttlSecondsAfterFinished=1000)
+    world.syncer_silent = True
+    world.remove_object(names.claim("job"))
+    world.run(5)
+    waits = world.condition("Suspended")["message"]
+    assert "give the model back" in waits and "Anyway" not in waits
+    assert world.condition("Stalled")["reason"] == "StoreLost" == world.condition("Durable")["reason"]
+    world.run(600)
+    assert len(world.pods) == 4 and not any(pod.terminating for pod in world.pods.values())
 
 
 def test_a_syncer_that_does_not_answer_cannot_hold_up_a_suspension_for_ever() -> None:

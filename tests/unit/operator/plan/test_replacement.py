@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from diloco_operator import names
+from diloco_operator.model import Observed
 from diloco_protocol.vocabulary import CONTROL_PORT
 from operator_world import World, idle, started
 
@@ -349,3 +351,20 @@ def test_children_deleted_by_hand_come_back() -> None:
     world.until(World.whole)
     assert world.syncer.epoch == epoch
     idle(world)
+
+
+def test_a_pod_that_has_lost_its_label_and_trains_is_named_with_the_cure() -> None:
+    """Its StatefulSet lets it go and can make no other of its name; the syncer hears it as before."""
+    world = started()
+    everything = world.observed
+    hidden = "job-local-1"
+
+    def without_it() -> Observed:
+        seen = everything()
+        return replace(seen, pods=tuple(pod for pod in seen.pods if pod["metadata"]["name"] != hidden))
+
+    world.observed = without_it  # type: ignore[method-assign]
+    world._call = lambda method, body: None  # type: ignore[method-assign]  # the API server has the pod: no call is made
+    world.run(40)
+    assert f"kubectl label pod {hidden} diloco.io/job=job" in world.region()["cause"]
+    assert world.status["learners"] == "3/3" and world.truth("Ready") == "True"

@@ -91,6 +91,15 @@ def test_every_learner_is_needed_so_the_job_holds_and_says_so() -> None:
     assert world.syncer.epoch == 1
 
 
+@pytest.mark.promise("A rollout goes on where the syncer has no slot yet for the learners that the same edit adds")
+def test_learners_that_wait_for_the_syncers_change_do_not_stop_the_rollout_for_which_it_waits() -> None:
+    world = started(3, sync={"quorum": 3})
+    other = {"podTemplate": {"spec": {"containers": [{"name": "syncer", "image": "other-syncer:1"}]}}}
+    world.edit(regions=[{"name": "local", "learners": 4}], learners=template("other:1"), syncer=other)
+    world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"}, 300)
+    assert len(world.of("learner")) == 4 and world.syncer.epoch == 2
+
+
 def test_no_healthy_learner_is_taken_at_k() -> None:
     world = started(3, sync={"quorum": 2})
     world.unschedulable = {"job-local-0"}

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
+from diloco_operator.job import Placement, read_job
 from diloco_operator.model import ApplyError, ClusterEvent, PlanMemory, Ref
 from diloco_operator.plan.conditions import decide
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import STALLED_SECONDS
 from diloco_operator.plan.planning import plan_job
+from diloco_operator.plan.view import View
 from diloco_protocol.vocabulary import LABEL_JOB
 from operator_world import SETTINGS, World, job_object, started
+
+HERE = Placement(True, ())
 
 # ------------------------------------------------------------------ wrong things
 
@@ -151,8 +155,6 @@ def test_a_job_that_is_not_taken_keeps_what_it_has(spec: dict[str, Any], reason:
 def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
     world = World(job_object(count=1))
     world.run(5)
-    from diloco_operator.model import ApplyError
-
     fault = ApplyError(names.stateful_set("job", "local"), "invalid", "containers[0].ports[0].containerPort: wrong")
     real = world._apply
 
@@ -171,9 +173,48 @@ def test_a_fault_that_the_dry_run_finds_is_told_and_heals() -> None:
     world.until(World.whole)
 
 
-def test_what_is_good_to_have_does_not_stop_training() -> None:
-    from diloco_operator.model import ApplyError
+def refusing(world: World, *faults: ApplyError) -> None:
+    """Let the API server refuse what the plan has of these objects, in a dry run too."""
 
+    def apply(made: Any) -> None:
+        had = {Ref(one["kind"], one["metadata"]["name"]) for one in (*made.apply, *made.tries)}
+        world.apply_errors, before = tuple([fault for fault in faults if fault.ref in had]), world.apply_errors
+        world.next_turn = world.now if world.apply_errors != before else world.next_turn
+
+    world._apply = apply  # type: ignore[method-assign]
+
+
+def test_a_template_at_fault_is_told_while_the_job_waits_for_its_turn() -> None:
+    world = World(job_object(suspend=True))
+    kinds = {"PersistentVolumeClaim", "Deployment", "StatefulSet"}
+    assert {one["kind"] for one in world.turn().tries} == kinds
+    fault = ApplyError(names.stateful_set("job", "local"), "invalid", "spec.template.spec.nodeSelectr: no such field")
+    refusing(world, fault, ApplyError(names.claim("job"), "quota", "exceeded quota: small"))
+    world.run(30)
+    assert not world.objects and world.truth("Suspended") == "True" and not world.status.get("startTime")
+    ready = world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "Refused") and "nodeSelectr" in ready["message"]
+    assert "quota" not in ready["message"]  # it may be free when the job's turn comes
+    assert world.truth("Stalled") == "True" and world.told("Refused") == 1
+    refusing(world)
+    world.edit(learners={})
+    world.run(5)
+    assert (world.truth("Ready"), world.truth("Stalled")) == ("True", "False")
+
+
+def test_a_template_that_is_edited_while_the_job_is_suspended_is_tried_then() -> None:
+    world = started(1)
+    world.edit(suspend=True)
+    world.until(lambda w: w.truth("Suspended") == "True")
+    fault = ApplyError(names.stateful_set("job", "local"), "policy", "denied the request: no such registry")
+    refusing(world, fault)
+    world.edit(learners={"podTemplate": {"metadata": {"labels": {"a": "b"}}}})
+    world.run(5)
+    assert world.condition("Ready")["reason"] == "Refused" and world.truth("Suspended") == "True"
+    assert world.truth("Stalled") == "True"
+
+
+def test_what_is_good_to_have_does_not_stop_training() -> None:
     world = started(1)
     fault = ApplyError(Ref("PodDisruptionBudget", "job-local"), "forbidden", "poddisruptionbudgets is forbidden")
     world._apply, real = (lambda made: None), world._apply  # type: ignore[method-assign, assignment]
@@ -202,6 +243,68 @@ def test_a_missing_secret_is_made_again() -> None:
     )
     made = world.turn()
     assert [s.name for s in made.secrets if s.missed] == [name]
+    (obstacle,) = [
+        pod.obstacle
+        for pod in View(world.observed(), world.memory, SETTINGS, read_job(world.job), here=HERE).pods
+        if pod.obstacle
+    ]
+    assert obstacle.secret == name and obstacle.message.endswith("not found; the operator makes it again")
+
+
+def test_three_learners_with_one_obstacle_are_one_line() -> None:
+    world = World(job_object())
+    world.unschedulable = {f"job-local-{index}" for index in range(3)}
+    world.run(60)
+    said = world.condition("Degraded")["message"]
+    assert (
+        said.startswith("Region local: job-local-0, job-local-1, job-local-2: no node takes it")
+        and said.count("no node") == 1
+    )
+
+
+def test_one_refusal_of_several_objects_is_one_sentence_with_one_cure() -> None:
+    world = World(job_object(regions=[{"name": "a", "learners": 1}, {"name": "b", "learners": 1}]))
+    refs = [names.stateful_set("job", region) for region in ("a", "b")]
+    why = "the webhook w does not answer the API server. {0}: no route"
+    refusing(world, *(ApplyError(ref, "webhook", why.format(ref.name)) for ref in refs))
+    made = world.turn()
+    world.objects = {
+        Ref(one["kind"], one["metadata"]["name"]): {**one, "metadata": {**one["metadata"], "uid": "u", "generation": 1}}
+        for one in made.apply
+    }
+    world.run(10)
+    said = world.condition("Ready")["message"]
+    assert (
+        said.startswith("StatefulSet job-a, StatefulSet job-b: the webhook w") and said.count("Mend that webhook") == 1
+    )
+
+
+@pytest.mark.promise("A job that is made again under its name counts no loss of the pods that the earlier one left")
+def test_pods_of_an_earlier_job_of_the_name_are_no_loss() -> None:
+    world = started(2)
+    for pod in list(world.pods.values()):
+        world.delete_pod(pod.name)
+    again = job_object(count=2)
+    again["metadata"]["uid"] = "bbbbbbbb-0000-0000-0000-000000000002"
+    world.job, world.memory, world.objects, world.events = again, PlanMemory(), {}, []
+    world.syncer, world.asked, world.plans, world.next_turn = type(world.syncer)(), None, [], world.now
+    left = set(world.pods)
+    world.run(1)
+    assert set(world.pods) >= left, "they still end"
+    world.until(World.whole)
+    assert not left & set(world.pods)
+    assert not any(world.told(gone) for gone in ("SyncerGone", "LearnerGone", "LearnerReplaced", "SyncerReplaced"))
+    assert "replacements" not in world.status
+
+
+def test_before_a_syncer_has_served_nobody_is_said_to_go_on_alone() -> None:
+    world = World(job_object())
+    world.run(1)
+    assert world.condition("QuorumMet")["message"] == "The syncer cannot be asked yet."
+    world.until(World.whole)
+    world.syncer_silent = True
+    world.run(60)
+    assert "alone" in world.condition("QuorumMet")["message"]
 
 
 # ------------------------------------------------------------------ lost regions
@@ -214,13 +317,13 @@ def test_a_lost_region_is_told_and_comes_back() -> None:
     world.delete_pod("job-far-0", force=True)
     world.run(40)
     assert world.truth("RegionLost") == "False" and world.region("far")["lostSince"]
+    assert world.region("far")["state"] == "Starting"
     since = world.region("far")["lostSince"]
-    from diloco_operator.model import PlanMemory
-
     world.memory = PlanMemory()  # the operator restarts: the time goes on
     world.run(40)
     assert world.truth("RegionLost") == "True" and "far" in world.condition("RegionLost")["message"]
     assert world.region("far")["lostSince"] == since and world.told("RegionLost") == 1
+    assert world.region("far")["state"] == "Lost"
     assert world.truth("Ready") == "True", "two go on"
     world.unschedulable = set()
     world.until(World.whole)

@@ -125,6 +125,48 @@ def test_no_dry_run_is_made_of_an_object_that_is_not_the_jobs() -> None:
     assert [error.reason for error in errors.values()] == ["conflict"] and not api.sent
 
 
+class Judging(ScriptedApi):
+    """Refuses what it is told to, and counts tries; nothing is made of a dry run."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__()
+        self.answer, self.tries = (status, message), 0
+
+    async def apply(self, kind: Kind, manifest: Object, dry_run: bool = False) -> Object:
+        assert dry_run
+        self.tries += 1
+        if self.answer[0] != 200:
+            raise ApiError("patch", kind.plural, *self.answer)
+        return manifest
+
+
+@pytest.mark.promise(
+    "Faults of a suspended job's pod templates are told before it starts, by a dry run", section="Operator"
+)
+@pytest.mark.parametrize(
+    ("status", "message", "told", "tries"),
+    [
+        (422, "spec.template.spec.containers[0].imagee: field not declared in schema", ["invalid"], 3),
+        (403, 'admission webhook "p" denied the request: too large', ["policy"], 3),
+        (403, "exceeded quota: small", [], 40),
+        (500, 'failed calling webhook "w"', [], 40),
+        (200, "", [], 1),
+    ],
+)
+def test_what_a_waiting_job_would_be_refused_is_found_and_nothing_is_made(
+    monkeypatch: pytest.MonkeyPatch, status: int, message: str, told: list[str], tries: int
+) -> None:
+    """Over 800 s. What is in order is not asked again, a lasting fault rarely."""
+    api, memory, seconds = Judging(status, message), ApplyMemory(), iter(range(0, 800, 20))
+    monkeypatch.setattr(apply, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    applier: Any = Applier(api, Cache())  # type: ignore[arg-type]
+    for _ in range(40):
+        faults = asyncio.run(applier.find_faults(KEY, UID, [stateful_set("1")], {}, memory))
+        assert [fault.reason for fault in faults] == told
+        assert asyncio.run(applier.find_faults(KEY, UID, [], {}, memory)) == ()
+    assert api.tries == tries and api.there is None
+
+
 class Failing(ScriptedApi):
     """Some webhook for its object is down."""
 

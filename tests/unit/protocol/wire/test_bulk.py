@@ -458,7 +458,6 @@ def test_the_largest_report_fits_a_header() -> None:
         confirmed_tokens=most,
         dropped_overlap=most,
         dropped_stale=most,
-        dropped_rolled_back=most,
     )
     report = sync_pb2.Report(
         slot_step=most,

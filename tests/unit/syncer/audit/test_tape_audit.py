@@ -12,7 +12,8 @@ from diloco_syncer.store import tape as tapes
 from diloco_syncer.store.tape import line_digest
 
 Line = dict[str, Any]
-SETTINGS: Line = {"kind": tapes.SETTINGS, "epoch": 1, "max_steps": 96, "sync": {"merge": {"weights": "tokens-quality"}}}
+MERGE = {"method": "auto", "weights": "tokens-quality"}
+SETTINGS: Line = {"kind": tapes.SETTINGS, "epoch": 1, "max_steps": 96, "sync": {"merge": MERGE}}
 
 
 def push(slot: int, version: int, *, tenure: int = 1, steps: int = 4, tokens: int = 100, weight: float = 0.5) -> Line:
@@ -26,6 +27,8 @@ def push(slot: int, version: int, *, tenure: int = 1, steps: int = 4, tokens: in
             "last_step": last,
             "steps": steps,
             "tokens": tokens,
+            "trained_steps": 0,
+            "trained_tokens": 0,
             "weight": weight,
             "batch": 1,
         },
@@ -137,7 +140,14 @@ def test_weights_and_ages_are_computed_again() -> None:
     ]
     most = merge(1, push(0, 1, tokens=9000, weight=16 / 17), push(1, 1, tokens=100, weight=1 / 17))
     assert audit_of(most).wrong == [], "at most four times the tokens per step of the other"
-    uniform = {**SETTINGS, "sync": {"merge": {"weights": "uniform"}}}
+    mine = {**push(0, 1, tokens=200), "trained_steps": 80, "trained_tokens": 1000}
+    own = merge(1, mine, push(1, 1, tokens=200))
+    assert checks(audit_of(own)) == [], "50 tokens a step are four times the learner's own mean"
+    own["responders"][0]["trained_tokens"] = 500
+    assert checks(audit_of(own)) == [WEIGHTS, WEIGHTS], "and more than that of 6.25"
+    median = {**SETTINGS, "sync": {"merge": {**MERGE, "method": "median"}}}
+    assert audit_of(median, merge(1, push(0, 1, tokens=9), push(1, 1))).wrong == [], "each counts as much"
+    uniform = {**SETTINGS, "sync": {"merge": {**MERGE, "weights": "uniform"}}}
     assert audit_of(uniform, merge(1, push(0, 1, tokens=9), push(1, 1))).wrong == []
     assert audited(chained([head(), heavy])).wrong == [], "without settings nobody knows"
     assert audited(chained([head(), heavy])).unweighed == 1

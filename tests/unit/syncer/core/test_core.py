@@ -118,6 +118,15 @@ def test_k_is_never_lowered() -> None:
     assert "1 of 2" in of(holding, ev.SetPhase)[0].message
     assert not of(desk.later(3600.0), ev.Merge)
     assert desk.core.status(desk.now, SHELL).hold_since_seconds is not None
+    # A hold that a syncer's end left open is over when training goes on under the next one, or is the same one still.
+    for back in (2, 1):
+        again = Desk(config(slots=2, quorum=2), json.loads(json.dumps(desk.core.state(desk.now))), 2)
+        for connection in range(1, back + 1):
+            again.join(connection, connection - 1)
+            again.report(connection, 4)
+        again.later(2.0)
+        (hold,) = again.core.report(again.now, SHELL, "", 0).holds
+        assert (hold.to_seconds < again.core.status(again.now, SHELL).elapsed_seconds - 1) == (back == 2)
 
 
 # ------------------------------------------------------------------ a whole region is lost

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Piece
-from diloco_syncer.core.merging.aggregation import normalised_weights
+from diloco_syncer.core.books.shares import normalised_weights
 from diloco_syncer.numerics import merge as numerics
 from diloco_syncer.numerics.merge import EncodedDelta, MergeResult, piece_squares
 from example_counts import share_of
@@ -211,7 +211,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     deltas = pushes(2, 300, 11)
     pieces = pieces_of([100, 200])
     for bad_pieces, bad_deltas, shares, method, what in [
-        (pieces, deltas, [0.5, 0.5], "median", "'median' is none of rda, mean"),
+        (pieces, deltas, [0.5, 0.5], "mode", "'mode' is none of rda, mean"),
         (pieces, [], [], "rda", "0 pushes"),
         (pieces, deltas, [1.0], "rda", "2 pushes and 1 weights"),
         (pieces, deltas, [0.5, 0.6], "rda", "sum to 1"),

@@ -346,3 +346,32 @@ def test_old_work_in_the_last_merge_is_the_mean_alone() -> None:
     for ages, last in (((2, 2), False), ((0, 2), True), ((3, 1), True)):
         record, mean = merged(ages, last)
         assert not np.allclose(record.theta, mean, rtol=1e-3, atol=1e-4), "the job's own step"
+
+
+MEDIAN = ["sync.merge.method=median", "sync.quorum=3"]
+
+
+def test_a_last_merge_of_old_work_is_bounded_by_the_median_too() -> None:
+    made = parameters(*MEDIAN)
+    before = merge(made, 0, 1)
+    usual = action(0, 2, pushes=3)
+    asked = replace(usual, responders=tuple(replace(r, age=2) for r in usual.responders), last=True)
+    deltas = [values(0, 200 + m, 0.01) for m in range(3)]
+    deltas[0] *= np.float32(1000)
+    record, _ = made.merge(asked, deltas, squares(deltas, 0), epoch=1, number=2)
+    moved, largest = (float(np.linalg.norm(x)) for x in (record.theta - before.theta, deltas[1]))
+    assert 0 < moved < 2 * largest
+
+
+def test_all_pushes_of_a_slot_are_one_learners_by_the_median() -> None:
+    def merged(slots: tuple[int, ...]) -> np.ndarray:
+        made, usual = parameters(*MEDIAN), action(0, 1, pushes=5)
+        responders = tuple(
+            replace(r, header=replace(r.header, slot=slot)) for r, slot in zip(usual.responders, slots, strict=True)
+        )
+        deltas = [values(0, 7, 0.01)] * 3 + [values(0, 8, 0.01)] * 2
+        record, _ = made.merge(replace(usual, responders=responders), deltas, squares(deltas, 0), 1, 1)
+        return record.theta
+
+    assert np.array_equal(merged((0, 1, 2, 3, 4)), merged((0, 1, 2, 3, 3))), "three of five, and three of four"
+    assert not np.array_equal(merged((0, 1, 2, 3, 4)), merged((0, 0, 0, 3, 4))), "one of three"

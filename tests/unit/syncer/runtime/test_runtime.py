@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,19 @@ from diloco_protocol.vocabulary import JobPhase, SlotState, SyncerExit
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_protocol.wire.progress import OVERTAKEN_BYTES
-from diloco_protocol.wire.records import Held
+from diloco_protocol.wire.records import Held, PushHeader, SlotReceipt, StepReport
+from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.books.rounds import RoundRules
+from diloco_syncer.core.books.shares import Work, weigh_pushes
+from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.output import model_output
 from diloco_syncer.runtime import global_model, initial_model
 from diloco_syncer.runtime.driver import RESTART
+from diloco_syncer.runtime.global_model import model_name
+from diloco_syncer.runtime.merger import without_responder
 from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
@@ -115,6 +121,13 @@ class Bench:
     async def __aexit__(self, *_: object) -> None:
         await self.syncer.close(checkpoint=False)
 
+    def receipt(self, fragment: int, version: int, values: Any, key: bytes = KEY) -> bytes:
+        """That of a version, as a syncer with this control key gives it."""
+        rows = self.syncer.core.receipt(fragment) if self.syncer.core.initialised else ()
+        announced = Announced(version, content_digest(values), rows)
+        name = self.options.job.metadata.name
+        return VersionTags(key, name).make(announced, fragment, "float32", model_name(LAYOUT, ""))
+
     def connect(
         self,
         number: int,
@@ -183,15 +196,27 @@ class Bench:
         found = sync_pb2.DownloadHeader.FromString(sent[0]).found
         return b"".join(sent[1:]) if found else None
 
-    async def initialise(self, process: str, before_done: Callable[[], object] = lambda: None) -> None:
+    async def initialise(
+        self,
+        process: str,
+        before_done: Callable[[], object] = lambda: None,
+        receipts: Sequence[bytes] = (b"", b""),
+        values: float = 0.0,
+        accepted: bool = True,
+    ) -> sync_pb2.UploadReply:
+        """Returns the last answer."""
         part = sync_pb2.Initial
         rows: list[tuple[Any, Any]] = [(part(part=part.LAYOUT), LAYOUT.to_json().encode())]
-        rows += [(part(part=part.FRAGMENT, fragment=p), np.zeros(LAYOUT.elements(p), np.float32)) for p in (0, 1)]
-        rows += [(part(part=part.DONE), b"")]
+        rows += [
+            (part(part=part.FRAGMENT, fragment=p, receipt=receipts[p]), np.full(LAYOUT.elements(p), values, np.float32))
+            for p in (0, 1)
+        ]
         for what, payload in rows:
-            if what.part == part.DONE:
-                before_done()
             assert (await self.upload(process, payload, initial=what)).accepted
+        before_done()
+        reply = await self.upload(process, b"", initial=part(part=part.DONE))
+        assert reply.accepted == accepted
+        return reply
 
     def report(self, connection: int, step: int = 0, **changes: Any) -> sync_pb2.Report:
         rows = [sync_pb2.FragmentReport(epoch=1, base_version=0, steps=step, tokens=10 * step)] * 2
@@ -726,6 +751,7 @@ async def test_a_merge_that_would_be_infinite_is_made_without_who_made_it_so(tmp
         (record,) = [record for record in bench.syncer.model.newest if record.fragment == 0]
         assert [(push.header.slot, push.weight) for push in record.responders] == [(1, 1.0)]
         assert np.array_equal(record.theta, np.full(LAYOUT.elements(0), -4.0, np.float32))
+        await until(lambda: any(row.kind == "left-out" for row in bench.syncer.event_log.events))
         (told,) = [row for row in bench.syncer.event_log.events if row.kind == "left-out"]
         assert "the update of local-0" in told.message and core.phase is JobPhase.TRAINING
         assert core.ledger is not None and core.ledger.merged(0, 0) == 0 and not core.ledger.imbalances(0)
@@ -746,6 +772,35 @@ async def test_a_push_that_is_far_larger_than_the_parameters_is_refused(tmp_path
             refused = await bench.upload("a", np.full(LAYOUT.elements(0), value, np.float32), **fields)
             assert (refused.accepted, refused.reason) == (False, "out-of-scale")
         assert (await bench.upload("a", np.full(LAYOUT.elements(0), 19.5, np.float32), **fields)).accepted
+
+
+def test_who_is_left_out_takes_no_part_in_the_weights_of_the_others() -> None:
+    """The bound on tokens compares the others with each other then, as the audit does."""
+    job = CoreConfig(places=(("r", 0),), rules=RoundRules(4, 0, 1, 0.9, grace_cap=2.0), encoding="float32")
+    header = PushHeader(
+        *(0, 0, 1, 1),
+        base_version=0,
+        oldest_version=0,
+        first_step=1,
+        last_step=4,
+        steps=4,
+        tokens=1,
+        compute_seconds=0.1,
+        encoding="int4",
+        layout_digest="",
+        report=StepReport(),
+        slot=0,
+        incarnation=1,
+    )
+    responders = tuple(
+        ev.Responder(replace(header, slot=slot, tokens=tokens), slot, weight, 0)
+        for slot, (tokens, weight) in enumerate([(4000, 0.5), (1000, 0.3), (16, 0.2)])
+    )
+    merge = ev.Merge(0, 1, 1, responders, quorum_seconds=0.0, waited_seconds=0.0, job_tokens=0)
+    rest = without_responder(merge, responders[0], job)
+    assert [r.handle for r in rest.responders] == [1, 2]
+    due = weigh_pushes("tokens-quality", [Work(1000, 4), Work(16, 4)], job.max_steps)
+    assert [r.weight for r in rest.responders] == due == pytest.approx([16 / 17, 1 / 17])
 
 
 # ------------------------------------------------------------------ slow readers
@@ -1048,8 +1103,11 @@ async def test_what_stands_in_for_a_version_is_not_served_where_the_job_is_suspe
     held = Held(1, 1, 1), Held(1, 0, 1)
     async with Bench(tmp_path) as bench:
         bench.connect(1, 0, "a", before=1, held=held)
+        zeros = [np.zeros(LAYOUT.elements(p), np.float32) for p in (0, 1)]
         await bench.initialise(
-            "a", before_done=lambda: bench.syncer.driver.handle(ev.EndRequested(JobPhase.SUSPENDED, "suspended"))
+            "a",
+            before_done=lambda: bench.syncer.driver.handle(ev.EndRequested(JobPhase.SUSPENDED, "suspended")),
+            receipts=[bench.receipt(0, 1, zeros[0]), bench.receipt(1, 0, zeros[1])],
         )
         assert bench.syncer.core.phase is JobPhase.SUSPENDED and not bench.syncer.core.initialised
         assert bench.syncer.model.layout is None and not bench.syncer.model.broadcasts
@@ -1058,6 +1116,89 @@ async def test_what_stands_in_for_a_version_is_not_served_where_the_job_is_suspe
         assert bench.syncer.core.is_recovering and bench.syncer.core.versions == [0, 0]
         bench.connect(1, 0, "a", before=1, held=held)
         assert bench.syncer.core.phase is JobPhase.WAITING
+
+
+OWN = np.full(LAYOUT.elements(0), 666.0, np.float32)  # a model of a learner's own
+THEIRS = np.ones(LAYOUT.elements(0), np.float32)  # what was announced
+
+
+@pytest.mark.promise(
+    "No learner can put a model of its own in place of a version that the store lost: only what this job's syncers "
+    "announced is taken back, and a refusal is reported",
+    section="Syncer",
+)
+@pytest.mark.parametrize("forged", ["values", "receipt of another version", "another key", "no receipt"])
+async def test_a_model_of_a_learners_own_takes_no_lost_versions_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forged: str
+) -> None:
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+        await until(lambda: not bench.syncer.driver._actions)
+        told: list[object] = []
+        monkeypatch.setattr(bench.syncer.versions, "emit", told.append)
+        monkeypatch.setattr(bench.syncer.core, "check_version_upload", lambda *_: "")
+        receipt = {
+            "values": bench.receipt(0, 3, THEIRS),
+            "receipt of another version": bench.receipt(0, 2, OWN),
+            "another key": bench.receipt(0, 3, OWN, b"w" * 32),
+            "no receipt": b"",
+        }[forged]
+        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=receipt)
+        reply = await bench.upload("a", OWN, base=base)
+        assert (reply.accepted, reply.reason) == (False, "base")
+        failed = told[-1]
+        assert isinstance(failed, ev.LostVersionFailed) and failed.not_believed == reply.message
+        assert bench.syncer.model.versions == [0, 0] and bench.syncer.durability.tape.newest == {}
+        base.receipt = bench.receipt(0, 3, THEIRS)
+        assert (await bench.upload("a", THEIRS, base=base)).accepted
+
+
+def test_a_receipt_proves_one_version_of_one_fragment_of_one_model() -> None:
+    tags = VersionTags(KEY, "shell")
+    announced = Announced(3, content_digest(THEIRS), ())
+    made = tags.make(announced, 0, "float32", "m")
+    assert tags.check(made, 0, "float32", "m") == announced
+    for fragment, encoding, model in ((1, "float32", "m"), (0, "bfloat16", "m"), (0, "float32", "n")):
+        with pytest.raises(limits.WireError, match="tag is wrong"):
+            tags.check(made, fragment, encoding, model)
+    for others in (VersionTags(KEY, "another"), VersionTags(b"w" * 32, "shell")):
+        with pytest.raises(limits.WireError, match="tag is wrong"):
+            others.check(made, 0, "float32", "m")
+    row = SlotReceipt(0, 1, 2, 3, sequence=4, version=2, last_step=6, compute_seconds=0.5)
+    for changed in (announced._replace(version=4), announced._replace(rows=(row,)), announced._replace(digest=b"d")):
+        forged = sync_pb2.Receipt.FromString(tags.make(changed, 0, "float32", "m"))
+        forged.tag = sync_pb2.Receipt.FromString(made).tag
+        with pytest.raises(limits.WireError, match="tag is wrong"):
+            tags.check(forged.SerializeToString(), 0, "float32", "m")
+    assert tags.make(announced._replace(rows=(row,) * 2000), 0, "float32", "m") == b"", "a header has no room for it"
+
+
+@pytest.mark.promise(
+    "An emptied store whose control key is lost as well takes no model back: the job waits, and says what to do",
+    section="Syncer",
+)
+@pytest.mark.parametrize("forged", ["values", "another key", "no receipt", "merged for version 0"])
+async def test_an_emptied_store_is_rebuilt_of_nothing_that_was_not_announced(tmp_path: Path, forged: str) -> None:
+    Epoch.claim(DirectoryStore(tmp_path))
+    held = Held(1, 0, 1), Held(1, 0, 1)
+    async with Bench(tmp_path) as bench:
+        bench.connect(1, 0, "a", before=1, held=held)
+        bench.connect(2, 1, "b", before=2, held=held)  # only when all are here is version 0 given back
+        uploader = {1: "a", 2: "b"}[bench.syncer.core.initialiser or 1]
+        values = [np.full(LAYOUT.elements(p), 666.0, np.float32) for p in (0, 1)]
+        receipts = [bench.receipt(p, int(forged.startswith("merged")), values[p]) for p in (0, 1)]
+        if forged == "values":
+            receipts[1] = bench.receipt(1, 0, np.zeros(LAYOUT.elements(1), np.float32))
+        elif forged == "another key":
+            receipts[1] = bench.receipt(1, 0, values[1], b"w" * 32)
+        elif forged == "no receipt":
+            receipts = [b"", b""]
+        reply = await bench.initialise(uploader, receipts=receipts, values=666.0, accepted=False)
+        assert reply.reason == "initial" and not DirectoryStore(tmp_path).exists("initial.json")
+        await until(lambda: any("is not believed" in row.message for row in bench.syncer.event_log.events))
+        core = bench.syncer.core
+        assert core.initialiser is None and core.is_recovering and not core.initialised
 
 
 async def test_the_record_of_a_lost_version_is_made_though_its_sender_has_gone(
@@ -1071,8 +1212,8 @@ async def test_the_record_of_a_lost_version_is_made_though_its_sender_has_gone(
         told: list[object] = []
         monkeypatch.setattr(bench.syncer.versions, "emit", told.append)
         monkeypatch.setattr(bench.syncer.core, "check_version_upload", lambda *_: "")
-        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=convert.receipt_bytes(()))
         values = np.ones(LAYOUT.elements(0), np.float32)
+        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=bench.receipt(0, 3, values))
         with held_up(bench.syncer):
             call = asyncio.create_task(bench.upload("a", values, base=base))
             await until(lambda: ev.LostVersionAccepted(0) in told)
@@ -1081,8 +1222,9 @@ async def test_the_record_of_a_lost_version_is_made_though_its_sender_has_gone(
         await until(lambda: ev.LostVersionStored(0) in told)
         assert bench.syncer.durability.tape.newest == {0: 3}
         assert (await bench.upload("a", values[: LAYOUT.elements(1)], base=sync_pb2.Base(fragment=1))).reason == "base"
-        base.fragment = 1
-        assert (await bench.upload("a", np.ones(LAYOUT.elements(1), np.float32), base=base)).accepted
+        other = np.ones(LAYOUT.elements(1), np.float32)
+        base.fragment, base.receipt = 1, bench.receipt(1, 3, other)
+        assert (await bench.upload("a", other, base=base)).accepted
         assert told[-1] == ev.LostVersionStored(1) and not bench.syncer.driver.outcome.done()
 
 
@@ -1093,10 +1235,11 @@ async def test_a_sender_whose_version_cannot_be_made_durable_is_not_kept_waiting
         bench.connect(1, 0, "a")
         await bench.initialise("a")
         monkeypatch.setattr(bench.syncer.core, "check_version_upload", lambda *_: "")
-        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=convert.receipt_bytes(()))
+        values = np.ones(LAYOUT.elements(0), np.float32)
+        base = sync_pb2.Base(fragment=0, epoch=1, version=3, encoding="float32", receipt=bench.receipt(0, 3, values))
         Epoch.claim(DirectoryStore(tmp_path))
         with pytest.raises(HigherEpoch):
-            await asyncio.wait_for(bench.upload("a", np.ones(LAYOUT.elements(0), np.float32), base=base), 20)
+            await asyncio.wait_for(bench.upload("a", values, base=base), 20)
         assert await asyncio.wait_for(asyncio.shield(bench.syncer.driver.outcome), 20) == SyncerExit.SUPERSEDED
 
 

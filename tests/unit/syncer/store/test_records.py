@@ -34,8 +34,7 @@ FROZEN = safetensors.numpy.save({"embed": np.ones(3, np.float32)})
 
 def header(fragment: int = 0, sequence: int = 1) -> PushHeader:
     counts = tuple(
-        FragmentReport(1, 0, 2, 200, confirmed_tokens=0, dropped_overlap=0, dropped_stale=0, dropped_rolled_back=0)
-        for _ in range(2)
+        FragmentReport(1, 0, 2, 200, confirmed_tokens=0, dropped_overlap=0, dropped_stale=0) for _ in range(2)
     )
     report = StepReport(
         2, 2, 200, counts, compute_seconds=0.5, stalled_seconds=0.1, loss=2.5, step_seconds=0.2, cursors=((1, 7),)

@@ -84,6 +84,8 @@ def test_lines(store: Store) -> None:
             "age": 0,
             "tokens": 200,
             "steps": 2,
+            "trained_tokens": 200,
+            "trained_steps": 2,
             "batch": 1,
             "weight": 1.0,
             "norm": 0.25,

@@ -50,7 +50,6 @@ class Syncer:
         self.max_versions = max_versions
         self.epoch, self.version = 1, 0
         self.history: list[Theta] = [{}]
-        self.reset_at: dict[int, int] = {}  # version -> its epoch
         self.round = 0
         self.opened: int | None = None
         self.pushes: dict[int, tuple[PushPlan, Theta]] = {}
@@ -59,12 +58,10 @@ class Syncer:
         self.merged = (0, 0)
         self.foreign = 0
 
-    def announcement(self) -> tuple[Announcement, tuple[int, int]]:
-        """Of the newest version, and the newest roll-back."""
+    def announcement(self) -> Announcement:
+        """Of the newest version."""
         full = Payload("float32", 4, hash(frozenset(self.history[self.version].items())))
-        return Announcement(0, self.epoch, self.version, full, *self.merged), max(
-            ((epoch, v) for v, epoch in self.reset_at.items()), default=(0, 0)
-        )
+        return Announcement(0, self.epoch, self.version, full, *self.merged)
 
     def receive(self, plan: PushPlan, content: Theta) -> str:
         if plan.sequence <= self.seen:
@@ -77,8 +74,6 @@ class Syncer:
             return "too-old"
         if plan.round and plan.round != self.opened:
             return "other-round"
-        if any(v in self.reset_at for v in range(plan.base_version + 1, self.version + 1)):
-            return "other-epoch"  # its base was rolled back
         self.seen = plan.sequence
         (self.pushes if plan.round else self.offers)[plan.sequence] = (plan, content)
         return ""
@@ -105,13 +100,6 @@ class Syncer:
         self.epoch += 1
         self.pushes, self.opened = {}, None
 
-    def roll_back(self, version: int) -> None:
-        self.history.append(self.history[version])
-        self.version += 1
-        self.pushes, self.offers, self.opened = {}, {}, None
-        self.epoch += 1
-        self.reset_at[self.version] = self.epoch
-
 
 class World(RuleBasedStateMachine):
     """One learner, one fragment, and a network that delays, loses, repeats and reorders."""
@@ -131,7 +119,7 @@ class World(RuleBasedStateMachine):
         self.ever_confirmed: set[int] = set()
         self.uploads: list[tuple[PushPlan, Theta]] = []
         self.pulls: list[tuple[int, int]] = []
-        self.news: list[tuple[tuple[Announcement, tuple[int, int]], Theta]] = []
+        self.news: list[tuple[Announcement, Theta]] = []
         self.verdicts: list[tuple[int, str]] = []
         self.deliver_news(self.syncer.announcement(), {})
 
@@ -206,20 +194,11 @@ class World(RuleBasedStateMachine):
         if fate != "lose":
             self.deliver_news(news, theta)
 
-    def deliver_news(self, told: tuple[Announcement, tuple[int, int]], new: Theta) -> None:
-        before, (news, reset_at) = self.adoption.fragments[0].base, told
-        decision = self.adoption.on_broadcast(news, reset_at)
-        if decision.moves_parameters and before is not None:
-            # Also where the broadcast of the roll-back itself was lost or overtaken.
-            rolled_back = any(before.version < v <= news.version for v in self.syncer.reset_at)
-            assert decision.reset_optimizer == rolled_back
-            assert decision.kind is Kind.OVERWRITE or not rolled_back
+    def deliver_news(self, news: Announcement, new: Theta) -> None:
+        decision = self.adoption.on_broadcast(news)
         self.apply(decision, new)
         if decision.moves_parameters:
-            # Not from ``new`` alone: what was merged in a version that a roll-back has taken back since,
-            # and that never came here, was merged all the same.
-            past = self.syncer.history[: news.version + 1]
-            self.ever_confirmed |= {step for theta in past for step in theta if step > 0}
+            self.ever_confirmed |= {step for step in new if step > 0}
 
     def apply(self, decision: Decision, new: Theta) -> None:
         assert decision.kind is not Kind.STOP, decision.message
@@ -286,7 +265,7 @@ class World(RuleBasedStateMachine):
     def columns_are_exact(self) -> None:
         row = self.adoption.report().fragments[0]
         trained = sum(self.tokens.values())
-        dropped = row.dropped_overlap + row.dropped_stale + row.dropped_rolled_back
+        dropped = row.dropped_overlap + row.dropped_stale
         assert row.confirmed_tokens + row.tokens + dropped == trained == self.adoption.now.tokens
         kept = {s for s, snapshot in self.adoption.fragments[0].snapshots.items() if snapshot.values}
         assert set(self.snapshots) == kept
@@ -319,8 +298,7 @@ class World(RuleBasedStateMachine):
         assert row.tokens == 0
         if self.mode is not Rule.MIX:
             ours = {s for s in self.syncer.history[-1] if s > 0}
-            if not self.syncer.reset_at:
-                assert row.confirmed_tokens == sum(self.tokens[s] for s in ours)
+            assert row.confirmed_tokens == sum(self.tokens[s] for s in ours)
 
 
 class Overwriting(World):
@@ -331,14 +309,7 @@ class Mixing(World):
     mode = Rule.MIX
 
 
-class RollingBack(World):
-    @rule(data=st.data())
-    def roll_back(self, data: st.DataObject) -> None:
-        self.syncer.roll_back(data.draw(st.integers(0, self.syncer.version)))
-        self.announce()
-
-
-_MACHINES = (World, Overwriting, Mixing, RollingBack)
+_MACHINES = (World, Overwriting, Mixing)
 _SETTINGS = settings(stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -474,25 +445,6 @@ def test_epochs() -> None:
     planned = adoption.snapshot(0, 1)
     assert planned is not None
     assert (planned[0].base_version, planned[0].oldest_version, planned[0].epoch) == (1, 0, 3)
-
-
-def test_a_reset_clears_the_work_and_the_inner_optimizer() -> None:
-    adoption = learner()
-    adoption.on_step(10, 1.0)
-    decision = adoption.on_broadcast(Announcement(0, 2, 5, Payload("float32", 4, 5)), reset_at=(2, 5))
-    assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
-    assert adoption.report().fragments[0].dropped_rolled_back == 10
-    adoption.on_step(10, 1.0)
-    decision = adoption.on_broadcast(Announcement(0, 2, 6, Payload("float32", 4, 6)), reset_at=(2, 5))
-    assert (decision.kind, decision.reset_optimizer) == (Kind.REBASE, False), "it was adopted before"
-
-
-def test_a_reset_that_was_overtaken_is_a_reset_still() -> None:
-    adoption = learner()
-    adoption.on_step(10, 1.0)
-    decision = adoption.on_broadcast(Announcement(0, 2, 6, Payload("float32", 4, 6)), reset_at=(2, 5))
-    assert (decision.kind, decision.reset_optimizer) == (Kind.OVERWRITE, True)
-    assert adoption.report().fragments[0].dropped_rolled_back == 10
 
 
 def test_a_merge_of_an_unknown_push_stops_the_learner() -> None:

@@ -162,17 +162,6 @@ def test_vectors_are_made_beside_the_event_loop() -> None:
     assert threads and threads[0] is not threading.current_thread()
 
 
-def test_a_roll_back_that_was_overtaken_is_not_forgotten() -> None:
-    session = Session()
-    session.cache.put(CachedVersion(Announcement(0, 0, 0, Payload("", 0, 0)), np.zeros(10, np.float32), b""))
-    full = Payload("bfloat16", 20, 0)
-    for version, reset in ((4, False), (5, True), (6, False)):
-        session.one.on_announcement(Announcement(0, 2, version, full, reset=reset))
-    (heard,) = session.box.take_all()  # of three announcements the newest
-    assert isinstance(heard, Announcement) and heard.version == 6
-    assert session.cache.newest_reset(0) == (2, 5)
-
-
 def test_a_push_that_is_queued_when_its_session_ends_has_an_open_fate() -> None:
     session = Session()
     session.one.push(a_push(2))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_syncer.core.merging.aggregation import normalised_weights
+from diloco_syncer.core.books.shares import normalised_weights
 
 
 def test_tokens_quality_is_quantity_times_quality() -> None:

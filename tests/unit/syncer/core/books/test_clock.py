@@ -23,6 +23,18 @@ def test_a_restart_during_a_hold_leaves_one_hold() -> None:
     assert again.holds == [[10.0, None]] and again.holding
     again.end_hold(5.0)
     assert again.holds == [[10.0, 20.0]] and not again.holding
+    again.begin_hold(5.0)
+    assert again.holds == [[10.0, None]], "without a time in which it went on it is the same hold"
+
+
+def test_a_time_that_is_known_is_not_assumed() -> None:
+    clock = JobClock(2)
+    clock.assume(30.0)
+    assert (clock.elapsed(0.0), clock.slot_seconds(0.0), clock.uptime(0.0)) == (30.0, 60.0, 1.0)
+    clock.assume(90.0)
+    clock.start(5.0)
+    clock.assume(90.0)
+    assert (clock.elapsed(6.0), clock.slot_seconds(6.0)) == (31.0, 62.0)
 
 
 def test_slot_seconds_count_a_crashed_syncers_downtime_with_the_slots_of_today() -> None:

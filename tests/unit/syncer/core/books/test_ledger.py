@@ -24,6 +24,15 @@ def report(step: int, dropped: int = 0) -> StepReport:
     return StepReport(step, step, 10 * step, (row,) * 4)
 
 
+def test_no_slot_alone_makes_the_time_of_a_job_long() -> None:
+    ledger = Ledger(2, 3)
+    assert ledger.seconds_of_a_slot() == 0.0
+    for slot, seconds in enumerate((8.0, 1e9, 0.0)):
+        ledger.books[slot].cells[0].compute_seconds = seconds
+        ledger.books[slot].forget_sums()
+        assert ledger.seconds_of_a_slot() == 4.0
+
+
 @pytest.mark.promise("A status request does not visit every fragment of every slot")
 def test_totals_follow_reports_without_a_walk_through_every_cell() -> None:
     ledger = Ledger(4, 3)

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from diloco_syncer.core.books.shares import MOST, Work, bound_steps, bound_tokens
+from diloco_protocol.wire.records import PushHeader, StepReport
+from diloco_syncer.core.books.shares import MOST, Work, bound_steps, bound_tokens, most_beside, work_of
 from diloco_syncer.core.books.slots import TURNS_AHEAD, Slot
+
+HEADER = PushHeader(
+    0,
+    0,
+    1,
+    1,
+    base_version=0,
+    oldest_version=0,
+    first_step=1,
+    last_step=3,
+    steps=3,
+    tokens=48,
+    compute_seconds=0.1,
+    encoding="int4",
+    layout_digest="",
+    report=StepReport(),
+    slot=0,
+    incarnation=1,
+)
 
 
 def test_tokens_a_step_count_up_to_a_few_times_the_second_most() -> None:
@@ -15,6 +38,21 @@ def test_tokens_a_step_count_up_to_a_few_times_the_second_most() -> None:
     assert bound_tokens([*honest, Work(1, 24)]) == [16 * 24, 16 * 12, 1], "too few take nothing from the others"
     assert bound_tokens([Work(10, 1), Work(10_000, 0), Work(0, 5)]) == [10, 0, 0]
     assert bound_tokens([Work(1 << 40, 1)]) == [1 << 40], "who is alone is compared with nobody"
+
+
+def test_tokens_a_step_count_up_to_a_few_times_the_learners_own_mean() -> None:
+    other = Work(16 * 24, 24)
+    assert bound_tokens([other, Work(60 * 24, 24, usual=15.0)]) == [16 * 24, 60 * 24], "in bounds, and as it was"
+    assert bound_tokens([other, Work(60 * 24, 24, usual=10.0)]) == [16 * 24, MOST * 10 * 24]
+    told = replace(HEADER, report=StepReport(trained_steps=100, trained_tokens=1600))
+    assert work_of(told, 2) == Work(48, 3, 2, usual=16.0)
+    assert work_of(HEADER, 2).usual == math.inf, "nothing is known of it"
+
+
+def test_sequences_are_compared_with_those_of_the_other_learner_that_reads_most() -> None:
+    assert most_beside([Work(0, 5), Work(7, 0)]) == math.inf, "nobody else has read"
+    assert most_beside([Work(240, 24, batch=8), Work(24, 24, batch=8)]) == MOST * 1.25
+    assert most_beside([Work(1, 24, batch=8)]) == MOST, "the job's own batch is never too much"
 
 
 def test_batches_that_the_job_gives_are_no_lie() -> None:

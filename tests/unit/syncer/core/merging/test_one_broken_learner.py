@@ -16,7 +16,8 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import EventKind, JobPhase, PushRefusal
 from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.books.norm_gate import GATE_FACTOR, GATE_SAMPLES
+from diloco_syncer.core.books.leases import MAX_BLOCK
+from diloco_syncer.core.books.norm_gate import GATE_FACTOR, GATE_PATIENCE, GATE_SAMPLES
 from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.books.shares import MOST
 from diloco_syncer.core.books.slots import TURNS_AHEAD
@@ -339,6 +340,43 @@ def test_who_reads_more_sequences_than_it_trains_tokens_is_refused() -> None:
     assert again.core.slots[0].reported.sequences == most
 
 
+@pytest.mark.promise(
+    "Of the sequences that a learner marks as read, four times as many a step count as another learner reads, or its "
+    "batch has",
+    section="Syncer",
+)
+def test_sequences_beyond_what_others_read_are_not_marked() -> None:
+    desk = Desk(config(slots=2))
+    for slot in (0, 1):
+        desk.join(slot + 1, slot, sequences=1_000_000_000)
+    desk.do(ev.InitialModelStored("L", (8,)))
+    book = desk.core._state.leases
+    assert book is not None
+    held = {1: [], 2: []}  # type: dict[int, list[LeaseCursor]]
+
+    def read(connection: int, steps: int, sequences: int) -> int:
+        """Report so many of both, in all; returns how many count."""
+        while sum(cursor.position for cursor in held[connection]) < sequences:
+            (granted,) = of(desk.do(ev.LeaseRequested(connection)), ev.GrantLease)
+            there = sum(cursor.position for cursor in held[connection])
+            held[connection].append(LeaseCursor(granted.lease.lease, min(granted.lease.end, sequences - there)))
+        row = FragmentReport(1, 0, steps, steps * 1000)
+        report = StepReport(steps, steps, steps * 1000, (row,), cursors=tuple(held[connection]))
+        desk.do(ev.Reported(connection, report))
+        return desk.core.slots[connection - 1].reported.sequences
+
+    assert read(1, 1000, 20_000) == 20_000, "nobody else has read"
+    assert read(2, 1000, 2000) == 2000
+    most = 4 * 2 * 2000 + book.block_size
+    assert book.block_size == MAX_BLOCK and read(1, 2000, 40_000) == most
+    assert (
+        sum(row.position for row in book.open.values() if row.slot == 0)
+        + MAX_BLOCK * (len(held[1]) - sum(row.slot == 0 for row in book.open.values()))
+        == most
+    ), "the rest stays to be read"
+    assert read(2, 2000, 4000) == 4000, "who reads little is none the worse"
+
+
 # ------------------------------------------------------------------ norms
 
 
@@ -381,6 +419,29 @@ def test_a_job_whose_learners_all_move_far_is_not_held_up() -> None:
     assert [passes(0), passes(0), passes(1), passes(0)] == [False, False, True, True]
     gate.add(0, [(1.0, 4)])
     assert not passes(1), "after a merge it is judged anew"
+
+
+@pytest.mark.promise(
+    "A job of one learner whose updates go on to be far larger than its parameters is not held up", section="Syncer"
+)
+def test_a_lone_learner_that_moves_far_again_and_again_is_the_job() -> None:
+    def outcomes(desk: Desk) -> list[bool]:
+        checks = desk.core._aggregator.checks
+        header = desk.header(0, 4)
+        return [checks.check_content(header, 1.0, True, MOST_GROWTH + 0.1) is None for _ in range(GATE_PATIENCE + 1)]
+
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    assert outcomes(desk) == [False] * GATE_PATIENCE + [True]
+    several = Desk(config(slots=2))
+    several.begin(1)  # the other one is not there yet, or not any more
+    assert not any(outcomes(several))
+    desk = Desk(config(slots=1))
+    desk.begin(1)
+    slots = desk.core._state.members
+    slots.add_retired_slots(2)
+    slots.slots[1].merged_pushes = 1
+    assert not any(outcomes(desk)), "the model has another one's work"
 
 
 @pytest.mark.promise("A merge whose norm is far above those before it is an event, and counted", section="Syncer")
