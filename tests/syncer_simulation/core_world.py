@@ -99,7 +99,6 @@ class World:
         self.jumped = 0.0  # seconds that such clocks may have made of none
         self.going_on = False  # the job has ended, and is started again
         self.quorums = {setup.quorum}
-        self.merging: set[int] = set()  # rounds, when no region was missed
         limits = {
             "steps": setup.steps,
             "tokens": MEAN_TOKENS * setup.steps * setup.slots,
@@ -604,11 +603,6 @@ class World:
         lost, policy = self.core._state.members.lost_regions, self.core.config.on_region_lost
         if lost and policy != "Continue":
             assert self.core.phase is not JobPhase.TRAINING, f"{lost} is lost, the policy is {policy}"
-            merges = [opened for opened in self.core.open_rounds.values() if opened.merging]
-            begun = self.core.phase is JobPhase.HOLDING and [one for one in merges if one.id not in self.merging]
-            assert not begun, f"{lost} is lost, and {begun} are merged"
-        else:
-            self.merging = {opened.id for opened in self.core.open_rounds.values() if opened.merging}
 
     def check(self) -> None:
         self.check_slots()
@@ -1045,6 +1039,6 @@ def settle(world: World) -> dict[str, int]:
     for p in range(world.setup.fragments):
         there = {v for q, v in world.records if q == p}
         assert max(there) == world.core.versions[p]
-        if not world.setup.losses and not world.setup.wipes:
+        if not (world.setup.losses or world.setup.wipes or world.seen["damages"]):
             assert there == set(range(world.core.versions[p] + 1)), "a gap"
     return dict(world.core.ledger.totals())
