@@ -105,7 +105,9 @@ def test_only_the_first_learner_is_broken_and_only_as_said(fault: str) -> None:
     cosine = float(sent.astype(np.float64) @ values) / float(np.linalg.norm(sent.astype(np.float64)))
     aligned = {"its work", "× 10", "× 100", "× 1e-6"}
     assert (cosine / float(np.linalg.norm(values)) > 0.999) == (fault in aligned)
-    assert (fault == "noise of the same norm") <= np.isclose(np.linalg.norm(sent.astype(np.float64)), np.linalg.norm(values))
+    assert (fault == "noise of the same norm") <= np.isclose(
+        np.linalg.norm(sent.astype(np.float64)), np.linalg.norm(values)
+    )
 
 
 def test_a_sparse_push_has_the_largest_values_of_each_chunk_at_two_magnitudes() -> None:
