@@ -211,6 +211,7 @@ class World:
         self.deaf: set[str] = set()
         self.quota: int | None = None
         self.syncer_silent = False
+        self.answer_age = 0.0  # of the syncer, in seconds
         self.unschedulable: set[str] = set()
         self.foreign: dict[Ref, Object] = {}
         self.operator_away = False
@@ -640,7 +641,7 @@ class World:
             return
         self.asked_at = self.now
         if self.syncer.pod and not self.syncer_silent:
-            self.asked = ProgramAnswer(self.document(), "", self.now, None)
+            self.asked = ProgramAnswer(self.document(), "", self.now - self.answer_age, None)
             if self.syncer.phase in ("complete", "failed"):
                 tokens = {"trained": self.syncer.tokens, "merged": self.syncer.tokens, "pending": 0, "dropped": 0}
                 self.report = job_report(outcome=self.syncer.phase, tokens=tokens, goodput=0.9)

@@ -28,7 +28,8 @@ def audit(what: str, as_json: bool) -> int:
         found = audit_store(store, job, _tell_progress)
     except (OSError, FormatRefused) as error:
         raise CommandError(f"{what} cannot be read: {error}", FAILED) from error
-    print_text(json.dumps(_document(found), indent=1) if as_json else _text(what, found))
+    document = {"holds": found.holds, **asdict(found)}
+    print_text(json.dumps(document, indent=1) if as_json else _text(what, found))
     return COMPLETE if found.holds else FAILED
 
 
@@ -60,10 +61,6 @@ def _open(what: str) -> tuple[Store, str]:
         except (Damaged, ObjectNotFound, KeyError):  # a running syncer removes states
             continue
     raise CommandError(f"{what} is no store of a job, or it has no state yet: name a run's directory or its store")
-
-
-def _document(found: Audit) -> dict[str, object]:
-    return {"holds": found.holds, **asdict(found)}
 
 
 def _text(what: str, found: Audit) -> str:

@@ -76,6 +76,9 @@ class Node:
     processes: dict[str, Process] = field(default_factory=dict)  # by pod UID, the newest
     ends: dict[str, list[tuple[int, str, float]]] = field(default_factory=dict)  # by pod UID: exit codes
     start_at: dict[str, float] = field(default_factory=dict)  # by pod UID: no sooner
+    mounted: dict[str, str] = field(
+        default_factory=dict
+    )  # by pod UID: the job's settings, which stay when they are gone
 
     @property
     def endpoint(self) -> str:
@@ -369,6 +372,8 @@ class Kubernetes:
     def _start(self, node: Node, uid: str, pod: Object) -> Process:
         labels, count = pod["metadata"]["labels"], len(node.ends.get(uid, ()))
         settings: Any = self.server.find("ConfigMap", pod["metadata"]["namespace"], f"{labels[LABEL_JOB]}-settings")
+        if settings is not None:
+            node.mounted[uid] = settings["data"]["job.json"]
         main = next(c for c in pod["spec"]["containers"] if c["name"] == labels[LABEL_ROLE])
         process = Process(
             id=uid.replace("-", "") + f"{count:04x}",
@@ -378,7 +383,7 @@ class Kubernetes:
             region=labels.get(LABEL_REGION, ""),
             ordinal=int(labels.get(LABEL_POD_INDEX, -1)),
             node=node,
-            job=json.loads(settings["data"]["job.json"]),
+            job=json.loads(node.mounted[uid]),
             started=now(),
             image=str(main["image"]),
             command=tuple(map(str, main["command"])),

@@ -575,6 +575,7 @@ class World:
         elif self.too_few_since is None:
             self.too_few_since = now()
         self.rolled -= {p.pod_name for p in self.processes("learner") if p.told_to_end is None and self._is_back(p)}
+        self.taken -= {p.pod_name for p in self.processes("learner") if self.programs.taking_part(p)}
 
     def _is_back(self, process: Process) -> bool:
         """Whether it takes part, as far as its cluster can see: elsewhere a learner's page says that it has a slot."""
@@ -678,11 +679,12 @@ class World:
             self._violated(f"{operator.name}: {name} is taken, and {left} are left of {required}")
 
     def _judge_order(self, operator: SimulatedOperator, process: Process) -> None:
-        """A rollout takes a learner: that before it in its region takes part again, or its node is lost."""
+        """A rollout takes a learner that the syncer hears: that before it in its region takes part again, or its node
+        is lost."""
         places = {place for place in self.rolled if place.rpartition("-")[0] == process.pod_name.rpartition("-")[0]}
         waits = {place for place in places - {process.pod_name} if self._always_wanted(place)}
         stuck = {p["metadata"]["name"] for p in self.pods("learner") if self._is_on_a_lost_node(p)}
-        if waits - stuck:
+        if waits - stuck and self.programs.heard(process):
             self._violated(f"{operator.name}: {process.pod_name} is taken before {sorted(waits - stuck)} takes part")
         self.rolled.add(process.pod_name)
 
@@ -698,15 +700,10 @@ class World:
             self._violated(f"{operator.name}: {process.pod_name} works and is heard, and is deleted")
         if not any(other.region == process.region or regions[process.region] == 1 for other in heard):
             self._violated(f"{operator.name}: {process.pod_name} is deleted, and nobody of its region is heard")
-        missing = {
-            place
-            for place in self.taken
-            if not any(p.pod_name == place and self.programs.taking_part(p) for p in self.processes("learner"))
-        }
-        others = [place for place in missing if place.rpartition("-")[0] == process.pod_name.rpartition("-")[0]]
+        others = [place for place in self.taken if place.rpartition("-")[0] == process.pod_name.rpartition("-")[0]]
         if others:
             self._violated(f"{operator.name}: {process.pod_name} is deleted before {others} takes part again")
-        self.taken = missing | {process.pod_name}
+        self.taken.add(process.pod_name)
 
     def _judge_leader(self, operator: SimulatedOperator, act: str) -> None:
         """What is done while the Lease names another was done by two at once."""

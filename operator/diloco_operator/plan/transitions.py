@@ -120,8 +120,8 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
         _report_pods(view, event_log, found)
     else:
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
-    _report_durable(event_log, before.get("Durable", {}), conditions.found.get("Durable", {}))
-    _report_volume(view, event_log, status)
+    durable = before.get("Durable", {}), conditions.found.get("Durable", {})
+    _report_durable(view, event_log, *durable, syncer=status.get("syncer") or {})
     _report_output(view, event_log)
     _report_end(view, event_log, found, before, now=conditions.found)
     return event_log.events
@@ -193,28 +193,22 @@ def _report_syncer_fault(event_log: EventLog, before: Mapping[str, Any], now: Ma
     event_log.transition(Topic.SYNCER_FAULT, state(before), fault, "Warning", fault, f"The syncer: {message}")
 
 
-def _report_durable(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """An Event when the volume begins to go, and one when the store came back empty. The other dangers have Events of
-    SyncerReady."""
+def _report_durable(view: View, event_log: EventLog, before: Object, now: Object, syncer: Object) -> None:
+    """An Event when the volume begins to go, one when the store came back empty, and one when the syncer answers on
+    another volume. Nothing else may tell of that: the status may be old, and the new store have as many merges as it
+    says. The other dangers have Events of SyncerReady."""
 
-    def state(condition: Mapping[str, Any]) -> str:
+    def state(condition: Object) -> str:
         return str(condition.get("reason")) if condition.get("reason") in ("VolumeGoing", LOST) else ""
 
-    reason, message = state(now), str(now.get("message"))
-    event_log.transition(Topic.DURABLE, state(before), reason, "Warning", reason, message)
-
-
-def _report_volume(view: View, event_log: EventLog, status: Object) -> None:
-    """An Event when the syncer answers on another volume than before. The status may be much older than the store that
-    is gone was, and the new one may have as many merges by now: then nothing else tells of it."""
-    before, now = ((document.get("syncer") or {}) for document in (view.job.status, status))
-    had, has = before.get("volume") or "", now.get("volume") or ""
-    reason = "VolumeReplaced" if had and has else ""
+    event_log.transition(Topic.DURABLE, state(before), state(now), "Warning", state(now), str(now.get("message")))
+    old = view.job.status.get("syncer") or {}
+    had, has = (str(one.get("volume") or "") for one in (old, syncer))
     message = (
-        f"The syncer's volume was deleted, and it answers on another, with {now.get('merges') or 0} merges: of what "
-        f"learners gave back, or of a model that began anew. The other had {before.get('merges') or 0} or more."
+        f"The syncer's volume was deleted, and it answers on another, with {syncer.get('merges') or 0} merges: of what "
+        f"learners gave back, or of a model that began anew. The other had {old.get('merges') or 0} or more."
     )
-    event_log.transition(Topic.VOLUME, had, has, "Warning", reason, message)
+    event_log.transition(Topic.VOLUME, had, has, "Warning", "VolumeReplaced" if had and has else "", message)
 
 
 def _report_quorum(event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -259,16 +259,12 @@ class InitialModelUpload:
     def _check_announced(self, broadcast: Broadcast, layout: Layout, origin: int) -> None:
         """Raises ``InitialRefused`` unless a fragment that was given back is a version that was announced."""
         fragment = broadcast.fragment
+        receipt = self._receipts.get(fragment, b"")
         try:
-            receipt = self._receipts.get(fragment, b"")
             announced = self.model.check_receipt(receipt, fragment, layout, self._frozen_name)
+            if announced.digest != broadcast.digest:
+                raise WireError(f"fragment {fragment}: its values are not those that were announced")
+            if (origin == STAND_IN) != (announced.version > 0):
+                raise WireError(f"fragment {fragment}: its receipt is of version {announced.version}")
         except WireError as error:
             raise InitialRefused(str(error), not_believed=True) from error
-        if announced.digest != broadcast.digest:
-            raise InitialRefused(
-                f"fragment {fragment}: its values are not those that were announced", not_believed=True
-            )
-        if (origin == STAND_IN) != (announced.version > 0):
-            raise InitialRefused(
-                f"fragment {fragment}: its receipt is of version {announced.version}", not_believed=True
-            )

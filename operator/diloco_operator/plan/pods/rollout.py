@@ -87,12 +87,9 @@ def advance_rollout(view: View) -> Rollout:
             out.regions[region.name] = said
             continue
         budget -= 1 if healthy else 0
-        holds = healthy and _all_are_needed(view)
-        suffix = (
-            f"; every learner is needed (sync.quorum is {view.required}), so the job holds until it is back"
-            if holds
-            else ""
-        )
+        suffix = ""
+        if healthy and _all_are_needed(view):
+            suffix = f"; every learner is needed (sync.quorum is {view.required}), so the job holds until it is back"
         out.regions[region.name] = f"{said}; {pod.name} is restarted now{suffix}"
         view.memory.own_deletions.add(pod.uid)
         view.memory.successors.setdefault(pod.name, AwaitedSuccessor(view.now, ""))
@@ -211,9 +208,10 @@ def _all_are_needed(view: View) -> bool:
 
 
 def _is_quiet(view: View, slot: SlotRow) -> bool:
-    """Whether the slot's learner has missed heartbeats: it may be cut off or dead, though the syncer waits for it."""
+    """Whether the slot's learner may have missed heartbeats by now: it may be cut off or dead, and still waited for."""
     limit = max(QUIET_SECONDS, QUIET_HEARTBEATS * view.job.spec.sync.heartbeat.interval_seconds)
-    return (slot.heard_seconds_ago or 0.0) > limit
+    asked = view.observed.syncer
+    return (slot.heard_seconds_ago or 0.0) + (view.now - asked.at if asked is not None else 0.0) > limit
 
 
 def _explain_no_budget(view: View) -> str:

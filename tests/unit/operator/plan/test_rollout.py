@@ -136,6 +136,17 @@ def test_a_learner_that_has_just_fallen_silent_is_not_relied_on() -> None:
         world.until(lambda w: w.whole() and {p.image for p in w.of("learner")} == {"other:1"})
 
 
+def test_no_learner_is_relied_on_by_an_answer_that_is_old() -> None:
+    """A job in which nothing happens is asked every 10 s, and others may be cut off since."""
+    world = started(2, sync={"quorum": 1})
+    world.answer_age = 6.0
+    world.edit(learners=template("other:1"))
+    world.run(60)
+    assert not world.taken
+    world.answer_age = 0.0
+    world.until(lambda w: w.taken)
+
+
 def test_a_silent_syncer_stops_the_taking_of_healthy_learners() -> None:
     world = started()
     world.syncer_silent = True
