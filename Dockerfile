@@ -122,7 +122,7 @@ RUN pip install --prefix=/install --no-warn-script-location --no-deps --no-build
 
 FROM compute AS kernels
 COPY --from=code /install /usr/local
-RUN python -c 'import diloco_protocol.arrays.codec_kernels, diloco_protocol.arrays.codec, diloco_syncer.numerics.merge, diloco_syncer.numerics.outer; from diloco_protocol.arrays.kernels import compile_all; compile_all()' \
+RUN python -c 'import diloco_protocol.arrays.codec_kernels, diloco_protocol.arrays.codec, diloco_syncer.numerics.median, diloco_syncer.numerics.merge, diloco_syncer.numerics.outer; from diloco_protocol.arrays.kernels import compile_all; compile_all()' \
  && test -n "$(find "${NUMBA_CACHE_DIR}" -name '*.nbi')"
 
 # ------------------------------------------------------------------ images

@@ -23,7 +23,7 @@ AZURITE := azurite@3.35.0
 SITE := $(VENV)/site
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements.lock)
 # Modules with compiled loops: compiled once here, not by each of the processes that a test run starts together.
-KERNELS := diloco_protocol.arrays.codec_kernels, diloco_syncer.numerics.merge, diloco_syncer.numerics.outer
+KERNELS := diloco_protocol.arrays.codec_kernels, diloco_syncer.numerics.median, diloco_syncer.numerics.merge, diloco_syncer.numerics.outer
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -qq
 
 DEMO_JOB ?= examples/tiny-gpt.yaml

@@ -282,7 +282,7 @@ async def test_a_base_is_taken_only_as_it_was_asked_for(tmp_path: Path) -> None:
         assert (asked.fragment, asked.epoch, asked.version) == (0, 1, 2)
         assert "lost data" in syncer.status()["message"]
         for what, payload, word in (
-            (base(fragment=1), values, "was not asked for"),
+            (base(fragment=1), values, "its tag is wrong"),
             (base(fragment=9), values, "fragment 9"),
             (base(), values[:-4], "as float32 it has"),
         ):

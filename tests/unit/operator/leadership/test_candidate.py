@@ -258,7 +258,7 @@ def test_who_leads_is_waited_for_and_not_asked_for_again_and_again(monkeypatch: 
         api = SimulatedApi(
             server, random.Random(0), lambda: reached, at_once, acted=lambda *act: None, seconds_for_a_write=lambda: 0.0
         )
-        candidate = Candidate(SimulatedLease(api, "ns", "diloco-operator"), "one", clock)  # type: ignore[arg-type]
+        candidate = Candidate(SimulatedLease(api, "ns", "diloco-operator", skew=0.0), "one", clock)  # type: ignore[arg-type]
         made.append(candidate)
         queue = WorkQueue(turn, 1, clock=now)
         begun: list[bool] = []
