@@ -120,8 +120,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
         _report_pods(view, event_log, found)
     else:
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
-    durable = before.get("Durable", {}), conditions.found.get("Durable", {})
-    _report_durable(view, event_log, *durable, syncer=status.get("syncer") or {})
+    _report_durable(view, event_log, before.get("Durable", {}), conditions.found.get("Durable", {}), status=status)
     _report_output(view, event_log)
     _report_end(view, event_log, found, before, now=conditions.found)
     return event_log.events
@@ -193,7 +192,7 @@ def _report_syncer_fault(event_log: EventLog, before: Mapping[str, Any], now: Ma
     event_log.transition(Topic.SYNCER_FAULT, state(before), fault, "Warning", fault, f"The syncer: {message}")
 
 
-def _report_durable(view: View, event_log: EventLog, before: Object, now: Object, syncer: Object) -> None:
+def _report_durable(view: View, event_log: EventLog, before: Object, now: Object, status: Object) -> None:
     """An Event when the volume begins to go, one when the store came back empty, and one when the syncer answers on
     another volume. Nothing else may tell of that: the status may be old, and the new store have as many merges as it
     says. The other dangers have Events of SyncerReady."""
@@ -202,7 +201,7 @@ def _report_durable(view: View, event_log: EventLog, before: Object, now: Object
         return str(condition.get("reason")) if condition.get("reason") in ("VolumeGoing", LOST) else ""
 
     event_log.transition(Topic.DURABLE, state(before), state(now), "Warning", state(now), str(now.get("message")))
-    old = view.job.status.get("syncer") or {}
+    old, syncer = (document.get("syncer") or {} for document in (view.job.status, status))
     had, has = (str(one.get("volume") or "") for one in (old, syncer))
     message = (
         f"The syncer's volume was deleted, and it answers on another, with {syncer.get('merges') or 0} merges: of what "

@@ -48,7 +48,7 @@ from __future__ import annotations
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal, SlotState
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.books.rounds import Round
-from diloco_syncer.core.books.slots import Slot
+from diloco_syncer.core.books.slots import TURNS_AHEAD, Slot
 from diloco_syncer.core.reports import find_nonsense
 from diloco_syncer.core.state import JobState
 
@@ -90,14 +90,15 @@ class PushChecks:
         if not finite:
             return PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values"
         gate = self._state.norm_gate
+        steps = min(header.steps, TURNS_AHEAD * self._config.max_steps)  # more are of pushes that were refused before
         if (
             growth > MOST_GROWTH
-            and not gate.is_usual(header.fragment, norm, header.steps)
+            and not gate.is_usual(header.fragment, norm, steps)
             and not gate.record_growth(header.fragment, header.slot, self._state.members.is_alone(header.slot))
         ):
             words = f"a tensor would move by {growth:.3g} times the size of its values: at most {MOST_GROWTH:g}"
             return PushRefusal.OUT_OF_SCALE, words
-        objection = gate.objection(header.fragment, norm, header.steps)
+        objection = gate.objection(header.fragment, norm, steps)
         return (PushRefusal.NORM_GATE, objection) if objection else None
 
     def _check_end(self) -> Refusal | None:

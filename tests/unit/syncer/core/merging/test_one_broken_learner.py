@@ -422,6 +422,19 @@ def test_pushes_that_are_usual_are_of_scale_however_small_the_parameters_are() -
     assert checks.check_content(header, GATE_FACTOR + 0.1, True, MOST_GROWTH + 0.1) is not None
 
 
+def test_steps_of_refused_pushes_do_not_carry_a_broken_learner_past_the_gate() -> None:
+    """Its steps are kept for the next push, and the norm is measured by steps."""
+    desk = Desk(config(slots=1, norm_gate=GATE_FACTOR, max_steps=32))
+    desk.begin(1)
+    checks, header, most = desk.core._aggregator.checks, desk.header(0, 4), TURNS_AHEAD * 32
+    desk.core._state.norm_gate.add(0, [(1.0, 4)] * GATE_SAMPLES)
+    norm = GATE_FACTOR * most / 4
+    assert checks.check_content(replace(header, steps=most), norm, True) is None
+    for steps in (most, 10 * most):
+        refused = checks.check_content(replace(header, steps=steps), norm + 1.0, True)
+        assert refused is not None and refused[0] is PushRefusal.NORM_GATE
+
+
 def test_a_job_whose_learners_all_move_far_is_not_held_up() -> None:
     desk = Desk(config(slots=2))
     desk.begin(2)
