@@ -15,12 +15,11 @@ Names in the store::
     tape/<n>.jsonl                  the event tape (tape.py)
 
 What a restart takes of it is in restore.py. Records are kept from the older of the two newest states on, so one
-damaged state loses nothing. Of each fragment the record before the newest is kept too, whatever the states say, so one
-damaged record costs its fragment one version, and nothing where a learner holds that one. What is written once for the
-whole job is there twice (``copy_name``): its identity, and all of version 0, whose fragments' copies go with the first
-merge. So no damage of one object makes a store unusable. ``scrub`` finds a damaged newest record while the syncer
-still has its content. A store in which nothing fits together is refused: a job is never begun anew over what could not
-be read.
+damaged state loses nothing. Of each fragment the record before the newest is kept too, so one damaged record costs its
+fragment one version, and two if it is the one before the newest and no state has it: still wrong. What a learner holds
+of these is given back. What is written once for the whole job is there twice (``copy_name``): its identity, and all of
+version 0, whose fragments' copies go with the first merge. So no damage of one object makes a store unusable. ``scrub``
+finds a damaged newest record while the syncer has its content. Nothing is begun anew over a store that fits nowhere.
 """
 
 from __future__ import annotations

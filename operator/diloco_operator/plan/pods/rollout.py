@@ -211,7 +211,7 @@ def _is_quiet(view: View, slot: SlotRow) -> bool:
     """Whether the slot's learner may have missed heartbeats by now: it may be cut off or dead, and still waited for."""
     limit = max(QUIET_SECONDS, QUIET_HEARTBEATS * view.job.spec.sync.heartbeat.interval_seconds)
     asked = view.observed.syncer
-    return (slot.heard_seconds_ago or 0.0) + (view.now - asked.at if asked is not None else 0.0) > limit
+    return (slot.heard_seconds_ago or 0.0) + (max(0.0, view.now - asked.at) if asked is not None else 0.0) > limit
 
 
 def _explain_no_budget(view: View) -> str:
