@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import faulty_syncer
+import grpc
 import pytest
 from faulty_syncer import CALLS, ERRORS, KILLS, Fault
 from forked import ForkedProcess, fork
@@ -71,7 +72,7 @@ class Mortal(Syncer):
         self.compare_records()
 
     def versions_now(self) -> list[int]:
-        with contextlib.suppress(Exception):  # it has not begun, or is gone
+        with contextlib.suppress(grpc.RpcError, OSError):  # it has not begun, or is gone
             return list(self.status()["versions"])
         return []
 
@@ -133,6 +134,8 @@ def test_a_hundred_lives_lose_and_double_nothing(tmp_path: Path, capsys: pytest.
             steps += collect(ordinal)
         wait_until(lambda: all(row["state"] == "drained" for row in syncer.status()["slots"]), "the drains")
         report = syncer.report()
+        syncer.look()
+        assert sum(syncer.versions) == report["merges"]
     finally:
         for learner in learners:
             learner.kill()
