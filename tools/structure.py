@@ -47,11 +47,11 @@ class Bound:
 # A bound falls when its figure does. It is raised only with its reason beside it.
 BOUNDS = {
     "lines of product": Bound(
-        65_500,
-        "60,500 without its laboratory, 2,500 for jobs that end well with the wrong model, and 2,500 for stores, "
+        68_000,
+        "60,500 without its laboratory, and 2,500 each for jobs that end well with the wrong model, for stores, "
         "words and bounds that hold whatever others do",
     ),
-    "lines of cli": Bound(17_160, "15,500 without its laboratory, and a third of those 5,000"),
+    "lines of cli": Bound(17_990, "15,500 without its laboratory, and a third of those 7,500"),
     "import circles": Bound(0, "of two modules that need each other neither can be read first"),
     "folder circles": Bound(0, "folders that need each other are headings and no layers"),
     "bench circles": Bound(0, "of two programs that need each other neither can be read first"),
