@@ -75,6 +75,8 @@ def find_runs(
     runs = []
     for span in spans:
         factor = 1 if bytes_each is None else bytes_each[span.name]
+        if span.name not in parts:
+            continue  # another rank has it
         for mine, there in parts[span.name].cut(span.start, span.stop):
             there = there.scaled(factor).shifted(span.offset)
             runs.append(Run(span.name, mine.scaled(factor), there))
@@ -236,7 +238,7 @@ class Exchange:
             elif not form.parameter and plain:
                 held[span.name] = Part.whole(form.elements)
         sizes = {label: known[label].size for label in held}
-        return find_runs(held, [span for span in spans if span.name in held], sizes)
+        return find_runs(held, spans, sizes)
 
     def _runs_to_give(self, spans: Sequence[Span], forms: Sequence[Form], parts: Mapping[str, Part]) -> list[Run]:
         """What all ranks hold whole the leader gives."""
