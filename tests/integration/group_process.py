@@ -45,7 +45,9 @@ def wrap(model: torch.nn.Module, form: str) -> torch.nn.Module:
     return model
 
 
-def start_group(service: Syncer, ordinal: int, form: str, size: int, near: int | None = None, **environ: str) -> list[ForkedProcess]:
+def start_group(
+    service: Syncer, ordinal: int, form: str, size: int, near: int | None = None, **environ: str
+) -> list[ForkedProcess]:
     """The ranks of a learner. ``near``: how many of them are on the leader's host, as far as memory goes."""
     ranks = []
     meeting = service.folder / f"meeting-{ordinal}-{time.monotonic_ns()}"
