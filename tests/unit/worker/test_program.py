@@ -85,7 +85,7 @@ def test_one_of_several_ranks_needs_a_group(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.chdir(tmp_path)
     Path("job.json").write_text(job_to_json(parse_job(JOB.replace("PATH", "python-stdlib").replace("DEVICE", "cpu"))))
-    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is 8, and there is no .* init_process_group\(\) before"):
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is 8, and there is no .*init_process_group\(\) before"):
         Learner.from_environment(model, optimizer, environ={"RANK": "0", "WORLD_SIZE": "8", **job})
     Learner.from_environment(model, optimizer, environ={"RANK": "0", "WORLD_SIZE": "1"})
 
