@@ -136,6 +136,24 @@ class BatchSpec(Spec):
     accumulation: int = Field(1, ge=1, le=4096, description="Forward passes per optimizer step.")
 
 
+class ParallelSpec(Spec):
+    """How the built-in trainer divides the model among a learner's ranks: shard × replicate of them."""
+
+    shard: int | None = Field(
+        None,
+        ge=1,
+        le=16_384,
+        description="Ranks that hold one copy of the model together, each a part of every tensor (FSDP2); 1: each rank "
+        "holds the model whole; null: the learner's ranks divided by replicate.",
+    )
+    replicate: int = Field(
+        1,
+        ge=1,
+        le=16_384,
+        description="Copies of the model in a learner. Both above 1: HSDP. With shard 1: data parallelism like DDP's.",
+    )
+
+
 class OptimizerSpec(Spec):
     """The inner optimizer, one per learner."""
 
@@ -191,6 +209,10 @@ class TrainingSpec(Spec):
     model: ModelSpec | None = Field(None, description="The model. Required unless learners.command is given.")
     data: DataSpec | None = Field(None, description="The data. Required unless learners.command is given.")
     batch: BatchSpec = Field(default_factory=BatchSpec, description="One learner's batch.")
+    parallel: ParallelSpec = Field(
+        default_factory=ParallelSpec,
+        description="How a learner of several processes (learners.processes, learners.pods) divides the model.",
+    )
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="The inner optimizer.")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
