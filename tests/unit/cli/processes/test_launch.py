@@ -69,7 +69,7 @@ def test_a_check_that_stands_still_is_told_of_and_killed(impatient: None) -> Non
 STARTER = """
 import os, pathlib, subprocess, sys, time
 stray = "import os, pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); at = sys.argv[1]; "
-stray += "pathlib.Path(at + '~').write_text(str(os.getpid())); os.rename(at + '~', at); time.sleep(60)"
+stray += "pathlib.Path(at + '~').write_text(str(os.getpid())); os.rename(at + '~', at); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", stray, sys.argv[1]], start_new_session=True)
 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
