@@ -117,6 +117,13 @@ class Trial:
         spec = job.spec.model_dump(mode="json", by_alias=True)
         # What is trained decides, and not whether a field or its default says it.
         del spec["training"]["model"]["initialise"]  # which is of checkpoints, and came after the published trials
+        # What came with learners of several processes, and of which these trials have none.
+        for name in ("parallel", "activationCheckpointing", "compile"):
+            del spec["training"][name]
+        for holder in (spec["learners"], *spec["regions"]):
+            del holder["processes"], holder["pods"]
+        for region in spec["regions"]:
+            del region["parallel"]
         del spec["suspendPolicy"]  # which is for clusters, and came after them
         spec["sync"]["merge"]["method"], outer = choose_merge(job.spec, 0)
         spec["sync"]["outer"] = asdict(outer)

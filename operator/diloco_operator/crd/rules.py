@@ -55,6 +55,9 @@ REGIONS, REGION = (*SPEC, "regions"), (*SPEC, "regions", "[]")
 
 _SLOTS = "self.regions.map(r, r.learners).sum()"
 _MOST = "(has(r.maxLearners) ? r.maxLearners : r.learners)"
+_RANKS = "((has(r.processes) ? r.processes : self.learners.processes) * (has(r.pods) ? r.pods : self.learners.pods))"
+_PARALLEL = "(has(r.parallel) ? r.parallel : self.training.parallel)"
+_BATCH = "(has(r.batch) ? r.batch : self.training.batch)"
 _NAMED = "has(self.syncer.cluster) || self.regions.exists(r, has(r.cluster))"
 _SPANS = "has(self.syncer.cluster) && self.regions.exists(r, has(r.cluster) && r.cluster != self.syncer.cluster)"
 _SPANNING = "the job spans clusters (syncer.cluster and regions[].cluster differ)"
@@ -219,6 +222,45 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         "maxLearners is not for a deterministic job, whose data and pushes are dealt to a fixed number of learners: "
         "leave it out",
         ".regions",
+    ),
+    # learners of several processes
+    Rule(
+        SPEC,
+        f"!has(self.learners.command) || !self.learners.command[0].endsWith('torchrun') || "
+        f"self.regions.all(r, {_RANKS} == 1)",
+        "starts torchrun, and each of the ranks that processes and pods start would start it again: write the program "
+        "alone, such as [python, train.py], or leave processes and pods at 1",
+        ".learners.command",
+    ),
+    Rule(
+        SPEC,
+        f"has(self.learners.command) || self.regions.all(r, has({_PARALLEL}.shard) || "
+        f"{_RANKS} % {_PARALLEL}.replicate == 0)",
+        "replicate must divide a learner's ranks (processes × pods) in every region: change it, or give the region its "
+        "own parallel",
+        ".training.parallel.replicate",
+    ),
+    Rule(
+        SPEC,
+        f"has(self.learners.command) || self.regions.all(r, !has({_PARALLEL}.shard) || "
+        f"{_PARALLEL}.shard * {_PARALLEL}.replicate == {_RANKS})",
+        "shard times replicate must be a learner's ranks (processes × pods) in every region: leave shard out, or give "
+        "the region its own parallel",
+        ".training.parallel.shard",
+    ),
+    Rule(
+        SPEC,
+        f"has(self.learners.command) || self.regions.all(r, {_BATCH}.sequences % {_RANKS} == 0)",
+        "must be divisible by a learner's ranks (processes × pods) in every region, which share a batch: change it, or "
+        "give the region its own batch",
+        ".training.batch.sequences",
+    ),
+    Rule(
+        SPEC,
+        "has(self.learners.command) || !has(self.training.model) || self.training.model.frozenDtype != 'bfloat16' || "
+        f"self.regions.all(r, {_RANKS} == 1)",
+        "is float32 where a learner has several ranks (processes × pods): leave it out, or use one process a learner",
+        ".training.model.frozenDtype",
     ),
     # clusters
     Rule(

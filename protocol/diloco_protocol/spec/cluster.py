@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -18,7 +18,7 @@ from diloco_protocol.spec.base import (
     Spec,
     Text,
 )
-from diloco_protocol.spec.training import BatchSpec
+from diloco_protocol.spec.training import BatchSpec, ParallelSpec
 from diloco_protocol.vocabulary import SYNC_PORT
 
 
@@ -29,6 +29,20 @@ def _positive_quantity(text: str) -> str:
 
 
 Quantity = Annotated[str, Field(max_length=32), AfterValidator(_positive_quantity)]
+Processes = Annotated[int, Field(ge=1, le=64)]
+Pods = Annotated[int, Field(ge=1, le=256)]
+
+
+class Group(NamedTuple):
+    """The processes of one learner: so many in each of its pods."""
+
+    processes: int
+    pods: int
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the learner in all its pods; 1: it is an ordinary process."""
+        return self.processes * self.pods
 
 
 class ServiceSpec(Spec):
@@ -144,6 +158,16 @@ class LearnersSpec(Spec):
         description="Your own program instead of the built-in trainer. `diloco run` starts it in the "
         "directory of the job file, and replaces `python` by its own interpreter.",
     )
+    processes: Processes = Field(
+        1,
+        description="Processes in each pod of a learner, each with one GPU if the pod has GPUs. They train one model "
+        "together. More than 1: the learner's program is started in so many ranks, with the environment of torchrun's.",
+    )
+    pods: Pods = Field(
+        1,
+        description="Pods of each learner, whose ranks are processes × pods. On one machine all ranks are started "
+        "there.",
+    )
     stall_seconds: Seconds | None = Field(
         600.0,
         description="A learner has stalled if it makes no step for this many seconds, and for the time of 20 steps. It "
@@ -195,6 +219,15 @@ class RegionSpec(Spec):
     batch: BatchSpec | None = Field(
         None,
         description="The batch of this region's learners; it replaces training.batch as a whole; null: training.batch.",
+    )
+    processes: Processes | None = Field(
+        None, description="Processes in each pod of this region's learners; null: learners.processes."
+    )
+    pods: Pods | None = Field(None, description="Pods of each of this region's learners; null: learners.pods.")
+    parallel: ParallelSpec | None = Field(
+        None,
+        description="How this region's learners divide the model among their ranks; it replaces training.parallel as a "
+        "whole; null: training.parallel.",
     )
     pod_template: Free = Field({}, description="Merged over learners.podTemplate in this region.")
 

@@ -10,13 +10,14 @@ from diloco_protocol.spec.base import OutputUri, Spec
 from diloco_protocol.spec.cluster import (
     EvaluatorSpec,
     FailurePolicySpec,
+    Group,
     LearnersSpec,
     NodeLossSpec,
     RegionSpec,
     SyncerSpec,
 )
 from diloco_protocol.spec.sync import SyncSpec
-from diloco_protocol.spec.training import BatchSpec, TrainingSpec
+from diloco_protocol.spec.training import BatchSpec, ParallelSpec, TrainingSpec
 
 
 class OutputSpec(Spec):
@@ -101,10 +102,24 @@ class JobSpec(Spec):
         own = next((one.batch for one in self.regions if one.name == region), None)
         return self.training.batch if own is None else own
 
+    def parallel_of(self, region: str) -> ParallelSpec:
+        """How a region's learners divide the model among their ranks."""
+        own = next((one.parallel for one in self.regions if one.name == region), None)
+        return self.training.parallel if own is None else own
+
+    def group(self, region: str) -> Group:
+        """The processes of each of a region's learners; of an unknown region, those of all others."""
+        own = next((one for one in self.regions if one.name == region), None)
+        processes, pods = (own.processes, own.pods) if own else (None, None)
+        return Group(processes or self.learners.processes, pods or self.learners.pods)
+
     def in_region(self, region: str) -> JobSpec:
-        """The job as a learner of the region has it: ``training.batch`` is the region's."""
-        training = self.training.model_copy(update={"batch": self.batch_of(region)})
-        return self.model_copy(update={"training": training})
+        """The job as a learner of the region has it: ``training.batch``, ``training.parallel``, ``learners.processes``
+        and ``learners.pods`` are the region's."""
+        own = {"batch": self.batch_of(region), "parallel": self.parallel_of(region)}
+        training = self.training.model_copy(update=own)
+        learners = self.learners.model_copy(update=self.group(region)._asdict())
+        return self.model_copy(update={"training": training, "learners": learners})
 
     @property
     def quorum(self) -> int:

@@ -25,7 +25,7 @@ OTHERS: dict[str, str] = {
     "spec.sync.adoption.alpha": "fragment_update_alpha α",
     "spec.regions.learners": (
         "M learners_per_region"
-        " replicas workers world_size num_learners n_learners num_replicas num_workers nnodes num_nodes nproc_per_node"
+        " replicas workers world_size num_learners n_learners num_replicas num_workers nnodes num_nodes"
         " count size num"
     ),
     # The inner optimizer.
@@ -70,6 +70,9 @@ OTHERS: dict[str, str] = {
     "spec.training.evaluation.everyTokens": "eval_every eval_interval eval_steps",
     "spec.training.evaluation.fraction": "val_fraction validation_split eval_split",
     # Programs, places and the end.
+    "spec.learners.processes": "nproc_per_node nproc gpus_per_node devices num_gpus",
+    "spec.training.parallel.shard": "data_parallel_shard_degree dp_shard fsdp_size sharding_degree",
+    "spec.training.parallel.replicate": "data_parallel_replicate_degree dp_replicate replicas_per_group",
     "spec.learners.command": "cmd program script entrypoint run train_script",
     "spec.output.uri": "output_dir save_dir out_dir export_dir",
     "spec.syncer.checkpoint.everySeconds": "checkpoint_interval save_interval checkpoint_every save_steps",
@@ -91,8 +94,8 @@ NOT_HERE: tuple[tuple[str, str, str], ...] = (
         "",
         "zero_optimization zero_stage deepspeed fsdp fsdp_config tensor_parallel tensor_parallel_size"
         " pipeline_parallel pipeline_parallel_size",
-        "does not exist here: a learner holds the whole model on one device, without FSDP, ZeRO or a model in parallel "
-        "parts",
+        "does not exist here: the built-in trainer divides the model by FSDP2 (learners.processes, training.parallel), "
+        "and a program of your own (learners.command) as it likes",
     ),
     (
         "spec.training.data",

@@ -7,6 +7,7 @@ consequence of the first mistake.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -270,6 +271,59 @@ def _max_learners(spec: JobSpec, index: int, region: RegionSpec) -> Iterator[Vio
         )
 
 
+def _parallel(spec: JobSpec) -> Iterator[Violation]:
+    """learners.command does not start torchrun where a learner has several ranks. With the built-in trainer, in every
+    region: parallel.shard × parallel.replicate is the ranks of a learner
+    (processes × pods), and batch.sequences is divisible by them. A learner of several ranks has no
+    training.model.frozenDtype bfloat16."""
+    if (command := spec.learners.command) is not None:
+        if command[0].endswith("torchrun") and any(spec.group(region.name).ranks > 1 for region in spec.regions):
+            yield broken(
+                "learners.command",
+                "starts torchrun, and each of the ranks that learners.processes and learners.pods start would start it "
+                "again: write the program alone, such as [python, train.py], or leave processes and pods at 1",
+                "learners.processes",
+                "learners.pods",
+                *(f"regions.{i}.{name}" for i in range(len(spec.regions)) for name in ("processes", "pods")),
+            )
+        return
+    for index, region in enumerate(spec.regions):
+        ranks, parallel, batch = spec.group(region.name).ranks, spec.parallel_of(region.name), region.batch
+        here = f"regions.{index}"
+        shape = ("learners.processes", "learners.pods", f"{here}.processes", f"{here}.pods", "learners.command")
+        path = "training.parallel" if region.parallel is None else f"{here}.parallel"
+        said = f"a learner of region {region.name} has {ranks} rank{'s' * (ranks > 1)} (processes × pods)"
+        if parallel.shard is None and ranks % parallel.replicate:
+            yield broken(
+                f"{path}.replicate",
+                f"must divide the learner's ranks, and {said}: change it, or give the region its own parallel",
+                *shape,
+            )
+        if parallel.shard is not None and parallel.shard * parallel.replicate != ranks:
+            yield broken(
+                f"{path}.shard",
+                f"times replicate ({parallel.replicate}) must be the learner's ranks, and {said}: leave shard out, or "
+                "give the region its own parallel",
+                f"{path}.replicate",
+                *shape,
+            )
+        sequences = spec.batch_of(region.name).sequences
+        if sequences % ranks:
+            yield broken(
+                "training.batch.sequences" if batch is None else f"{here}.batch.sequences",
+                f"must be divisible by the learner's ranks, which share a batch, and {said}: make it "
+                f"{math.ceil(sequences / ranks) * ranks}, or give the region its own batch",
+                *shape,
+            )
+        model = spec.training.model
+        if ranks > 1 and model is not None and model.frozen_dtype == "bfloat16":
+            yield broken(
+                "training.model.frozenDtype",
+                f"is float32 where ranks share tensors, and {said}: leave it out, or use one process a learner",
+                *shape,
+            )
+
+
 def _clusters(spec: JobSpec) -> Iterator[Violation]:
     """A cluster is named everywhere or nowhere. A job that spans clusters has an endpoint that is not ClusterIP, its
     address, syncer.tls.secretName and learners.credentials.secretName. Type External has an address."""
@@ -390,7 +444,7 @@ def _output(spec: JobSpec) -> Iterator[Violation]:
         )
 
 
-RULES = (_stop, _model, _data, _sync, _regions, _clusters, _syncer, _output)
+RULES = (_stop, _model, _data, _sync, _regions, _parallel, _clusters, _syncer, _output)
 
 
 def violations(spec: JobSpec) -> list[Violation]:

@@ -136,6 +136,24 @@ class BatchSpec(Spec):
     accumulation: int = Field(1, ge=1, le=4096, description="Forward passes per optimizer step.")
 
 
+class ParallelSpec(Spec):
+    """How the built-in trainer divides the model among a learner's ranks: shard × replicate of them."""
+
+    shard: int | None = Field(
+        None,
+        ge=1,
+        le=16_384,
+        description="Ranks that hold one copy of the model together, each a part of every tensor (FSDP2); 1: each rank "
+        "holds the model whole; null: the learner's ranks divided by replicate.",
+    )
+    replicate: int = Field(
+        1,
+        ge=1,
+        le=16_384,
+        description="Copies of the model in a learner. Both above 1: HSDP. With shard 1: data parallelism like DDP's.",
+    )
+
+
 class OptimizerSpec(Spec):
     """The inner optimizer, one per learner."""
 
@@ -191,6 +209,10 @@ class TrainingSpec(Spec):
     model: ModelSpec | None = Field(None, description="The model. Required unless learners.command is given.")
     data: DataSpec | None = Field(None, description="The data. Required unless learners.command is given.")
     batch: BatchSpec = Field(default_factory=BatchSpec, description="One learner's batch.")
+    parallel: ParallelSpec = Field(
+        default_factory=ParallelSpec,
+        description="How a learner of several processes (learners.processes, learners.pods) divides the model.",
+    )
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="The inner optimizer.")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -198,6 +220,16 @@ class TrainingSpec(Spec):
         "auto: bfloat16 where the device has it in hardware, else float32.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu.")
+    activation_checkpointing: bool = Field(
+        False,
+        description="The built-in trainer keeps each block's input alone, and computes its activations again in the "
+        "backward pass: less memory, about a third more arithmetic.",
+    )
+    compile: bool = Field(
+        False,
+        description="The built-in trainer compiles each block of the model (torch.compile), which needs a C++ compiler "
+        "on the CPU. The first step takes longer.",
+    )
     stop: StopSpec = Field(
         default_factory=lambda: StopSpec(tokens=2_000_000),
         description="When the job is done: exactly one of steps, tokens, seconds.",

@@ -128,8 +128,8 @@ def test_another_name_is_told_by_the_fields_own_with_an_example(override: str, w
         ),
         ("epochs=3", "did you mean spec.training.stop.steps? There are no epochs"),
         ("training.data.num_workers=2", "spec.training.data.num_workers: does not exist here: a learner prepares"),
-        ("training.zero_optimization={stage: 2}", "without FSDP, ZeRO"),
-        ("zero_optimization={stage: 2}", "without FSDP, ZeRO"),
+        ("training.zero_optimization={stage: 2}", "divides the model by FSDP2"),
+        ("zero_optimization={stage: 2}", "divides the model by FSDP2"),
     ],
 )
 def test_a_number_of_another_unit_is_not_taken_over_and_what_is_not_here_is_said(override: str, words: str) -> None:
