@@ -38,6 +38,7 @@ class Odd(nn.Module):
         self.embedding = nn.Embedding(7, 5)
         self.first, self.second = nn.Linear(5, 10), nn.Linear(10, 5)
         self.few = nn.Parameter(torch.randn(1, 5))
+        self.one = nn.Parameter(torch.ones(1))
         self.scales = nn.Parameter(torch.randn(3, 2, 5))
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -45,7 +46,7 @@ class Odd(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens) + self.few
-        hidden = self.second(torch.tanh(self.first(hidden))) * self.scales.sum((0, 1))
+        hidden = self.second(torch.tanh(self.first(hidden))) * self.scales.sum((0, 1)) * self.one
         return self.head(hidden)
 
 
