@@ -38,7 +38,7 @@ def wrap(model: torch.nn.Module, form: str) -> torch.nn.Module:
     if form == "hsdp":
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     for layer in model.children():
-        if any(True for _ in layer.parameters()):
+        if type(layer) is torch.nn.Linear and layer.bias is not None:  # not what is tied to another layer
             place = (lambda p: Shard(1) if p.ndim > 1 else Shard(0)) if form == "columns" else None
             fully_shard(layer, mesh=mesh, shard_placement_fn=place)
     fully_shard(model, mesh=mesh)

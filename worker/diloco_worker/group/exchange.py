@@ -74,9 +74,9 @@ def find_runs(
     places are to be in bytes; None: in elements."""
     runs = []
     for span in spans:
-        factor = 1 if bytes_each is None else bytes_each[span.name]
         if span.name not in parts:
             continue  # another rank has it
+        factor = 1 if bytes_each is None else bytes_each[span.name]
         for mine, there in parts[span.name].cut(span.start, span.stop):
             there = there.scaled(factor).shifted(span.offset)
             runs.append(Run(span.name, mine.scaled(factor), there))
