@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,40 @@ GROUPS = """
 REGIONS = "regions=[{name: group, learners: 1, processes: 2}, {name: alone, learners: 1}]"
 
 
+LOOP = """
+import torch
+from torch.distributed.fsdp import fully_shard
+import diloco_worker
+
+diloco_worker.configure_logging()
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+inputs = torch.randn(4096, 6)
+data = [{"x": x, "y": x.sum(0, keepdim=True)} for x in inputs]
+with diloco_worker.Learner.from_environment(model, optimizer) as learner:
+    for batch in learner.batches(data):
+        loss = (model(batch["x"]) - batch["y"]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        learner.after_step(tokens=len(batch["x"]), loss=loss.detach())
+raise SystemExit(learner.exit_code)
+"""
+OWN = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {{name: own}}
+spec:
+  training: {{batch: {{sequences: 8}}, stop: {{steps: 200}}}}
+  sync: {{fragments: 2, every: 8, overlap: 1}}
+  learners: {learners}
+  regions: [{{learners: 1}}]
+"""
+
+
 def ranks(run: Run) -> dict[int, psutil.Process]:
     """The group's processes, by rank: those that the launch has started."""
     found = {}
@@ -25,6 +60,18 @@ def ranks(run: Run) -> dict[int, psutil.Process]:
         try:
             if "diloco_worker.launch" not in process.cmdline() and (rank := process.environ().get("RANK")):
                 found[int(rank)] = process
+        except psutil.Error:
+            pass
+    return found
+
+
+def ranks_left(run: Run) -> list[int]:
+    """Processes of the run that are left after it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("DILOCO_WORKDIR") == str(run.workdir):
+                found.append(process.pid)
         except psutil.Error:
             pass
     return found
@@ -44,6 +91,7 @@ def is_trained_to_its_end(run: Run) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.promise("`diloco run` starts learners of several processes beside single ones, and no token is lost")
 def test_a_group_and_a_single_process_train_one_model(start: Callable[..., Run]) -> None:
     run = start_groups(start, steps=60)
     run.waits_for("first-merge: group-0")
@@ -79,3 +127,21 @@ def test_what_chaos_does_to_a_learner_it_does_to_all_its_ranks(start: Callable[.
     else:
         run.until(lambda: run.output.count("joined: group-0") == 2, "the learner's return")
     is_trained_to_its_end(run)
+
+
+@pytest.mark.parametrize(
+    "learners",
+    [
+        "{processes: 2, command: [python, loop.py]}",
+        "{command: [python, -m, torch.distributed.run, --standalone, --nproc-per-node=2, loop.py]}",
+    ],
+    ids=["processes", "torchrun"],
+)
+def test_a_loop_of_ones_own_trains_in_ranks(start: Callable[..., Run], tmp_path: Path, learners: str) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    run = start(text=OWN.format(learners=learners))
+    assert run.ends() == 0, run.everything()
+    report = run.report()
+    check_ledger(report, len(report["ledger"]))
+    assert report["outcome"] == "complete" and report["tokens"]["merged"] >= 8 * 200
+    assert not ranks_left(run)
