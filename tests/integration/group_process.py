@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from diloco_worker import Learner
+from diloco_worker.group.ranks import Command, Group, JoinedStep, Told
 from diloco_worker.named_parameters import named_parameters
 
 FORMS = ("ddp", "fsdp", "hsdp", "columns")
@@ -66,6 +68,48 @@ def start_group(
     return ranks
 
 
+def start_learner(
+    service: Syncer, ordinal: int, form: str, size: int, **environ: str
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """The ranks of a learner as a runner starts them: in a process that ends as they do, and its log."""
+    words = [sys.executable, __file__, str(service.folder / f"final-{ordinal}.safetensors")]
+    variables = {**service.environ(ordinal=ordinal), "FORM": form, "GLOO_SOCKET_IFNAME": "lo", **environ}
+    variables |= {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    log = service.folder / f"learner-{ordinal}-{time.monotonic_ns()}.log"
+    command = [sys.executable, "-m", "diloco_worker.launch", "--processes", str(size), *words]
+    with log.open("wb") as out:
+        return subprocess.Popen(command, env=variables, stdout=out, stderr=out), log
+
+
+def fail_at(what: str) -> None:
+    """COMMAND:TURN:SIGNAL, of rank ``FAILING``: send it to this process when that command comes for that time; the
+    command JOIN is the ranks' sum at a boundary."""
+    command, turn, number = what.split(":")
+    seen = [0]
+
+    def count(name: str) -> None:
+        seen[0] += name == command
+        if name == command and seen[0] == int(turn):
+            os.kill(os.getpid(), int(number))
+
+    tell, hear, join = Group.tell, Group.hear, Group.join_step
+
+    def telling(self: Group, told: Command, *args: object, **words: object) -> None:
+        count(told.name)
+        tell(self, told, *args, **words)  # type: ignore[arg-type]
+
+    def hearing(self: Group) -> Told:
+        told = hear(self)
+        count(told.command.name)
+        return told
+
+    def joining(self: Group, *args: object) -> JoinedStep:
+        count("JOIN")
+        return join(self, *args)  # type: ignore[arg-type]
+
+    Group.tell, Group.hear, Group.join_step = telling, hearing, joining  # type: ignore[method-assign, assignment]
+
+
 def run_rank(out: Path) -> None:
     """A rank, as a user would write it."""
     logging.basicConfig(level=logging.INFO)
@@ -75,7 +119,10 @@ def run_rank(out: Path) -> None:
     form = os.environ["FORM"]
     if form != "single":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", init_method=os.environ["MEETING"], rank=rank, world_size=size)
+        meeting = os.environ.get("MEETING", "env://")
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+        if os.environ.get("FAILING") == str(rank):
+            fail_at(os.environ["FAIL_AT"])
     model = wrap(small_model(), form)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     pause = float(os.environ.get("PAUSE", "0"))

@@ -5,6 +5,7 @@ Not a test: test_group_parts.py starts them. The leader plays the synchroniser; 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from torch import nn
 from diloco_worker.core.adoption import Kind
 from diloco_worker.fragments import Floats, ModelFragments, Vector, build_layout
 from diloco_worker.group.fragments import GroupFragments
-from diloco_worker.group.ranks import Command, Group, join_ranks
+from diloco_worker.group.ranks import Command, Group, GroupBroken, JoinedStep, join_ranks
 from diloco_worker.named_parameters import named_parameters
+from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
 from diloco_worker.sync.group_operations import GroupOperations, begin
@@ -38,6 +40,7 @@ class Odd(nn.Module):
         self.embedding = nn.Embedding(7, 5)
         self.first, self.second = nn.Linear(5, 10), nn.Linear(10, 5)
         self.few = nn.Parameter(torch.randn(1, 5))
+        self.one = nn.Parameter(torch.ones(1))
         self.scales = nn.Parameter(torch.randn(3, 2, 5))
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -45,7 +48,7 @@ class Odd(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens) + self.few
-        hidden = self.second(torch.tanh(self.first(hidden))) * self.scales.sum((0, 1))
+        hidden = self.second(torch.tanh(self.first(hidden))) * self.scales.sum((0, 1)) * self.one
         return self.head(hidden)
 
 
@@ -172,6 +175,11 @@ def hand_over_state(form: str) -> None:
         back = optimizer_state.snapshot(alone, origin)
         assert back is not None and np.array_equal(back(), made), "and is the same again"
         optimizer_state.restore(back(), scene.inner)
+        first = named_parameters(scene.model)["first.weight"]
+        if hasattr(first, "placements"):
+            scene.optimizer.state[first]["factor"] = torch.zeros(3)
+            assert optimizer_state.snapshot(scene.inner, origin) is None, "a part of what, nobody knows"
+            del scene.optimizer.state[first]["factor"]
 
     before = {name: state_of(scene.model, scene.optimizer, name) for name in named_parameters(scene.model)}
     scene.lead(play)
@@ -211,6 +219,53 @@ def share_frozen(form: str) -> None:
         assert torch.equal(held[name], other.get_parameter(name)), name
 
 
+def give_commands() -> None:
+    """Short and long commands come whole and in order, and the ranks' steps are added up."""
+    group = join_ranks(os.environ)
+    assert isinstance(group, Group)
+    for items in ((), (1, -2), tuple(range(4000))):
+        words = {"text": "ä" * len(items), "number": 0.5}
+        if group.leads:
+            group.tell(Command.MOVE, items, **words)
+        else:
+            told = group.hear()
+            assert (told.command, dict(told.words), told.items.tolist()) == (Command.MOVE, words, list(items))
+    loss = None if group.leads else 2.0
+    assert group.join_step(3, loss, told=False) == JoinedStep(3 * group.size, 2.0, told=False)
+    assert group.join_step(1 + group.rank, float(group.rank), told=not group.leads).told
+    assert group.join_step(5, None, told=False) == JoinedStep(5 * group.size, None, told=False)
+    assert group.join_step(0, math.nan, told=False).loss is None, "of no tokens"
+    assert math.isnan(group.join_step(5, math.nan if group.leads else 1.0, told=False).loss or 0.0)
+    assert group.seconds > 0
+    same = Group(data=(group.rank // 2, group.size // 2))  # pairs of tensor-parallel ranks
+    assert same.join_step(7, 1.0, told=False).tokens == 7 * group.size // 2, "one of each pair counts"
+    for wrong, said in (((0, group.size), "together they must load"), ((group.size, 2), "is (index, shares)")):
+        try:
+            Group(data=wrong)
+            raise AssertionError(f"{wrong} was taken")
+        except ConfigurationError as error:
+            assert said in str(error), error
+    group.wait_for_all()
+    if group.leads:
+        group._number += 1  # as if a command had been lost
+        group.tell(Command.RETURN)
+    else:
+        try:
+            group.hear()
+            raise AssertionError("a command out of order was taken")
+        except GroupBroken as error:
+            assert "the ranks' loops have parted" in str(error)
+    group.wait_for_all()
+    if group.leads:
+        group.close()
+        return
+    try:
+        group.hear()
+        raise AssertionError("a group that is closed was heard")
+    except GroupBroken as error:
+        assert "has ended or is silent, so all of them end" in str(error)
+
+
 def main(scenario: str, form: str) -> None:
     torch.set_num_threads(1)
     if os.environ.get("FAR"):
@@ -220,6 +275,8 @@ def main(scenario: str, form: str) -> None:
     if scenario == "fragments":
         for dtype in (torch.float32, torch.bfloat16):
             exchange_fragments(form, dtype)
+    elif scenario == "commands":
+        give_commands()
     else:
         {"state": hand_over_state, "frozen": share_frozen}[scenario](form)
     dist.destroy_process_group()

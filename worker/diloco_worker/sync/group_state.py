@@ -107,7 +107,7 @@ def take_state(
                 made[name][key] = value
                 continue
             label, dtype, shape = f"{name}{SEPARATOR}{key}", getattr(torch, value[0]), tuple(value[1])
-            sharded = hasattr(parameter, "placements") and shape == tuple(parameter.shape) and parameter.numel() > 1
+            sharded = hasattr(parameter, "placements") and shape == tuple(parameter.shape) != ()
             if sharded:
                 own[label] = torch.empty_like(local_tensor(parameter), dtype=dtype)
                 made[name][key] = _place_alike(own[label], parameter)
