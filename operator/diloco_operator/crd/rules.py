@@ -226,7 +226,8 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     # learners of several processes
     Rule(
         SPEC,
-        f"!has(self.learners.command) || !self.learners.command[0].endsWith('torchrun') || "
+        "!has(self.learners.command) || !self.learners.command[0].endsWith('torchrun') && "
+        "!self.learners.command.exists(word, word == 'torch.distributed.run') || "
         f"self.regions.all(r, {_RANKS} == 1)",
         "starts torchrun, and each of the ranks that processes and pods start would start it again: write the program "
         "alone, such as [python, train.py], or leave processes and pods at 1",

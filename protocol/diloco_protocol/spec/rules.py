@@ -277,7 +277,8 @@ def _parallel(spec: JobSpec) -> Iterator[Violation]:
     (processes × pods), and batch.sequences is divisible by them. A learner of several ranks has no
     training.model.frozenDtype bfloat16."""
     if (command := spec.learners.command) is not None:
-        if command[0].endswith("torchrun") and any(spec.group(region.name).ranks > 1 for region in spec.regions):
+        starts_ranks = command[0].endswith("torchrun") or "torch.distributed.run" in command
+        if starts_ranks and any(spec.group(region.name).ranks > 1 for region in spec.regions):
             yield broken(
                 "learners.command",
                 "starts torchrun, and each of the ranks that learners.processes and learners.pods start would start it "

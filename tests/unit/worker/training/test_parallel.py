@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import ranks_of_trainer as ranks
 from diloco_protocol.spec.load import JobError
+from diloco_worker.settings import ConfigurationError
 from diloco_worker.training.parallel import sharding
 
 CASES: dict[str, dict[str, object]] = {
@@ -58,8 +59,11 @@ def test_each_rank_holds_its_share(found: Found) -> None:
 
 
 def test_ranks_of_another_number_are_refused() -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
     with pytest.raises(JobError, match=r"must be the 3 ranks that were started .WORLD_SIZE.: leave shard out"):
-        sharding.begin_ranks(ranks.spec_of(parallel={"shard": 4}), {"WORLD_SIZE": "3"})
+        sharding.begin_ranks(ranks.spec_of(parallel={"shard": 4}), {"WORLD_SIZE": "3", **variables})
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is 3, and LOCAL_RANK is 'x': it must be a whole number"):
+        sharding.begin_ranks(ranks.spec_of(), {"WORLD_SIZE": "3", **variables, "LOCAL_RANK": "x"})
 
 
 def test_blocks_are_what_the_class_says_else_the_items_of_lists() -> None:

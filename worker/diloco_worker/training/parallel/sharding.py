@@ -27,17 +27,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.core.stall_rule import FIRST_STEP
 from diloco_worker.errors import job_error
+from diloco_worker.settings import ConfigurationError
 
+_HERE = "LOCAL_WORLD_SIZE"
 LONGEST_SECONDS = 7200.0  # of one collective, where learners.stallSeconds bounds no step
 
 
 def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
     """Join this process to the other ranks of its learner, and choose its GPU. Returns how many ranks there are; 1: it
-    is alone, and nothing was done. Raises JobError if ``training.parallel`` is for another number of ranks."""
+    is alone, and nothing was done. Raises JobError if ``training.parallel`` is for another number of ranks,
+    ConfigurationError for an environment that is not torchrun's."""
     env = os.environ if environ is None else environ
-    size, local, here = (int(env.get(name, str(n))) for n, name in ((1, "WORLD_SIZE"), (0, "LOCAL_RANK"), (1, _HERE)))
+    size = _number(env, "WORLD_SIZE", "1")
     if size == 1:
         return 1
+    _, local, here = (_number(env, name) for name in ("RANK", "LOCAL_RANK", _HERE))
     parallel = spec.training.parallel
     if size % parallel.replicate or (parallel.shard or size // parallel.replicate) * parallel.replicate != size:
         said = f"shard × replicate must be the {size} ranks that were started (WORLD_SIZE): leave shard out"
@@ -54,7 +58,14 @@ def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
     return size
 
 
-_HERE = "LOCAL_WORLD_SIZE"
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    given = env.get(name, default)
+    if not given.isdecimal():
+        raise ConfigurationError(
+            f"WORLD_SIZE is {env.get('WORLD_SIZE')}, and {name} is {given!r}: it must be a whole number. Ranks "
+            "are started by learners.processes, or by torchrun; unset WORLD_SIZE where there is one process"
+        )
+    return int(given)
 
 
 def build_in_turn(
