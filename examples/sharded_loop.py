@@ -50,8 +50,8 @@ def main() -> int:
     with Learner.from_environment(model, optimizer) as learner:
         for batch in learner.batches(Numbers()):  # this rank's share of the learner's batch
             batch = batch.to(device)
-            logits = model(batch[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            logits = model(batch[:, :-1].flatten())
+            loss = F.cross_entropy(logits, batch[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -57,7 +57,7 @@ from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.follower import Follower
 from diloco_worker.fragments import build_layout, refuse_running_statistics
-from diloco_worker.group.ranks import Command, Group, Ranks, Solo, join_ranks
+from diloco_worker.group.ranks import Command, Group, Ranks, join_ranks
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
@@ -103,7 +103,7 @@ class Learner:
         ranks: Ranks | None = None,
     ) -> None:
         spec = settings.job.spec
-        self._ranks: Ranks = Solo() if ranks is None else ranks
+        self._ranks: Ranks = Ranks() if ranks is None else ranks
         self._job = settings.job
         logs.set_fields(job=self._job.metadata.name)
         if spec.sync.deterministic:

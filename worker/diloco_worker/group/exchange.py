@@ -67,6 +67,22 @@ class Form(NamedTuple):
     size: int
 
 
+class Feed:
+    """The bytes of several tensors on the CPU, read one after the other."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._left = [one.contiguous().view(-1).view(torch.uint8) for one in tensors if one.numel()]
+
+    def fill(self, _: int, window: torch.Tensor) -> None:
+        """Fill ``window`` with the bytes that come next."""
+        while window.numel():
+            count = min(self._left[0].numel(), window.numel())
+            window[:count].copy_(self._left[0][:count])
+            window, self._left[0] = window[count:], self._left[0][count:]
+            if not self._left[0].numel():
+                del self._left[0]
+
+
 def find_runs(
     parts: Mapping[str, Part], spans: Iterable[Span], bytes_each: Mapping[str, int] | None = None
 ) -> list[Run]:

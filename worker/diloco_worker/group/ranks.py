@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,50 +79,32 @@ class JoinedStep:
     told: bool
 
 
-class Ranks(Protocol):
-    """The processes of a learner, seen from one of them. ``data``: the share of each batch that this one loads, as
-    (index, how many shares)."""
+class Ranks:
+    """The processes of a learner, seen from one of them: this one alone, whom nobody hears. ``data``: the share of each
+    batch that this rank loads, as (index, how many shares)."""
 
-    rank: int
-    size: int
-    data: tuple[int, int]
+    rank, size = 0, 1
+    data = (0, 1)
 
     @property
     def leads(self) -> bool:
         """Whether this process is the leader."""
+        return self.rank == 0
 
     def join_step(self, tokens: int, loss: float | None, told: bool) -> JoinedStep:
-        """Add up the ranks' steps; every rank calls it at each boundary."""
-
-    def tell(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
-        """As the leader: have the others do this. Of no effect in other ranks."""
-
-    def hold(self, told: bool) -> bool:
-        """As the leader, in a wait: keep the others waiting. Returns whether some rank was told to end."""
-
-    def close(self) -> None:
-        """Break with the others: they end, at the next command at the latest."""
-
-
-class Solo:
-    """A learner of one process: nobody is told anything."""
-
-    rank, size, leads = 0, 1, True
-    data = (0, 1)
-
-    def join_step(self, tokens: int, loss: float | None, told: bool) -> JoinedStep:
-        """This process's step."""
+        """Add up the ranks' steps; every rank calls it at each boundary. Raises GroupBroken."""
         return JoinedStep(tokens, loss, told)
 
     def tell(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
-        """Tell nobody."""
+        """As the leader: have the others do this. Of no effect in other ranks. Raises GroupBroken."""
 
     def hold(self, told: bool) -> bool:
-        """Keep nobody waiting."""
+        """As the leader, in a wait: keep the others waiting, once a second. Returns whether some rank was told to end,
+        as far as is known. Raises GroupBroken."""
         return told
 
     def close(self) -> None:
-        """Break with nobody."""
+        """Break with the others: they end, at the next command at the latest."""
 
 
 def join_ranks(
@@ -140,10 +122,10 @@ def join_ranks(
             "learner, so call torch.distributed.init_process_group() before the Learner is made. Unset WORLD_SIZE "
             "where each process is a learner of its own"
         )
-    return Solo()
+    return Ranks()
 
 
-class Group:
+class Group(Ranks):
     """The processes of torch's default process group, which are one learner. ``data``: as ``Ranks`` has it; None: each
     rank loads a share of its own. ``step_seconds``: the longest that a step may take, before the others are lost; None:
     two hours. Every rank makes one, at the same place. Raises ConfigurationError."""
@@ -172,20 +154,13 @@ class Group:
         # Ranks that load the same share (of tensor parallelism) have the same tokens: one of them counts.
         self.counts = found.index([index, shares]) == self.rank
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the leader."""
-        return self.rank == 0
-
     def join_step(self, tokens: int, loss: float | None, told: bool) -> JoinedStep:
-        """Add up the ranks' steps; every rank calls it at each boundary. Raises GroupBroken."""
         said = (tokens, 0.0, 0) if loss is None or not tokens else (tokens, loss * tokens, tokens)
         row = said if self.counts else (0, 0.0, 0)
         joined, losses, weight, ends = self._sum([*row, float(told)])
         return JoinedStep(round(joined), losses / weight if weight else None, ends > 0)
 
     def tell(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
-        """As the leader: have the others do this. Of no effect in other ranks. Raises GroupBroken."""
         if not self.leads:
             return
         document = json.dumps(words, separators=(",", ":")).encode() if words else b"{}"
@@ -218,15 +193,12 @@ class Group:
         return Told(Command(command), words, np.frombuffer(body[length:].tobytes(), np.int64))
 
     def hold(self, told: bool) -> bool:
-        """As the leader, in a wait: keep the others waiting, once a second. Returns whether some rank was told to end,
-        as far as is known. Raises GroupBroken."""
         if time.monotonic() - self._held_at < _HOLD_SECONDS:
             return False
         self.tell(Command.HOLD)
         return self.agree(told)
 
     def close(self) -> None:
-        """Break with the others: they end, at the next command at the latest."""
         with contextlib.suppress(Exception):  # of whatever kind: this process is ending
             dist.destroy_process_group(self._group)
 

@@ -29,7 +29,7 @@ from diloco_worker.data.map_style import check_map_style
 from diloco_worker.data.prefetch import check_shares, share_of
 from diloco_worker.data.shuffle import Permutation, step_seed
 from diloco_worker.fragments import build_layout, refuse_running_statistics
-from diloco_worker.group.ranks import Ranks, Solo
+from diloco_worker.group.ranks import Ranks
 from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
@@ -85,7 +85,7 @@ class StandaloneLearner:
         warning: str = "",
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = Solo() if ranks is None else ranks
+        self._ranks = Ranks() if ranks is None else ranks
         refuse_running_statistics(model)
         sync = job.spec.sync
         self.layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)

@@ -7,7 +7,6 @@ downloaded. Where they differ, the job's are downloaded and put in place.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -17,8 +16,9 @@ from typing import Any
 import torch
 import xxhash
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_worker.fragments import frozen_bytes, frozen_tensors, most_frozen_bytes
-from diloco_worker.group.exchange import Exchange, Form
+from diloco_worker.group.exchange import Exchange, Feed, Form
 from diloco_worker.group.ranks import Command
 from diloco_worker.named_parameters import local_tensor
 from diloco_worker.net.client import SyncerClient
@@ -74,79 +74,69 @@ class FrozenParameters:
     def serialize(self) -> bytes:
         """This model's own, as safetensors, for version 0; empty if there are none. Nothing is missing then."""
         self.missing = False
-        if self._exchange is None or not frozen_tensors(self._model):
-            return frozen_bytes(self._model)
-        frozen = sorted(frozen_tensors(self._model).items())
-        data, at = begin_file({name: (p.dtype, tuple(p.shape)) for name, p in frozen}, {})
-        filled = [at]
-
-        def take(_: str, window: torch.Tensor) -> None:
-            data[filled[0] : filled[0] + window.numel()] = window.numpy()
-            filled[0] += window.numel()
-
-        collect_frozen(self._model, self._exchange, take)
-        return bytes(data)
+        whole = self._collect()
+        return frozen_bytes(self._model) if whole is None else bytes(whole)
 
     def digest(self) -> str:
         """Of this model's own. For any thread of a learner of one process, as long as nobody moves them."""
+        whole = self._collect()
+        return digest_tensors(frozen_tensors(self._model) if whole is None else read_tensors(whole))
+
+    def _collect(self) -> Bytes | None:
+        """As the leader of several ranks: a file of whole tensors, of the parts of all of them. Else None."""
         if self._exchange is None or not frozen_tensors(self._model):
-            return frozen_digest(self._model)
-        hashes = {name: xxhash.xxh3_128() for name in frozen_tensors(self._model)}
-        collect_frozen(self._model, self._exchange, lambda name, window: hashes[name].update(window.numpy().data))
-        return _digest_rows(self._model, {name: found.hexdigest() for name, found in hashes.items()})
+            return None
+        frozen = frozen_tensors(self._model)
+        data, start = begin_file({name: (p.dtype, tuple(p.shape)) for name, p in frozen.items()}, {})
+
+        def take(at: int, window: torch.Tensor) -> None:
+            data[start + at : start + at + window.numel()] = window.numpy()
+
+        self._exchange.group.tell(Command.FROZEN_OUT)
+        give_frozen(self._model, self._exchange, take)
+        return data
 
 
 @torch.no_grad()
-def frozen_digest(model: torch.nn.Module) -> str:
-    """SHA-256 (hex) over name, dtype, shape and the values' xxh3-128 of each frozen parameter, in order of name."""
-    hashes = {}
-    for name, parameter in frozen_tensors(model).items():
-        values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        hashes[name] = xxhash.xxh3_128_hexdigest(values.data)
-    return _digest_rows(model, hashes)
-
-
-def _digest_rows(model: torch.nn.Module, hashes: Mapping[str, str]) -> str:
-    rows = [[name, str(p.dtype), list(p.shape), hashes[name]] for name, p in sorted(frozen_tensors(model).items())]
+def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over name, dtype, shape and the values' xxh3-128 of each tensor, in order of name."""
+    rows = []
+    for name, tensor in sorted(tensors.items()):
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        rows.append([name, str(tensor.dtype), list(tensor.shape), xxhash.xxh3_128_hexdigest(values.data)])
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
-@torch.no_grad()
-def collect_frozen(
-    model: torch.nn.Module, exchange: Exchange, take: Callable[[str, torch.Tensor], None] | None = None
-) -> None:
-    """Bring the frozen parameters to the leader, in order of name; every rank calls it. ``take(name, bytes)``: as the
-    leader, uint8 values in their order."""
-    if take is not None:
-        exchange.group.tell(Command.FROZEN_OUT)
-    for name, parameter in sorted(frozen_tensors(model).items()):
-        mine = None if take is None else functools.partial(_take_named, take, name)
-        exchange.collect_bytes({name: local_tensor(parameter)}, [_form(name, parameter)], mine)
-
-
-def _take_named(take: Callable[[str, torch.Tensor], None], name: str, _: int, window: torch.Tensor) -> None:
-    take(name, window)
+def frozen_digest(model: torch.nn.Module) -> str:
+    """The digest of a model's frozen parameters, in one process."""
+    return digest_tensors(frozen_tensors(model))
 
 
 @torch.no_grad()
-def spread_frozen(
-    model: torch.nn.Module, exchange: Exchange, tensors: Mapping[str, torch.Tensor] | None = None
+def give_frozen(
+    model: torch.nn.Module, exchange: Exchange, take: Callable[[int, torch.Tensor], None] | None = None
 ) -> None:
-    """Put frozen parameters in place in every rank; every rank calls it. ``tensors``: as the leader, whole ones."""
-    if tensors is not None:
-        exchange.group.tell(Command.FROZEN_IN)
-    for name, parameter in sorted(frozen_tensors(model).items()):
-        give = None if tensors is None else functools.partial(_give_bytes, tensors[name])
-        exchange.spread_bytes({name: local_tensor(parameter)}, [_form(name, parameter)], give)
+    """Bring the frozen parameters to the leader, who takes them; every rank calls it."""
+    exchange.collect_bytes(_local(model), _forms(model), take)
 
 
-def _give_bytes(tensor: torch.Tensor, at: int, window: torch.Tensor) -> None:
-    window.copy_(tensor.contiguous().view(-1).view(torch.uint8)[at : at + window.numel()])
+@torch.no_grad()
+def take_frozen(
+    model: torch.nn.Module, exchange: Exchange, give: Callable[[int, torch.Tensor], None] | None = None
+) -> None:
+    """Put frozen parameters, which the leader gives, in place; every rank calls it."""
+    exchange.spread_bytes(_local(model), _forms(model), give)
 
 
-def _form(name: str, parameter: torch.nn.Parameter) -> Form:
-    shared = name if hasattr(parameter, "placements") else ""
-    return Form(name, shared, parameter.numel(), parameter.element_size())
+def _local(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local_tensor(p) for name, p in frozen_tensors(model).items()}
+
+
+def _forms(model: torch.nn.Module) -> list[Form]:
+    return [
+        Form(name, name if hasattr(p, "placements") else "", p.numel(), p.element_size())
+        for name, p in frozen_tensors(model).items()
+    ]
 
 
 @torch.no_grad()
@@ -169,7 +159,8 @@ def load_frozen(model: torch.nn.Module, data: Any, exchange: Exchange | None = N
                 f"{tuple(parameter.shape)} {parameter.dtype} here"
             )
     if exchange is not None:
-        spread_frozen(model, exchange, tensors)
+        exchange.group.tell(Command.FROZEN_IN)
+        take_frozen(model, exchange, Feed([tensors[name] for name in frozen]).fill)
         return
     for name, parameter in frozen.items():
         parameter.data.copy_(tensors[name])

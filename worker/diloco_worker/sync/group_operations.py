@@ -17,7 +17,7 @@ from diloco_worker.group.ranks import Command, Group, Ranks, Told
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync import group_state
-from diloco_worker.sync.frozen_parameters import collect_frozen, spread_frozen
+from diloco_worker.sync.frozen_parameters import give_frozen, take_frozen
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 
 
@@ -68,8 +68,8 @@ class GroupOperations:
             case Command.STATE_IN:
                 group_state.take_state(told.words["rows"], told.words["groups"], self.inner, self.exchange)
             case Command.FROZEN_OUT:
-                collect_frozen(self.inner.model, self.exchange)
+                give_frozen(self.inner.model, self.exchange)
             case Command.FROZEN_IN:
-                spread_frozen(self.inner.model, self.exchange)
+                take_frozen(self.inner.model, self.exchange)
             case _:
                 raise AssertionError(f"{told.command.name} is no operation")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from diloco_protocol.arrays.kernels import Bytes
-from diloco_worker.group.exchange import Exchange, Form
+from diloco_worker.group.exchange import Exchange, Feed, Form
 from diloco_worker.group.ranks import Command
 from diloco_worker.named_parameters import local_tensor
 from diloco_worker.net.tensor_file import begin_file
@@ -78,7 +78,7 @@ def spread_state(rows: _Rows, groups: Mapping[str, Number], inner: InnerOptimize
         for key, value in row.items():
             if isinstance(value, torch.Tensor):
                 words[name][key] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
-                flat.append(value.contiguous().view(-1).view(torch.uint8))
+                flat.append(value)
             else:
                 words[name][key] = value
     exchange.group.tell(Command.STATE_IN, rows=words, groups=dict(groups))
@@ -93,7 +93,7 @@ def take_state(
     whole: list[torch.Tensor] | None = None,
 ) -> None:
     """Put this rank's part of a state in place of its own. ``rows``: by parameter and key, a number, or a tensor's
-    dtype and shape; ``whole``: as the leader, the tensors' bytes in the same order."""
+    dtype and shape; ``whole``: as the leader, the tensors in the same order."""
     inner.clear_state()  # first: there may be no room for both
     parameters = inner.parameters()
     made: dict[str, dict[str, Any]] = {}
@@ -115,29 +115,10 @@ def take_state(
                 made[name][key] = own[label] = torch.empty(shape, dtype=dtype, device=home_of(key, parameter, group))
             elements = made[name][key].numel()
             forms.append(Form(label, name if sharded else "", elements, dtype.itemsize))
-    exchange.spread_bytes(own, forms, None if whole is None else _Feed(whole).fill)
+    exchange.spread_bytes(own, forms, None if whole is None else Feed(whole).fill)
     inner.restore_rows(made)
     for label, number in groups.items():
         inner.set_group_number(label, number)
-
-
-class _Feed:
-    """Bytes of several flat tensors, read one after the other."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors, self._at = [one for one in tensors if one.numel()], 0
-
-    def fill(self, _: int, window: torch.Tensor) -> None:
-        """Fill ``window`` with the bytes that come next."""
-        filled = 0
-        while filled < window.numel():
-            left = self._tensors[0][self._at :]
-            count = min(left.numel(), window.numel() - filled)
-            window[filled : filled + count].copy_(left[:count])
-            filled, self._at = filled + count, self._at + count
-            if self._at == self._tensors[0].numel():
-                del self._tensors[0]
-                self._at = 0
 
 
 def _place_alike(local: torch.Tensor, parameter: Any) -> torch.Tensor:
