@@ -382,7 +382,7 @@ class SyncerProcesses(World):
                 self.lose_content(whole=self.random.random() >= self.setup.torn)
 
     def damage_object(self) -> None:
-        """One object is gone, cut or changed. That costs no version but its own and those of its fragment above it."""
+        """One object is gone, cut or changed. That costs no version but its own, and only where that is the newest."""
         folders = sorted({name.partition("/")[0] for name in self.objects} - {"epochs", "discarded"})
         folder = self.changes.choice([*folders, *["state"] * len(folders)])  # half of the time a state
         names = sorted(name for name in self.objects if name.partition("/")[0] == folder)
@@ -399,8 +399,8 @@ class SyncerProcesses(World):
         self.seen[f"damaged {folder}"] += 1
         self.note(f"{name} is {'gone' if fate is None else 'damaged'}")
         self.expected = dict(enumerate(records_of(self.objects, self.setup.fragments)))
-        if hit is not None:  # a state from before it cannot go on with those above it, which learners give back
-            self.expected[hit[0]] = min(self.expected[hit[0]], max(0, hit[1] - 1))
+        if hit is not None and hit[1] == self.expected[hit[0]]:
+            self.expected[hit[0]] -= 1
         self.oracle.go_back(self.objects, now)
         self.objects.clear()
         self.objects.update(now)
