@@ -99,6 +99,7 @@ class World:
         self.jumped = 0.0  # seconds that such clocks may have made of none
         self.going_on = False  # the job has ended, and is started again
         self.quorums = {setup.quorum}
+        self.merging: set[int] = set()  # rounds, after the last event
         limits = {
             "steps": setup.steps,
             "tokens": MEAN_TOKENS * setup.steps * setup.slots,
@@ -382,9 +383,17 @@ class World:
     def handle(self, event: ev.Event) -> None:
         if self.up():
             self.note(event)
-            actions = self.core.handle(event, self.now)
-            self.check_regions()
-            self.act(actions)
+            self.act(self.hear(event))
+
+    def hear(self, event: ev.Event) -> list[ev.Action]:
+        """Tell the core of an event; returns what it does. No merge begins while a region is missed."""
+        actions = self.core.handle(event, self.now)
+        self.check_regions()
+        merging = {opened.id for opened in self.core.open_rounds.values() if opened.merging}
+        if self.core.phase is JobPhase.HOLDING and self.core._state.members.lost_regions:
+            assert self.core.config.on_region_lost == "Continue" or merging <= self.merging, "a merge while it holds"
+        self.merging = merging
+        return actions
 
     def act(self, actions: list[ev.Action]) -> None:
         life = self.life
@@ -878,7 +887,7 @@ class World:
                 self.offer_of[handle] = header.id
             norm, growth = self.size_of(header)
             received = ev.PushReceived(header, norm, math.isfinite(norm), handle, growth=growth)
-            actions = self.core.handle(received, self.now)
+            actions = self.hear(received)
             verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
             if verdict.reason is None:  # what is restored of the store may have outlived its base
                 assert math.isfinite(norm)
