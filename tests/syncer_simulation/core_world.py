@@ -21,6 +21,7 @@ import random
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import count
+from typing import Any
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
 from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat, StepReport
@@ -611,7 +612,8 @@ class World:
         """While a region is missed the job does what its policy says."""
         lost, policy = self.core._state.members.lost_regions, self.core.config.on_region_lost
         if lost and policy != "Continue":
-            assert self.core.phase is not JobPhase.TRAINING, f"{lost} is lost, the policy is {policy}"
+            wrong = {JobPhase.TRAINING} if policy == "Hold" else {JobPhase.TRAINING, JobPhase.HOLDING}
+            assert self.core.phase not in wrong, f"{lost} is lost, the policy is {policy}"
 
     def check(self) -> None:
         self.check_slots()
@@ -705,11 +707,17 @@ class World:
         owner = self.seats.setdefault((seat.slot, seat.incarnation), process)
         assert owner == process, f"{seat} was {owner}'s, and is {process}'s"
 
+    def durable_states(self) -> list[dict[str, Any]]:
+        """The core's documents of which a restart takes one."""
+        return [json.loads(self.state or "")]
+
     def seated(self, learner: Learner, seat: Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
         if seat is None:
             learner.seat = None
             return
         self.take_seat(seat, learner.process)
+        known = max(state["job"]["members"]["next_incarnation"] for state in self.durable_states())
+        assert seat.incarnation < known, f"{learner.process} is told of {seat}, which is not durable"
         if self.setup.edits:  # each Welcome carries the settings
             config = self.core.config
             numbers = {"every": config.rules.every, "overlap": config.rules.overlap}
