@@ -249,9 +249,8 @@ class StoreReader:
                 found[version] = self.header(fragment, version)
             except (Damaged, ObjectNotFound) as error:
                 problems.append(str(error))
-        for body in [record.before for record in found.values() if record.before is not None]:
-            if body["version"] > begun:
-                found.setdefault(body["version"], MergeRecord.from_body(body, np.empty(0, np.float32)))
+        for body in [r.before for r in found.values() if r.before is not None and r.before["version"] > begun]:
+            found.setdefault(body["version"], MergeRecord.from_body(body, np.empty(0, np.float32)))
         follows = {v - 1 if v - 1 in {begun, *found} else found[v].follows: found[v] for v in sorted(found)}
         newer: list[MergeRecord] = []
         while after := follows.get(newer[-1].version if newer else begun):
