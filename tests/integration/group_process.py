@@ -92,7 +92,7 @@ def fail_at(what: str) -> None:
         if name == command and seen[0] == int(turn):
             os.kill(os.getpid(), int(number))
 
-    tell, hear, join = Group.tell, Group.hear, Group.join_step
+    tell, hear, join = Group.tell_others, Group.hear, Group.join_step
 
     def telling(self: Group, told: Command, *args: object, **words: object) -> None:
         count(told.name)
@@ -107,7 +107,7 @@ def fail_at(what: str) -> None:
         count("JOIN")
         return join(self, *args)  # type: ignore[arg-type]
 
-    Group.tell, Group.hear, Group.join_step = telling, hearing, joining  # type: ignore[method-assign, assignment]
+    Group.tell_others, Group.hear, Group.join_step = telling, hearing, joining  # type: ignore[method-assign, assignment]
 
 
 def run_rank(out: Path) -> None:

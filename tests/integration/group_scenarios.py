@@ -17,6 +17,7 @@ from group_process import open_area_nowhere, wrap
 from torch import nn
 
 from diloco_worker.core.adoption import Kind
+from diloco_worker.following.operations import GroupOperations, build_parts
 from diloco_worker.fragments import Floats, ModelFragments, Vector, build_layout
 from diloco_worker.group.fragments import GroupFragments
 from diloco_worker.group.ranks import Command, Group, GroupBroken, JoinedStep, join_ranks
@@ -24,7 +25,6 @@ from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
-from diloco_worker.sync.group_operations import GroupOperations, begin
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin
 
@@ -104,7 +104,7 @@ class Scene:
         self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=0.01)
         layout = build_layout(self.plain, FRAGMENTS)
         assert build_layout(self.model, FRAGMENTS).digest == layout.digest, "groups and single processes share a job"
-        fragments, self.inner = begin(self.model, self.optimizer, layout, group)
+        fragments, self.inner = build_parts(self.model, self.optimizer, layout, group)
         assert isinstance(fragments, GroupFragments) and self.inner.exchange is not None
         self.fragments, self.exchange = fragments, self.inner.exchange
         self.plain_fragments = ModelFragments(self.plain, layout)
@@ -114,7 +114,7 @@ class Scene:
         """The leader plays, and the others follow it to the end."""
         if self.group.leads:
             play()
-            self.group.tell(Command.END)
+            self.group.tell_others(Command.END)
             return
         operations = GroupOperations(self.fragments, self.inner, self.exchange)
         while (told := self.group.hear()).command is not Command.END:
@@ -226,7 +226,7 @@ def give_commands() -> None:
     for items in ((), (1, -2), tuple(range(4000))):
         words = {"text": "ä" * len(items), "number": 0.5}
         if group.leads:
-            group.tell(Command.MOVE, items, **words)
+            group.tell_others(Command.MOVE, items, **words)
         else:
             told = group.hear()
             assert (told.command, dict(told.words), told.items.tolist()) == (Command.MOVE, words, list(items))
@@ -248,7 +248,7 @@ def give_commands() -> None:
     group.wait_for_all()
     if group.leads:
         group._number += 1  # as if a command had been lost
-        group.tell(Command.RETURN)
+        group.tell_others(Command.RETURN)
     else:
         try:
             group.hear()

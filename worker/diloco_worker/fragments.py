@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
 from diloco_worker.core.adoption import Kind
-from diloco_worker.core.parts import Part, Place
+from diloco_worker.core.parts import Place, TensorPart
 from diloco_worker.named_parameters import (
     ModelWatch,
     check_whole,
@@ -181,12 +181,12 @@ class ModelFragments:
         model: torch.nn.Module,
         layout: Layout,
         keep_rounding: bool = True,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, TensorPart] | None = None,
     ) -> None:
         self.layout = layout
         self.watch = ModelWatch(model)
         flat = {name: local_tensor(p).data.view(-1) for name, p in model_tensors(model).items()}
-        parts = {name: Part.whole(own.numel()) for name, own in flat.items()} if parts is None else parts
+        parts = {name: TensorPart.whole(own.numel()) for name, own in flat.items()} if parts is None else parts
         self._views: list[list[View]] = []  # per fragment
         for pieces in layout.fragments:
             views = []
@@ -196,7 +196,7 @@ class ModelFragments:
                 for mine, there in part.cut(piece.start, piece.stop):
                     theta = mine.of(own)
                     rounded = torch.zeros_like(theta, dtype=torch.float32) if rounds else None
-                    views.append(View(piece.tensor, mine, theta, there.shifted(piece.offset), rounded))
+                    views.append(View(piece.tensor, mine, theta, there.shifted(piece.offset), rounded=rounded))
             self._views.append(views)
         devices = {view.theta.device for views in self._views for view in views}
         cuda = [device for device in devices if device.type == "cuda"]
@@ -244,7 +244,7 @@ class ModelFragments:
         target = self._on_device(new)
         minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
         for view in self._views[fragment]:
-            move_view(view, kind, view.place.of(target), None if minus is None else view.place.of(minus), alpha)
+            move_view(view, kind, view.place.of(target), None if minus is None else view.place.of(minus), alpha=alpha)
 
     def _on_device(self, vector: Vector) -> torch.Tensor:
         """The vector where the parameters are; on a GPU the current stream waits for it."""

@@ -55,7 +55,8 @@ from diloco_worker.core.stall_rule import FIRST_STEP, LifeSigns
 from diloco_worker.data.map_style import check_map_style, sample_items
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.data.shuffle import step_seed
-from diloco_worker.follower import Follower
+from diloco_worker.following.follower import Follower
+from diloco_worker.following.operations import build_parts
 from diloco_worker.fragments import build_layout, refuse_running_statistics
 from diloco_worker.group.ranks import Command, Group, Ranks, join_ranks
 from diloco_worker.metrics_file import MetricsFile
@@ -68,7 +69,6 @@ from diloco_worker.standalone.rehearsal import RehearsalLearner
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
-from diloco_worker.sync.group_operations import begin
 from diloco_worker.sync.inner_optimizers import refuse_arguments
 from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
@@ -133,7 +133,7 @@ class Learner:
             limit=optimizer_state.max_state_bytes(model),
         )
         self._inbox = Inbox()
-        fragments, inner = begin(model, optimizers, self.layout, self._ranks)
+        fragments, inner = build_parts(model, optimizers, self.layout, self._ranks)
         self._own_loss = StepMetrics()  # of this rank
         self._told_settings: Any = None
         self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
@@ -403,7 +403,7 @@ class Learner:
 
     def _hold(self) -> None:
         """In a wait: have the others wait too."""
-        self._end_if(self._ranks.hold(self._signalled))
+        self._end_if(self._ranks.hold_others(self._signalled))
 
     def _tell_return(self, stop: bool = False, draw: int = 0) -> None:
         """Let the others' loops go on, with what they may read. ``draw``: the number of the batch that comes next."""
@@ -414,7 +414,7 @@ class Learner:
         settings = SyncerSettings.of(synchronizer.spec).model_dump(mode="json")
         told = {} if settings == self._told_settings else {"settings": settings}
         self._told_settings = settings
-        self._ranks.tell(
+        self._ranks.tell_others(
             Command.RETURN,
             [item for sequences in draws for item in sequences],
             at=(self.step, self.progress, self.slot, self.tokens),
@@ -490,7 +490,7 @@ class Learner:
             if kind is None:
                 self.leave()
                 self._idle()
-                self._ranks.tell(Command.END, exit_code=self.exit_code)
+                self._ranks.tell_others(Command.END, exit_code=self.exit_code)
             else:
                 self._ranks.close()
         finally:

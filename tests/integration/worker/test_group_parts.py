@@ -34,9 +34,9 @@ def play(folder: Path, scenario: str, form: str, size: int, near: int) -> None:
 )
 @pytest.mark.parametrize("scenario", ["fragments", "state", "frozen"])
 def test_ranks_exchange_what_one_process_would(tmp_path: Path, scenario: str, form: str, size: int, near: int) -> None:
-    play(tmp_path, scenario, form, size, near)
+    play(tmp_path, scenario, form, size, near=near)
 
 
 @pytest.mark.promise("The ranks of a learner act by one stream of commands; one that is out of order ends the learner")
 def test_commands_come_whole_and_in_order(tmp_path: Path) -> None:
-    play(tmp_path, "commands", "single", 2, 2)
+    play(tmp_path, "commands", "single", 2, near=2)

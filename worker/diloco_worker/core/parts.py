@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 A fragment's vector is made of *pieces*: ranges of whole tensors, each flattened in its order of memory. A process of a
 learner may hold a part of a tensor only: some rows (FSDP's Shard(0)), some columns (a tensor-parallel Shard(1)), or
-both. A ``Part`` says which, of the tensor seen as a matrix. ``Part.cut`` gives what of a piece that is, as pairs of
-``Place``: in the process's own memory, and in the piece.
+both. A ``TensorPart`` says which, of the tensor seen as a matrix. Its ``cut`` gives what of a piece that is, as pairs
+of ``Place``: in the process's own memory, and in the piece.
 
 Example: of a matrix of 4 rows and 6 columns a process holds columns 3 to 5 of rows 2 and 3. The piece is elements 13 to
 24. Of it the process holds columns 3 to 5 of row 2 (own elements 0 to 3, elements 2 to 5 of the piece), and the same of
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Of a whole tensor as a matrix of ``width`` columns: rows ``first_row`` to ``end_row`` (exclusive), columns
     ``first_column`` to ``end_column``. ``gives``: whether this process, of those that hold the same, gives it away."""
 
@@ -71,12 +71,14 @@ class Part:
     gives: bool = True
 
     @classmethod
-    def whole(cls, elements: int, gives: bool = True) -> Part:
+    def whole(cls, elements: int, gives: bool = True) -> TensorPart:
         """All of a tensor of so many elements."""
-        return cls(elements, 0, 1, 0, elements, gives)
+        return cls(elements, 0, 1, 0, end_column=elements, gives=gives)
 
     @classmethod
-    def box(cls, shape: Sequence[int], offset: Sequence[int], size: Sequence[int], gives: bool = True) -> Part | None:
+    def box(
+        cls, shape: Sequence[int], offset: Sequence[int], size: Sequence[int], gives: bool = True
+    ) -> TensorPart | None:
         """The box of ``size`` at ``offset`` in a tensor of ``shape``; None: it is cut in two dimensions beyond the
         first, and has no such form."""
         cut = [d for d in range(1, len(shape)) if size[d] != shape[d]]
@@ -87,7 +89,8 @@ class Part:
         k = cut[0] if cut else 1
         width, inner, outer = math.prod(shape[k:]), math.prod(shape[k + 1 :]), math.prod(shape[1:k])
         columns = (offset[k] * inner, (offset[k] + size[k]) * inner) if cut else (0, width)
-        return cls(width, offset[0] * outer, (offset[0] + size[0]) * outer, *columns, gives)
+        rows = offset[0] * outer, (offset[0] + size[0]) * outer
+        return cls(width, *rows, *columns, gives=gives)
 
     @property
     def elements(self) -> int:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diloco_worker.core.parts import Part, Place
+from diloco_worker.core.parts import Place, TensorPart
 from diloco_worker.group.ranks import Group
 from diloco_worker.settings import ConfigurationError
 
@@ -84,7 +84,7 @@ class Feed:
 
 
 def find_runs(
-    parts: Mapping[str, Part], spans: Iterable[Span], bytes_each: Mapping[str, int] | None = None
+    parts: Mapping[str, TensorPart], spans: Iterable[Span], bytes_each: Mapping[str, int] | None = None
 ) -> list[Run]:
     """What a process holds of a vector that is made of ``spans``. ``bytes_each``: of an element of each tensor, where
     places are to be in bytes; None: in elements."""
@@ -112,7 +112,7 @@ class Exchange:
     """One per process of a group; every rank makes it at the same place. ``parts``: what this rank holds of each
     parameter; ``half_bytes``: the longest vector. Raises ConfigurationError if there is no room for the area."""
 
-    def __init__(self, group: Group, parts: Mapping[str, Part], half_bytes: int) -> None:
+    def __init__(self, group: Group, parts: Mapping[str, TensorPart], half_bytes: int) -> None:
         self.group = group
         self.parts = dict(parts)
         self.half_bytes = max(_LEAST_BYTES, half_bytes)
@@ -120,11 +120,11 @@ class Exchange:
         here = {name: asdict(part) for name, part in self.parts.items()}
         found = group.gather_texts(json.dumps([self.is_near, {} if self.is_near else here]))
         # By rank, of those on other hosts: what each of them holds.
-        self._far: dict[int, dict[str, Part]] = {}
+        self._far: dict[int, dict[str, TensorPart]] = {}
         for rank, text in enumerate(found):
             near, rows = json.loads(text)
             if not near:
-                self._far[rank] = {name: Part(**row) for name, row in rows.items()}
+                self._far[rank] = {name: TensorPart(**row) for name, row in rows.items()}
 
     @property
     def is_near(self) -> bool:
@@ -151,7 +151,7 @@ class Exchange:
     def _collect(
         self,
         vector: torch.Tensor,
-        find: Callable[[Mapping[str, Part]], list[Run]],
+        find: Callable[[Mapping[str, TensorPart]], list[Run]],
         write: Callable[[Run, torch.Tensor], None],
     ) -> None:
         runs = find(self.parts)
@@ -177,7 +177,7 @@ class Exchange:
                 run.there.of(vector).copy_(place.there.of(got))
 
     def _spread(
-        self, vector: torch.Tensor, find: Callable[[Mapping[str, Part]], list[Run]]
+        self, vector: torch.Tensor, find: Callable[[Mapping[str, TensorPart]], list[Run]]
     ) -> tuple[torch.Tensor, list[Run]]:
         if self.group.leads:
             for rank, parts in self._far.items():
@@ -242,21 +242,21 @@ class Exchange:
         self.group.wait_for_all()
 
     def _runs(
-        self, spans: Sequence[Span], forms: Sequence[Form], parts: Mapping[str, Part], plain: bool = True
+        self, spans: Sequence[Span], forms: Sequence[Form], parts: Mapping[str, TensorPart], plain: bool = True
     ) -> list[Run]:
         """In bytes. ``plain``: with what has no parameter's part."""
         known = {form.label: form for form in forms}
-        held: dict[str, Part] = {}
+        held: dict[str, TensorPart] = {}
         for span in spans:
             form = known[span.name]
             if form.parameter in parts:
                 held[span.name] = parts[form.parameter]
             elif not form.parameter and plain:
-                held[span.name] = Part.whole(form.elements)
+                held[span.name] = TensorPart.whole(form.elements)
         sizes = {label: known[label].size for label in held}
         return find_runs(held, spans, sizes)
 
-    def _runs_to_give(self, spans: Sequence[Span], forms: Sequence[Form], parts: Mapping[str, Part]) -> list[Run]:
+    def _runs_to_give(self, spans: Sequence[Span], forms: Sequence[Form], parts: Mapping[str, TensorPart]) -> list[Run]:
         """What all ranks hold whole the leader gives."""
         return self._runs(spans, forms, _giving(parts), plain=self.group.leads and parts is self.parts)
 
@@ -293,7 +293,7 @@ class Exchange:
         return [area[: self.half_bytes], area[self.half_bytes : 2 * self.half_bytes]]
 
 
-def _giving(parts: Mapping[str, Part]) -> dict[str, Part]:
+def _giving(parts: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
     return {name: part for name, part in parts.items() if part.gives}
 
 

@@ -34,7 +34,7 @@ class GroupFragments(ModelFragments):
 
     def snapshot(self, fragment: int) -> Vector:
         """As the leader: a copy of the fragment as it is in all ranks, float32[elements]. Raises GroupBroken."""
-        self._exchange.group.tell(Command.SNAPSHOT, (fragment,))
+        self._exchange.group.tell_others(Command.SNAPSHOT, (fragment,))
         return Vector(self._collect(fragment).clone())
 
     def give_snapshot(self, fragment: int) -> None:
@@ -61,7 +61,7 @@ class GroupFragments(ModelFragments):
         self._half(0, fragment).copy_(new.tensor)
         if subtracts and reference is not None:
             self._half(1, fragment).copy_(reference.tensor)
-        self._exchange.group.tell(Command.MOVE, (fragment, _KINDS.index(kind), subtracts), alpha=alpha)
+        self._exchange.group.tell_others(Command.MOVE, (fragment, _KINDS.index(kind), subtracts), alpha=alpha)
         self._move(fragment, kind, subtracts, alpha)
 
     def follow_move(self, fragment: int, kind: int, subtracts: bool, alpha: float) -> None:
@@ -78,7 +78,7 @@ class GroupFragments(ModelFragments):
             view = views[run.name, run.mine]
             where = view.theta.device
             less = None if minus is None else run.there.of(minus).to(where)
-            move_view(view, kind, run.there.of(new).to(where), less, alpha)
+            move_view(view, kind, run.there.of(new).to(where), less, alpha=alpha)
         self._exchange.group.wait_for_all()
 
     def _half(self, index: int, fragment: int) -> torch.Tensor:

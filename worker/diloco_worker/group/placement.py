@@ -10,21 +10,21 @@ from collections.abc import Mapping
 
 import torch
 
-from diloco_worker.core.parts import Part
+from diloco_worker.core.parts import TensorPart
 from diloco_worker.named_parameters import local_tensor
 from diloco_worker.settings import ConfigurationError
 
 
-def find_parts(tensors: Mapping[str, torch.Tensor], leads: bool) -> dict[str, Part]:
+def find_parts(tensors: Mapping[str, torch.Tensor], leads: bool) -> dict[str, TensorPart]:
     """By name, what this process holds. ``leads``: whether it is the leader, who gives what all ranks hold whole.
     Raises ConfigurationError for what cannot be exchanged."""
     return {name: find_part(name, tensor, leads) for name, tensor in tensors.items()}
 
 
-def find_part(name: str, tensor: torch.Tensor, leads: bool) -> Part:
+def find_part(name: str, tensor: torch.Tensor, leads: bool) -> TensorPart:
     """What this process holds of one tensor. Raises ConfigurationError for what cannot be exchanged."""
     if not hasattr(tensor, "placements"):
-        return Part.whole(tensor.numel(), gives=leads)
+        return TensorPart.whole(tensor.numel(), gives=leads)
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -40,7 +40,7 @@ def find_part(name: str, tensor: torch.Tensor, leads: bool) -> Part:
         raise ConfigurationError(f"parameter {name} is a partial sum ({placements}): it has no value of its own")
     size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     gives = all(not isinstance(p, Replicate) or coordinate[i] == 0 for i, p in enumerate(placements))
-    part = Part.box(tuple(tensor.shape), offset, size, gives)
+    part = TensorPart.box(tuple(tensor.shape), offset, size, gives)
     local = local_tensor(tensor)
     if part is None or part.elements != local.numel() or not local.is_contiguous():
         raise ConfigurationError(

@@ -46,7 +46,7 @@ class GroupBroken(WorkerError):
 
 
 class Command(IntEnum):
-    """What the leader tells. ``sync.group_operations`` carries out all but the first three."""
+    """What the leader tells. ``following.operations`` carries out all but the first three."""
 
     RETURN = 0
     HOLD = 1
@@ -95,10 +95,10 @@ class Ranks:
         """Add up the ranks' steps; every rank calls it at each boundary. Raises GroupBroken."""
         return JoinedStep(tokens, loss, told)
 
-    def tell(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
+    def tell_others(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
         """As the leader: have the others do this. Of no effect in other ranks. Raises GroupBroken."""
 
-    def hold(self, told: bool) -> bool:
+    def hold_others(self, told: bool) -> bool:
         """As the leader, in a wait: keep the others waiting, once a second. Returns whether some rank was told to end,
         as far as is known. Raises GroupBroken."""
         return told
@@ -160,7 +160,7 @@ class Group(Ranks):
         joined, losses, weight, ends = self._sum([*row, float(told)])
         return JoinedStep(round(joined), losses / weight if weight else None, ends > 0)
 
-    def tell(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
+    def tell_others(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
         if not self.leads:
             return
         document = json.dumps(words, separators=(",", ":")).encode() if words else b"{}"
@@ -192,10 +192,10 @@ class Group(Ranks):
         words = json.loads(body[:length].tobytes())
         return Told(Command(command), words, np.frombuffer(body[length:].tobytes(), np.int64))
 
-    def hold(self, told: bool) -> bool:
+    def hold_others(self, told: bool) -> bool:
         if time.monotonic() - self._held_at < _HOLD_SECONDS:
             return False
-        self.tell(Command.HOLD)
+        self.tell_others(Command.HOLD)
         return self.agree(told)
 
     def close(self) -> None:

@@ -129,7 +129,7 @@ class StandaloneLearner:
         named = environ.get(JOB_VARIABLE)
         cure = f"with the settings of {named}" if named else f"with default settings ({JOB_VARIABLE}=JOB.yaml: a job's)"
         why = f"no job started this program (diloco run JOB.yaml does), {cure}"
-        return cls(model, optimizers, job_alone(environ), why, ranks)
+        return cls(model, optimizers, job_alone(environ), why, ranks=ranks)
 
     # ------------------------------------------------------------------ state
 

@@ -89,11 +89,11 @@ class FrozenParameters:
         frozen = frozen_tensors(self._model)
         data, start = begin_file({name: (p.dtype, tuple(p.shape)) for name, p in frozen.items()}, {})
 
-        def take(at: int, window: torch.Tensor) -> None:
+        def write_window(at: int, window: torch.Tensor) -> None:
             data[start + at : start + at + window.numel()] = window.numpy()
 
-        self._exchange.group.tell(Command.FROZEN_OUT)
-        give_frozen(self._model, self._exchange, take)
+        self._exchange.group.tell_others(Command.FROZEN_OUT)
+        give_frozen(self._model, self._exchange, write_window)
         return data
 
 
@@ -159,7 +159,7 @@ def load_frozen(model: torch.nn.Module, data: Any, exchange: Exchange | None = N
                 f"{tuple(parameter.shape)} {parameter.dtype} here"
             )
     if exchange is not None:
-        exchange.group.tell(Command.FROZEN_IN)
+        exchange.group.tell_others(Command.FROZEN_IN)
         take_frozen(model, exchange, Feed([tensors[name] for name in frozen]).fill)
         return
     for name, parameter in frozen.items():

@@ -50,11 +50,11 @@ def collect_state(
     ]
     data, start = begin_file({label: (t.dtype, tuple(t.shape)) for label, t in tensors.items()}, metadata, folder)
 
-    def take(at: int, window: torch.Tensor) -> None:
+    def write_window(at: int, window: torch.Tensor) -> None:
         data[start + at : start + at + window.numel()] = window.numpy()
 
-    exchange.group.tell(Command.STATE_OUT, forms=forms)
-    exchange.collect_bytes({label: local_tensor(tensor) for label, tensor in tensors.items()}, forms, take)
+    exchange.group.tell_others(Command.STATE_OUT, forms=forms)
+    exchange.collect_bytes({label: local_tensor(tensor) for label, tensor in tensors.items()}, forms, write_window)
     return data
 
 
@@ -81,8 +81,8 @@ def spread_state(rows: _Rows, groups: Mapping[str, Number], inner: InnerOptimize
                 flat.append(value)
             else:
                 words[name][key] = value
-    exchange.group.tell(Command.STATE_IN, rows=words, groups=dict(groups))
-    take_state(words, groups, inner, exchange, flat)
+    exchange.group.tell_others(Command.STATE_IN, rows=words, groups=dict(groups))
+    take_state(words, groups, inner, exchange, whole=flat)
 
 
 def take_state(

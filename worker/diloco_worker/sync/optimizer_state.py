@@ -144,7 +144,7 @@ def _beside_training(gpu: torch.device, copied: torch.cuda.Event) -> Iterator[No
 def clear_state(inner: InnerOptimizers) -> None:
     """Forget all state, in every rank of the learner: the next step begins fresh."""
     if inner.exchange is not None:
-        inner.exchange.group.tell(Command.CLEAR)
+        inner.exchange.group.tell_others(Command.CLEAR)
     inner.clear_state()
 
 

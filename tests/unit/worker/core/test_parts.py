@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_worker.core.parts import Part, Place
+from diloco_worker.core.parts import Place, TensorPart
 from example_counts import share_of
 
 
@@ -33,7 +33,7 @@ def test_a_cut_is_what_the_box_and_the_range_have_in_common(
     shape, offset, size = box
     whole = np.arange(math.prod(shape)).reshape(shape)
     own = whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))]
-    part = Part.box(shape, offset, size)
+    part = TensorPart.box(shape, offset, size)
     assert part is not None and part.elements == own.size
     start = data.draw(st.integers(0, whole.size))
     stop = data.draw(st.integers(start, whole.size))
@@ -48,8 +48,8 @@ def test_a_cut_is_what_the_box_and_the_range_have_in_common(
 
 
 def test_a_box_that_is_cut_in_two_later_dimensions_has_no_form() -> None:
-    assert Part.box((4, 4, 4), (0, 0, 0), (4, 2, 2)) is None
-    assert Part.box((), (), ()) == Part.whole(1)
+    assert TensorPart.box((4, 4, 4), (0, 0, 0), (4, 2, 2)) is None
+    assert TensorPart.box((), (), ()) == TensorPart.whole(1)
 
 
 def test_places_in_bytes_and_packed() -> None:

@@ -21,7 +21,7 @@ from diloco_worker.sync.frozen_parameters import give_frozen, take_frozen
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 
 
-def begin(
+def build_parts(
     model: torch.nn.Module,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     layout: Layout,

@@ -24,12 +24,12 @@ from diloco_worker.core.syncer_settings import apply_settings
 from diloco_worker.data.map_style import check_map_style
 from diloco_worker.data.prefetch import ShareLoader, check_shares
 from diloco_worker.data.shuffle import step_seed
+from diloco_worker.following.operations import GroupOperations, build_parts
 from diloco_worker.fragments import build_layout, refuse_running_statistics
 from diloco_worker.group.fragments import GroupFragments
 from diloco_worker.group.ranks import Command, Group
 from diloco_worker.settings import WorkerError, WorkerSettings
 from diloco_worker.sync.boundary_guard import BoundaryGuard
-from diloco_worker.sync.group_operations import GroupOperations, begin
 from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
@@ -56,7 +56,7 @@ class Follower:
             device.be_deterministic()
         refuse_running_statistics(model)
         self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
-        fragments, inner = begin(model, optimizers, self.layout, group)
+        fragments, inner = build_parts(model, optimizers, self.layout, group)
         assert isinstance(fragments, GroupFragments) and inner.exchange is not None
         self._group = group
         self._operations = GroupOperations(fragments, inner, inner.exchange)
