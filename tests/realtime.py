@@ -29,7 +29,7 @@ FILES = (
     *("protocol/wire/test_channels.py", "syncer/runtime/test_durability.py", "syncer/runtime/test_runtime.py"),
     *("syncer/runtime/test_traffic.py", "syncer/server/test_tls_listener.py", "syncer/store/test_bucket.py"),
     *("worker/data/test_prefetch.py", "worker/net/test_client.py", "worker/standalone/test_learner.py"),
-    *("worker/test_exit_hooks.py", "worker/training/test_pace.py"),
+    *("worker/test_exit_hooks.py", "worker/test_launch.py", "worker/training/test_pace.py"),
 )
 # Of other files, these tests, wherever they are.
 NAMES = frozenset(

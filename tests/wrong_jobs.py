@@ -305,6 +305,18 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
         "regions.0.maxLearners",
         "deterministic",
     ),
+    (
+        "ranks that start ranks",
+        {"learners": {"command": ["/opt/torchrun", "a.py"], "processes": 2}},
+        "learners.command",
+        "[python, train.py]",
+    ),
+    (
+        "ranks that start ranks, by a module",
+        {"learners": {"command": ["python", "-m", "torch.distributed.run", "a.py"], "pods": 2}},
+        "learners.command",
+        "[python, train.py]",
+    ),
     ("a rank too many", {"learners.processes": 3}, "training.batch.sequences", "make it 18"),
     (
         "a share that is no whole number",

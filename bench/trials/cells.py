@@ -117,7 +117,9 @@ class Trial:
         spec = job.spec.model_dump(mode="json", by_alias=True)
         # What is trained decides, and not whether a field or its default says it.
         del spec["training"]["model"]["initialise"]  # which is of checkpoints, and came after the published trials
-        del spec["training"]["parallel"]  # which is of learners of several processes, as the three below
+        # What came with learners of several processes, and of which these trials have none.
+        for name in ("parallel", "activationCheckpointing", "compile"):
+            del spec["training"][name]
         for holder in (spec["learners"], *spec["regions"]):
             del holder["processes"], holder["pods"]
         for region in spec["regions"]:

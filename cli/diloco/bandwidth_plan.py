@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from diloco_protocol.bandwidth.links import Need, Traffic
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import bits_text, seconds_text, size_text
 from diloco_protocol.merging import UNMEASURED, is_unmeasured
-from diloco_protocol.resources import even_sizes, find_shortages, needs
+from diloco_protocol.resources import even_sizes, find_shortages, learner_needs, needs
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError
 
@@ -179,9 +179,24 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
             "syncer_memory_bytes": needed.syncer_memory,
             "syncer_volume_bytes": needed.syncer_volume,
             "learner_memory_bytes": needed.learner_memory,
+            "learners": [
+                {"region": one.name, **spec.group(one.name)._asdict(), **asdict(learner_needs(spec, sizes, one.name))}
+                for one in spec.regions
+            ],
             "too_small": [{"field": one.path, "message": one.message} for one in find_shortages(spec, sizes)],
         },
     }
+
+
+def _group_text(found: Mapping[str, Any]) -> str:
+    """What a learner of several ranks needs, for people."""
+    pods, ranks = found["pods"], found["processes"] * found["pods"]
+    others = f", each other of its {pods} pods {size_text(found['other_memory'])}" if pods > 1 else ""
+    gpu = f"; of its GPU each rank at least {size_text(found['device_memory'])}" if found["device_memory"] else ""
+    return (
+        f"A learner of region {found['region']} ({ranks} ranks): at least {size_text(found['memory'])} on the host of "
+        f"its leader{others}{gpu}"
+    )
 
 
 def _row(need: Need, carried: Traffic, learners: int, spares: int) -> dict[str, Any]:
@@ -284,6 +299,7 @@ def text(found: dict[str, Any]) -> str:
         f"Memory: the syncer up to {size_text(resources['syncer_memory_bytes'])}, each learner at least "
         f"{size_text(resources['learner_memory_bytes'])} on the host; the syncer's volume up to "
         f"{size_text(resources['syncer_volume_bytes'])}",
+        *map(_group_text, (one for one in resources["learners"] if one["processes"] * one["pods"] > 1)),
         *(textwrap.fill(f"warning: {one['field']} {one['message']}", 100) for one in resources["too_small"]),
         "Size links by the queue; framing of TCP/IP and TLS is in. Below it nothing stops: merges become rarer.",
     ]

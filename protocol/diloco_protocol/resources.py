@@ -34,16 +34,29 @@ _ENCODED = {"float32": 4.0, "bfloat16": 2.0, "int8": 8.125 / 8, "int4": 4.125 / 
 _BLOCKS = 256
 """Bytes by which blocks that are not full may lift a payload."""
 _OUTER_VECTORS = {"sgd": 0, "nesterov": 1, "adamw": 2, "cosine-gated": 2}
+LOOP_BYTES = 16
+"""Of a trained parameter in a loop: itself, its gradient, two moments, float32."""
 _PATHS = "spec.containers[{}].resources"
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes. ``learner``: of host memory, at the least, of what the library and an optimizer with two moments keep."""
+    """Bytes. ``learner_memory``: of the region whose learners need most, as ``LearnerNeeds`` has it."""
 
     syncer_memory: int
     syncer_volume: int
     learner_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerNeeds:
+    """Bytes that a learner needs at the least, for what the library and an optimizer with two moments keep. ``memory``:
+    of the host of its first pod, whose first rank leads. ``other_memory``: of each other pod's. ``device_memory``: of
+    each rank's GPU, 0 where training.device is cpu."""
+
+    memory: int
+    other_memory: int
+    device_memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,30 @@ class Shortage:
 
 def needs(spec: JobSpec, sizes: Sequence[int]) -> Needs:
     """What a job needs whose fragments have ``sizes`` elements."""
-    return Needs(_syncer_memory(spec, sizes), _syncer_volume(spec, sizes), _learner_memory(spec, sizes))
+    most = max(learner_needs(spec, sizes, region.name).memory for region in spec.regions)
+    return Needs(_syncer_memory(spec, sizes), _syncer_volume(spec, sizes), most)
+
+
+def learner_needs(spec: JobSpec, sizes: Sequence[int], region: str) -> LearnerNeeds:
+    """What a learner of the region needs whose fragments have ``sizes`` elements."""
+    parameters, group, copies = sum(sizes), spec.group(region), model_copies(spec, region)
+    library, state = library_bytes(spec, sizes), LOOP_BYTES * parameters * copies
+    if spec.training.device == "cpu":
+        return LearnerNeeds(library + state // group.pods, state // group.pods, 0)
+    # The built-in trainer's ranks build the model on their host, one after the other.
+    built = 4 * parameters if spec.learners.command is None else 0
+    moving = 2 * 4 * max(sizes) * copies
+    return LearnerNeeds(library, built, (state + moving) // group.ranks)
+
+
+def library_bytes(spec: JobSpec, sizes: Sequence[int]) -> int:
+    """Of host memory, what the library keeps for a learner, however many ranks it has (docs/results/parts.md)."""
+    return (8 + 4 * spec.sync.compression.error_feedback) * sum(sizes)
+
+
+def model_copies(spec: JobSpec, region: str) -> int:
+    """How often the ranks of one of the region's learners hold the model; of a program of the user's at the least."""
+    return spec.parallel_of(region).replicate if spec.learners.command is None else 1
 
 
 def plan_hint(spec: JobSpec) -> str:
@@ -130,13 +166,6 @@ def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
     return BASE_BYTES + model + pushes + late + merge
 
 
-def _learner_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
-    """What the library keeps (docs/results/parts.md); on the CPU also parameters, gradients and two moments."""
-    library = 8 + 4 * spec.sync.compression.error_feedback
-    loop = 16 if spec.training.device == "cpu" else 0
-    return (library + loop) * sum(sizes)
-
-
 # ------------------------------------------------------------------ compared with what the job asks for
 
 
@@ -144,7 +173,7 @@ def find_shortages(spec: JobSpec, sizes: Sequence[int], volume: int | None = Non
     """Where the job asks for less than it needs. ``volume``: bytes of the syncer's volume that is there, if that is
     known; else that of the job counts."""
     needed = needs(spec, sizes)
-    return [*_syncer_shortages(spec, needed, volume), *_learner_shortages(spec, needed)]
+    return [*_syncer_shortages(spec, needed, volume), *_learner_shortages(spec, sizes)]
 
 
 def _syncer_shortages(spec: JobSpec, needed: Needs, volume: int | None) -> Iterator[Shortage]:
@@ -165,17 +194,19 @@ def _syncer_shortages(spec: JobSpec, needed: Needs, volume: int | None) -> Itera
             yield Shortage("syncer.storage.size", f"is {asked}, and {state}: raise it; merges wait while it is full")
 
 
-def _learner_shortages(spec: JobSpec, needed: Needs) -> Iterator[Shortage]:
+def _learner_shortages(spec: JobSpec, sizes: Sequence[int]) -> Iterator[Shortage]:
     for index, region in enumerate(spec.regions):
         limit, _ = _memory([spec.learners.pod_template, region.pod_template], "learner")
-        if limit is None or bytes_of(limit) >= needed.learner_memory:
+        needed = learner_needs(spec, sizes, region.name).memory
+        if limit is None or bytes_of(limit) >= needed:
             continue
         own = _memory([region.pod_template], "learner")[0] is not None
         path = f"regions[{index}].podTemplate." if own else "learners.podTemplate."
         yield Shortage(
             path + _PATHS.format("learner") + ".limits.memory",
-            f"is {limit}, and a learner (region {region.name}) needs at least {_size(needed.learner_memory)} for this "
-            "model: raise it, or it is killed at it",
+            f"is {limit}, and a learner (region {region.name}) needs at least {_size(needed)}"
+            f"{' in its first pod' * (spec.group(region.name).pods > 1)} for this model: raise it, or it is killed at "
+            "it",
         )
 
 

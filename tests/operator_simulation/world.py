@@ -66,6 +66,8 @@ LAG_SECONDS = 45.0
 """So long after something has changed an operator may say in a status what was so before."""
 HEARD_SECONDS = 150.0
 """So long an operator whose watch of jobs stands still may act by what the job asked for before."""
+OLD_VIEW_SECONDS = 20.0
+"""By a view of the cluster that is older an operator takes no pod."""
 NAMESPACE = "ns"
 _OPERATOR: contextvars.ContextVar[SimulatedOperator] = contextvars.ContextVar("operator")
 """The operator that runs now."""
@@ -194,7 +196,7 @@ class SimulatedOperator:
             nodes_are_read=lambda: True,
             confirm=self.job_events.confirm,
             view_age=self._view_age,
-            plan_job=world.plan,
+            plan_job=self._plan,
         )
         kubernetes.server.watchers.append(self._tell)
         before = _OPERATOR.set(self)
@@ -211,6 +213,14 @@ class SimulatedOperator:
     def stall(self, kind: Kind, seconds: float) -> None:
         """The stream of a kind brings nothing for so long, and then all of it."""
         next(stream for stream in self.streams if stream.kind is kind).stalled_until = now() + seconds
+
+    def _plan(self, observed: Any, memory: Any, settings: Settings) -> Any:
+        """What the product plans. By an old view no pod is taken."""
+        plan = self.world.plan(observed, memory, settings)
+        pods = [delete.ref.name for delete in plan.deletes if delete.ref.kind == POD.name]
+        if pods and observed.view_age > OLD_VIEW_SECONDS:
+            self.world._violated(f"{self.name}: {pods} are deleted by a view of {observed.view_age:.0f} s ago")
+        return plan
 
     async def goes_on(self) -> None:
         """Wait while the process stands still, as after SIGSTOP or with its machine."""

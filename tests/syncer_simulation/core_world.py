@@ -21,6 +21,7 @@ import random
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import count
+from typing import Any
 
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal
 from diloco_protocol.wire.records import Announcement, Held, Payload, PushHeader, Receipt, Seat, StepReport
@@ -99,6 +100,7 @@ class World:
         self.jumped = 0.0  # seconds that such clocks may have made of none
         self.going_on = False  # the job has ended, and is started again
         self.quorums = {setup.quorum}
+        self.merging: set[int] = set()  # rounds, after the last event
         limits = {
             "steps": setup.steps,
             "tokens": MEAN_TOKENS * setup.steps * setup.slots,
@@ -382,9 +384,17 @@ class World:
     def handle(self, event: ev.Event) -> None:
         if self.up():
             self.note(event)
-            actions = self.core.handle(event, self.now)
-            self.check_regions()
-            self.act(actions)
+            self.act(self.hear(event))
+
+    def hear(self, event: ev.Event) -> list[ev.Action]:
+        """Tell the core of an event; returns what it does. No merge begins while a region is missed."""
+        actions = self.core.handle(event, self.now)
+        self.check_regions()
+        merging = {opened.id for opened in self.core.open_rounds.values() if opened.merging}
+        if self.core.phase is JobPhase.HOLDING and self.core._state.members.lost_regions:
+            assert self.core.config.on_region_lost == "Continue" or merging <= self.merging, "a merge while it holds"
+        self.merging = merging
+        return actions
 
     def act(self, actions: list[ev.Action]) -> None:
         life = self.life
@@ -602,7 +612,8 @@ class World:
         """While a region is missed the job does what its policy says."""
         lost, policy = self.core._state.members.lost_regions, self.core.config.on_region_lost
         if lost and policy != "Continue":
-            assert self.core.phase is not JobPhase.TRAINING, f"{lost} is lost, the policy is {policy}"
+            wrong = {JobPhase.TRAINING} if policy == "Hold" else {JobPhase.TRAINING, JobPhase.HOLDING}
+            assert self.core.phase not in wrong, f"{lost} is lost, the policy is {policy}"
 
     def check(self) -> None:
         self.check_slots()
@@ -696,11 +707,17 @@ class World:
         owner = self.seats.setdefault((seat.slot, seat.incarnation), process)
         assert owner == process, f"{seat} was {owner}'s, and is {process}'s"
 
+    def durable_states(self) -> list[dict[str, Any]]:
+        """The core's documents of which a restart takes one."""
+        return [json.loads(self.state or "")]
+
     def seated(self, learner: Learner, seat: Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
         if seat is None:
             learner.seat = None
             return
         self.take_seat(seat, learner.process)
+        known = max(state["job"]["members"]["next_incarnation"] for state in self.durable_states())
+        assert seat.incarnation < known, f"{learner.process} is told of {seat}, which is not durable"
         if self.setup.edits:  # each Welcome carries the settings
             config = self.core.config
             numbers = {"every": config.rules.every, "overlap": config.rules.overlap}
@@ -878,7 +895,7 @@ class World:
                 self.offer_of[handle] = header.id
             norm, growth = self.size_of(header)
             received = ev.PushReceived(header, norm, math.isfinite(norm), handle, growth=growth)
-            actions = self.core.handle(received, self.now)
+            actions = self.hear(received)
             verdict = next(a for a in actions if isinstance(a, ev.AnswerPush))
             if verdict.reason is None:  # what is restored of the store may have outlived its base
                 assert math.isfinite(norm)

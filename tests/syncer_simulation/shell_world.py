@@ -13,10 +13,12 @@ check of the epoch and what follows it. The job is suspended and resumed. The st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest import mock
 
 from diloco_protocol.arrays.layout import Layout, Tensor
@@ -37,6 +39,7 @@ from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.startup import complete_tape, replay, settings_line
 from diloco_syncer.store.base import HigherEpoch, Store
 from diloco_syncer.store.checkpoint import REPORT, Checkpoints, Restored
+from diloco_syncer.store.documents import unpack_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import Damaged, MergeRecord, parse_record_name
 from diloco_syncer.store.replay import take_back_versions
@@ -382,7 +385,7 @@ class SyncerProcesses(World):
                 self.lose_content(whole=self.random.random() >= self.setup.torn)
 
     def damage_object(self) -> None:
-        """One object is gone, cut or changed. That costs no version but its own and those of its fragment above it."""
+        """One object is gone, cut or changed. That costs no version but its own, and only where that is the newest."""
         folders = sorted({name.partition("/")[0] for name in self.objects} - {"epochs", "discarded"})
         folder = self.changes.choice([*folders, *["state"] * len(folders)])  # half of the time a state
         names = sorted(name for name in self.objects if name.partition("/")[0] == folder)
@@ -399,8 +402,8 @@ class SyncerProcesses(World):
         self.seen[f"damaged {folder}"] += 1
         self.note(f"{name} is {'gone' if fate is None else 'damaged'}")
         self.expected = dict(enumerate(records_of(self.objects, self.setup.fragments)))
-        if hit is not None:  # a state from before it cannot go on with those above it, which learners give back
-            self.expected[hit[0]] = min(self.expected[hit[0]], max(0, hit[1] - 1))
+        if hit is not None and hit[1] == self.expected[hit[0]]:
+            self.expected[hit[0]] -= 1
         self.oracle.go_back(self.objects, now)
         self.objects.clear()
         self.objects.update(now)
@@ -451,6 +454,13 @@ class SyncerProcesses(World):
             self.replace_seated()
 
     # ------------------------------------------------------------ what a syncer hears and says
+
+    def durable_states(self) -> list[dict[str, Any]]:
+        found = []
+        for name in [name for name in self.objects if name.startswith("state/")]:
+            with contextlib.suppress(Damaged):
+                found.append(unpack_document(self.objects[name], name)["core"]["core"])
+        return found
 
     def take_seat(self, seat: Seat, process: str) -> None:
         self.oracle.take_seat(seat, process)

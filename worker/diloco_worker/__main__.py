@@ -6,6 +6,7 @@ Exit codes: ``vocabulary.WorkerExit`` (docs/contracts.md), and 130 interrupted.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -59,6 +60,8 @@ def main() -> int:
 def _run(settings: WorkerSettings) -> int:
     from diloco_worker.status_page import open_port
 
+    if int(os.environ.get("RANK", "0")) > 0:  # a learner has one port, its first rank's
+        settings = dataclasses.replace(settings, status=None)
     with contextlib.closing(open_port(settings)):  # before data and model, which may take long
         if settings.role == "evaluator":
             from diloco_worker.training import evaluator

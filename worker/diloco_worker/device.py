@@ -42,6 +42,11 @@ def device(spec: JobSpec) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def smallest_memory() -> int:
+    """Bytes of the CUDA device that has the least."""
+    return min(torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
+
+
 def precision(spec: JobSpec, where: torch.device) -> torch.dtype:
     """float32 or bfloat16, of training.precision; auto is bfloat16 on a GPU that has it in hardware, and wherever
     frozen parameters are bfloat16."""

@@ -16,7 +16,7 @@ host, waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
 from diloco_worker.core.adoption import Kind
-from diloco_worker.named_parameters import ModelWatch, check_whole, named_parameters, refuse_shared_memory, unwrap
+from diloco_worker.core.parts import Place, TensorPart
+from diloco_worker.named_parameters import (
+    ModelWatch,
+    check_whole,
+    local_tensor,
+    named_parameters,
+    refuse_shared_memory,
+    unwrap,
+)
 from diloco_worker.settings import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -146,37 +154,56 @@ def build_layout(
         raise ConfigurationError(str(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What this process holds of one piece. ``name``: its parameter's, and ``mine``: where in this process's memory of
+    it; ``theta``: that memory; ``place``: where that lies in the
+    fragment's vector; ``rounded``: float32 of the same shape, what the last move rounded off (None: it rounds nothing
+    off)."""
+
+    name: str
+    mine: Place
+    theta: torch.Tensor
+    place: Place
+    rounded: torch.Tensor | None
+
+
 class ModelFragments:
     """A model's fragments. Its parameters must keep their memory (no ``.to`` or re-assignment
     afterwards): the views are made once.
 
     ``keep_rounding``: keep what moves round off parameters of less than float32 precision (4 bytes of each of their
-    elements, where they lie); for who takes snapshots."""
+    elements, where they lie); for who takes snapshots. ``parts``: by name, what this process holds of each parameter;
+    None: all of them, whole."""
 
-    def __init__(self, model: torch.nn.Module, layout: Layout, keep_rounding: bool = True) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: Layout,
+        keep_rounding: bool = True,
+        parts: Mapping[str, TensorPart] | None = None,
+    ) -> None:
         self.layout = layout
-        parameters = model_tensors(model)
-        # Per fragment, of each piece: a flat view of its parameter's memory, and where it lies in the vector; and
-        # float32 of the view's shape, what the last move rounded off (None: it rounds nothing off).
-        self._views: list[list[tuple[torch.Tensor, slice]]] = []
         self.watch = ModelWatch(model)
-        self._rounded: list[list[torch.Tensor | None]] = []
+        flat = {name: local_tensor(p).data.view(-1) for name, p in model_tensors(model).items()}
+        parts = {name: TensorPart.whole(own.numel()) for name, own in flat.items()} if parts is None else parts
+        self._views: list[list[View]] = []  # per fragment
         for pieces in layout.fragments:
-            views: list[tuple[torch.Tensor, slice]] = []
-            rounded: list[torch.Tensor | None] = []
+            views = []
             for piece in pieces:
-                flat = parameters[piece.tensor].data.view(-1)[piece.start : piece.stop]
-                views.append((flat, slice(piece.offset, piece.offset + piece.stop - piece.start)))
-                rounds = keep_rounding and flat.dtype in _ROUNDING
-                rounded.append(torch.zeros_like(flat, dtype=torch.float32) if rounds else None)
+                part, own = parts[piece.tensor], flat[piece.tensor]
+                rounds = keep_rounding and own.dtype in _ROUNDING
+                for mine, there in part.cut(piece.start, piece.stop):
+                    theta = mine.of(own)
+                    rounded = torch.zeros_like(theta, dtype=torch.float32) if rounds else None
+                    views.append(View(piece.tensor, mine, theta, there.shifted(piece.offset), rounded=rounded))
             self._views.append(views)
-            self._rounded.append(rounded)
-        devices = {flat.device for views in self._views for flat, _ in views}
+        devices = {view.theta.device for views in self._views for view in views}
         cuda = [device for device in devices if device.type == "cuda"]
         if cuda and len(devices) > 1:
             raise ConfigurationError(
                 f"the model's parameters lie on {', '.join(sorted(map(str, devices)))}: "
-                "one learner trains on one device"
+                "one process of a learner trains on one device"
             )
         self._device = cuda[0] if cuda else None  # None: the CPU
         # One for each direction: an upload, which training waits for, does not queue behind a snapshot's download.
@@ -191,10 +218,8 @@ class ModelFragments:
         self.watch.check()  # else the views may show dead memory
         elements = self.layout.elements(fragment)
         gathered = torch.empty(elements, dtype=torch.float32, device=self._device)
-        for (flat, where), rounded in zip(self._views[fragment], self._rounded[fragment], strict=True):
-            gathered[where].copy_(flat)
-            if rounded is not None:
-                gathered[where].add_(rounded)
+        for view in self._views[fragment]:
+            copy_view(view, view.place.of(gathered))
         if self._streams is None:
             return Vector(gathered)
         host = torch.empty(elements, dtype=torch.float32, pin_memory=True)
@@ -218,23 +243,8 @@ class ModelFragments:
         self.watch.check()  # else the views may show dead memory
         target = self._on_device(new)
         minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)
-        for (theta, where), rounded in zip(self._views[fragment], self._rounded[fragment], strict=True):
-            base = target[where]
-            if kind is Kind.OVERWRITE:
-                exact = base
-            else:
-                exact = theta if theta.dtype == torch.float32 else theta.float()
-                if rounded is not None:
-                    exact.add_(rounded)
-                if kind is Kind.MIX:
-                    exact.mul_(alpha).add_(base, alpha=1.0 - alpha)
-                else:
-                    assert minus is not None
-                    exact.sub_(minus[where]).add_(base)
-            if exact is not theta:
-                theta.copy_(exact)
-            if rounded is not None:
-                torch.sub(exact, theta, out=rounded)
+        for view in self._views[fragment]:
+            move_view(view, kind, view.place.of(target), None if minus is None else view.place.of(minus), alpha=alpha)
 
     def _on_device(self, vector: Vector) -> torch.Tensor:
         """The vector where the parameters are; on a GPU the current stream waits for it."""
@@ -260,6 +270,34 @@ class ModelFragments:
         if self._streams is None:
             return Vector.from_array(array)
         return Vector(torch.from_numpy(array).pin_memory())
+
+
+def copy_view(view: View, target: torch.Tensor) -> None:
+    """Copy a view's values, with what earlier moves rounded off, into ``target``, float32 of its shape."""
+    target.copy_(view.theta)
+    if view.rounded is not None:
+        target.add_(view.rounded)
+
+
+def move_view(view: View, kind: Kind, base: torch.Tensor, minus: torch.Tensor | None, alpha: float) -> None:
+    """Move one view's parameters, as ``ModelFragments.move`` does. ``base`` and ``minus``: float32 of its shape, on its
+    device."""
+    theta = view.theta
+    if kind is Kind.OVERWRITE:
+        exact = base
+    else:
+        exact = theta if theta.dtype == torch.float32 else theta.float()
+        if view.rounded is not None:
+            exact.add_(view.rounded)
+        if kind is Kind.MIX:
+            exact.mul_(alpha).add_(base, alpha=1.0 - alpha)
+        else:
+            assert minus is not None
+            exact.sub_(minus).add_(base)
+    if exact is not theta:
+        theta.copy_(exact)
+    if view.rounded is not None:
+        torch.sub(exact, theta, out=view.rounded)
 
 
 def frozen_bytes(model: torch.nn.Module) -> bytes:

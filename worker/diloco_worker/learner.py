@@ -16,6 +16,10 @@ copying a fragment takes, at the step boundaries that ``after_step`` marks (``sy
 the training thread spends inside this library, waiting included, is ``metrics["stalled_seconds"]``; the rest,
 from a batch being handed out to ``after_step``, is ``compute_seconds``.
 
+Under torchrun the processes that it starts are one learner (*ranks*), of a model that is sharded (``fully_shard``),
+replicated (DistributedDataParallel) or both. Rank 0 leads, with all that is said here; in the others
+``Learner.from_environment`` gives a ``Follower``, which the same loop uses in the same way.
+
 Errors are ``settings.WorkerError`` and its subclasses; each has the ``exit_code`` that the process should end with.
 """
 
@@ -35,7 +39,7 @@ from typing import Any, Self, cast
 import torch
 from torch.utils.data import default_collate
 
-from diloco_protocol.spec.job import DiLoCoJob
+from diloco_protocol.spec.job import DiLoCoJob, SyncerSettings
 from diloco_protocol.vocabulary import (
     ENDED_PHASES,
     ENDS_FOR_RESUME,
@@ -47,22 +51,25 @@ from diloco_protocol.vocabulary import (
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_worker import device, exit_hooks, logs
-from diloco_worker.core.stall_rule import LifeSigns
+from diloco_worker.core.stall_rule import FIRST_STEP, LifeSigns
 from diloco_worker.data.map_style import check_map_style, sample_items
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.data.shuffle import step_seed
-from diloco_worker.fragments import ModelFragments, build_layout, refuse_running_statistics
+from diloco_worker.following.follower import Follower
+from diloco_worker.following.operations import build_parts
+from diloco_worker.fragments import build_layout, refuse_running_statistics
+from diloco_worker.group.ranks import Command, Group, Ranks, join_ranks
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
-from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings, refuse_ranks
+from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
 from diloco_worker.standalone.learner import StandaloneLearner, is_alone
 from diloco_worker.standalone.rehearsal import VARIABLE as REHEARSAL
 from diloco_worker.standalone.rehearsal import RehearsalLearner
 from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
-from diloco_worker.sync.inner_optimizers import InnerOptimizers, refuse_arguments
+from diloco_worker.sync.inner_optimizers import refuse_arguments
 from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.sync.stall_watchdog import StallWatchdog
@@ -75,6 +82,7 @@ _RESOLVE_SECONDS = 60.0  # deterministic mode: for the merges that are on their 
 _GOODBYE_SECONDS = 10.0
 _FAREWELL_SECONDS = 2.0  # of the drain's time, to say goodbye
 _IDLE_SLICE = 0.2
+_STALL_SLACK = 60.0  # by which a rank's own watchdog is earlier than the others' patience
 
 
 class Learner:
@@ -92,8 +100,10 @@ class Learner:
         settings: WorkerSettings,
         model: torch.nn.Module,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        ranks: Ranks | None = None,
     ) -> None:
         spec = settings.job.spec
+        self._ranks: Ranks = Ranks() if ranks is None else ranks
         self._job = settings.job
         logs.set_fields(job=self._job.metadata.name)
         if spec.sync.deterministic:
@@ -105,7 +115,8 @@ class Learner:
             log.warning("%s", self.layout.note)
         self._prefetcher: BatchPrefetcher | None = None
         self._started = False
-        self._terminated = False
+        self._signalled = False  # this process was told to end
+        self._terminated = False  # the learner was: some rank, and all of them know
         self._terminated_at = 0.0
         self._left = False
         self._previous_handler: Any = None
@@ -122,7 +133,9 @@ class Learner:
             limit=optimizer_state.max_state_bytes(model),
         )
         self._inbox = Inbox()
-        fragments, inner = ModelFragments(model, self.layout), InnerOptimizers(model, optimizers)
+        fragments, inner = build_parts(model, optimizers, self.layout, self._ranks)
+        self._own_loss = StepMetrics()  # of this rank
+        self._told_settings: Any = None
         self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
         self._client = SyncerClient(
             settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device
@@ -139,6 +152,7 @@ class Learner:
             checkpoint=self._checkpoint,
             metrics=self._metrics,
             stopping=lambda: self._terminated,
+            hold=self._hold,
         )
         self._port = open_port(settings)
         self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs)
@@ -150,6 +164,7 @@ class Learner:
         model: torch.nn.Module,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
+        data_rank: tuple[int, int] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """Build from the environment variables ``DILOCO_*`` (docs/contracts.md); opens no connection yet.
@@ -158,6 +173,10 @@ class Learner:
         they will be trained, and keep their memory (no ``.to`` afterwards). ``optimizers``: the inner optimizer, or
         several, each for parameters of its own; their state is handed over between learners where it is tensors and
         numbers. One that keeps a copy of the parameters (schedule-free, float32 masters) is refused.
+
+        The processes of torch's default process group are one learner: the program calls ``init_process_group`` and
+        shards its model first. ``data_rank``: which share of each batch this rank loads, as (index, how many shares);
+        default: each rank one of its own. Ranks that are tensor-parallel to each other give the same.
 
         Where no such variable names a job or a syncer, as with plain ``python train.py``, it warns and gives a
         ``StandaloneLearner``: the same loop in this process alone.
@@ -168,15 +187,19 @@ class Learner:
         variables = os.environ if environ is None else environ
         if REHEARSAL in variables:
             return cast(Self, RehearsalLearner(model, optimizers, variables))
-        refuse_ranks(variables)
         refuse_arguments(model, optimizers)
+        # What is no subclass would have to build what a session needs; tests hold their public names together.
         if is_alone(variables):
-            # Not a subclass, which would have to build what a session needs; tests hold their public names together.
-            return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables))
+            ranks = join_ranks(variables, data_rank)
+            return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables, ranks))
         settings = WorkerSettings.from_environment(environ)
         if settings.role != "learner":
             raise ConfigurationError(f"DILOCO_ROLE is {settings.role!r}: a training loop needs the role learner")
-        return cls(settings, model, optimizers)
+        stall = settings.job.spec.learners.stall_seconds
+        ranks = join_ranks(variables, data_rank, None if stall is None else FIRST_STEP * stall + _STALL_SLACK)
+        if isinstance(ranks, Group) and not ranks.leads:
+            return cast(Self, Follower(settings, model, optimizers, ranks))
+        return cls(settings, model, optimizers, ranks)
 
     # ------------------------------------------------------------------ state
 
@@ -283,6 +306,7 @@ class Learner:
             notify=self._inbox.notify,
             collate=collate,
             reserve=reserve,
+            data=self._ranks.data,
         )
         self._prefetcher = prefetcher
         self._synchronizer.lease_for(prefetcher)
@@ -291,6 +315,7 @@ class Learner:
             while True:
                 self._metrics.begin_wait()
                 batch = self._next_batch(prefetcher)
+                self._tell_return(stop=batch is None, draw=batch.draw if batch is not None else 0)
                 left = self._metrics.end_wait()
                 if batch is None:
                     return
@@ -315,8 +340,10 @@ class Learner:
             while True:
                 self._metrics.begin_wait()
                 synchronizer.await_ready()
+                stop = synchronizer.must_stop
+                self._tell_return(stop)
                 left = self._metrics.end_wait()
-                if synchronizer.must_stop:
+                if stop:
                     return
                 self._used_tenure = synchronizer.tenure
                 self._compute_from = left
@@ -343,6 +370,8 @@ class Learner:
                 "or over learner.steps() where the loop brings its own data"
             )
         compute = entered - self._compute_from
+        if self._ranks.size > 1:
+            tokens, loss = self._join_step(tokens, loss)
         if loss is not None:
             self._metrics.put_loss(loss)
         if synchronizer.tenure == self._used_tenure and synchronizer.seated:
@@ -357,7 +386,45 @@ class Learner:
         if not synchronizer.ready:
             synchronizer.await_ready()
         self._write_record(lr)
+        self._tell_return()
         self._compute_from = self._metrics.end_wait()
+
+    # ------------------------------------------------------------------ the other ranks
+
+    def _join_step(self, tokens: int, loss: torch.Tensor | float | None) -> tuple[int, float | None]:
+        """The tokens and the loss of all ranks. Of losses on a GPU they are those that have arrived, of the step before
+        mostly: nothing waits for the device."""
+        if loss is not None:
+            self._own_loss.put_loss(loss)
+        with self._synchronizer.guard:
+            joined = self._ranks.join_step(tokens, self._own_loss.arrived_loss, self._signalled)
+        self._end_if(joined.told)
+        return joined.tokens, joined.loss
+
+    def _hold(self) -> None:
+        """In a wait: have the others wait too."""
+        self._end_if(self._ranks.hold_others(self._signalled))
+
+    def _tell_return(self, stop: bool = False, draw: int = 0) -> None:
+        """Let the others' loops go on, with what they may read. ``draw``: the number of the batch that comes next."""
+        if self._ranks.size == 1:
+            return
+        synchronizer, prefetcher = self._synchronizer, self._prefetcher
+        last, draws = prefetcher.take_draws() if prefetcher is not None else (0, [])
+        settings = SyncerSettings.of(synchronizer.spec).model_dump(mode="json")
+        told = {} if settings == self._told_settings else {"settings": settings}
+        self._told_settings = settings
+        self._ranks.tell_others(
+            Command.RETURN,
+            [item for sequences in draws for item in sequences],
+            at=(self.step, self.progress, self.slot, self.tokens),
+            job=(self.learners, self.phase, self.draining, self.rewarm_scale()),
+            draws=(last, len(draws[0]) if draws else 0, draw),
+            stop=stop,
+            **told,
+        )
+
+    # ------------------------------------------------------------------ the next batch
 
     def _next_batch(self, prefetcher: BatchPrefetcher) -> Batch | None:
         synchronizer = self._synchronizer
@@ -370,7 +437,7 @@ class Learner:
             if batch is not None and synchronizer.tenure == tenure:
                 return batch
             if batch is None:
-                self._inbox.wait(0.1)
+                synchronizer.wait(0.1)
                 if not prefetcher.is_loading:  # a data set that hangs gives no sign of life
                     self._metrics.mark_alive()
 
@@ -423,6 +490,9 @@ class Learner:
             if kind is None:
                 self.leave()
                 self._idle()
+                self._ranks.tell_others(Command.END, exit_code=self.exit_code)
+            else:
+                self._ranks.close()
         finally:
             self._client.stop()
             self._port.close()
@@ -433,9 +503,16 @@ class Learner:
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        if not self._terminated:
-            self._terminated = True
+        if not self._signalled:
+            self._signalled = True
             self._terminated_at = time.monotonic()
+            self._terminated = self._ranks.size == 1  # else: once all ranks know, at the same step
+
+    def _end_if(self, told: bool) -> None:
+        """All ranks know whether some rank was told to end."""
+        if told and not self._terminated:
+            self._terminated = True
+            self._terminated_at = self._terminated_at if self._signalled else time.monotonic()
 
     def _leave_by(self) -> float:
         """When the drain must be over, monotonic seconds."""
@@ -489,6 +566,7 @@ class Learner:
         log.info("the job is %s: idle until removed", before.phase)
         ended = before.phase in STOPPED_PHASES
         while not self._terminated:
+            self._hold()
             phase = self._client.connection.phase
             ended |= phase in ENDED_PHASES
             if ended and phase in TRAINING_PHASES:

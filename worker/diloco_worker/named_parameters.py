@@ -39,35 +39,38 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return found
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: of a DTensor its shard, in the shard's own memory; else the tensor."""
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
 def check_whole(model: torch.nn.Module) -> None:
-    """Raise ConfigurationError for a model of which this process has a part only, or one that is not built yet: a
-    learner is one process with a whole model."""
-    for module in model.modules():
-        group = getattr(module, "process_group", None)
-        if type(module).__name__ == "DistributedDataParallel" and group is not None and group.size() > 1:
-            raise ConfigurationError(
-                f"the model is one of {group.size()} replicas of DistributedDataParallel: each process of a job is a "
-                "learner of its own, so leave DistributedDataParallel out"
-            )
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    size = torch.distributed.get_world_size() if group else 1
-    if size > 1:
-        raise ConfigurationError(
-            f"this process is in a group of {size} (init_process_group): each process of a job is a learner of its "
-            "own, so leave the group out"
-        )
+    """Raise ConfigurationError for a model that is not built yet, or one of which this process has a part that no rank
+    of a learner can give: one flattened by FSDP1, or shards where the learner is one process."""
+    alone = world_size() == 1
     for name, parameter in named_parameters(model).items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise ConfigurationError(
                 f"parameter {name} has no shape before the first forward pass (a lazy module): run one, on a batch of "
                 "any data, before the Learner is made"
             )
-        if hasattr(parameter, "placements") or name.rpartition(".")[2] == "_flat_param":
-            kind = "a DTensor" if hasattr(parameter, "placements") else "flattened by FSDP"
+        if name.rpartition(".")[2] == "_flat_param":
             raise ConfigurationError(
-                f"parameter {name} is {kind}, of which this process has one shard (FSDP, tensor parallelism): "
-                "a learner is one process with whole parameters on one device"
+                f"parameter {name} is flattened by FSDP (FullyShardedDataParallel): use FSDP2, fully_shard, which "
+                "keeps each parameter by itself"
             )
+        if alone and hasattr(parameter, "placements") and local_tensor(parameter).shape != parameter.shape:
+            raise ConfigurationError(
+                f"parameter {name} is a DTensor of which this process has one shard, and torch.distributed has one "
+                "process: the ranks that hold a learner's shards are one process group (init_process_group)"
+            )
+
+
+def world_size() -> int:
+    """How many processes torch's default process group has: a learner's ranks; 1: there is none."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
 
 
 def refuse_shared_memory(model: torch.nn.Module) -> None:
@@ -97,7 +100,7 @@ class ModelWatch:
         self._model = model
         self._exact = exact
         named = named_parameters(model)
-        self._trained = {name: (p.data_ptr(), p.dtype) for name, p in named.items() if p.requires_grad}
+        self._trained = {name: (local_tensor(p).data_ptr(), p.dtype) for name, p in named.items() if p.requires_grad}
         self._state = self._read_state()
         self._remember()
 
@@ -108,7 +111,7 @@ class ModelWatch:
         now = named_parameters(self._model)
         for name, (address, dtype) in self._trained.items():
             parameter = now.get(name)
-            if parameter is None or parameter.data_ptr() != address or parameter.dtype != dtype:
+            if parameter is None or local_tensor(parameter).data_ptr() != address or parameter.dtype != dtype:
                 raise ConfigurationError(
                     f"parameter {name} was moved or assigned anew after the Learner was made (as by model.to(...), or "
                     "by a new module in the place of its own): bring the model where and how it will be trained "
@@ -137,7 +140,7 @@ class ModelWatch:
             found.append(tuple(map(id, module._modules.values())))
             for p in module._parameters.values():
                 if p is not None:
-                    found.append((id(p), p.data_ptr(), 1) if p.requires_grad else (id(p), 0, 0))
+                    found.append((id(p), local_tensor(p).data_ptr(), 1) if p.requires_grad else (id(p), 0, 0))
         return found
 
     def _read_state(self) -> dict[str, tuple[int, int]]:
@@ -150,7 +153,10 @@ class ModelWatch:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     tensors[f"{path}.{name}".lstrip(".")] = buffer
         if self._exact:
-            flat = {name: t.detach().cpu().contiguous().view(-1).view(torch.uint8) for name, t in tensors.items()}
+            flat = {
+                name: local_tensor(t).detach().cpu().contiguous().view(-1).view(torch.uint8)
+                for name, t in tensors.items()
+            }
             return {name: (xxhash.xxh3_64_intdigest(values.numpy().data), 0) for name, values in flat.items()}
         return {name: (id(t), t._version) for name, t in tensors.items() if not t.is_inference()}
 

@@ -86,7 +86,6 @@ class WorkerSettings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> WorkerSettings:
         """Read ``DILOCO_*``. Raises ConfigurationError naming the variable and the cure."""
         env = os.environ if environ is None else environ
-        refuse_ranks(env)
         job_file = env.get("DILOCO_JOB_FILE")
         if not job_file:
             others = sorted(name for name in env if name.startswith("DILOCO_") and not name.startswith("DILOCO_LOG_"))
@@ -103,6 +102,8 @@ class WorkerSettings:
         # In a pod the process's id begins with the pod's UID, so that an operator knows whose it is.
         process = env.get("DILOCO_PROCESS") or (pod + secrets.token_hex(8) if pod else uuid.uuid4().hex)
         role = _checked("DILOCO_ROLE", env.get("DILOCO_ROLE", "learner"), "learner|evaluator", "learner or evaluator")
+        if role == EVALUATOR:
+            refuse_ranks(env, "an evaluator")
         region = env.get("DILOCO_REGION", "local")
         _checked("DILOCO_REGION", region, r"[^/\0]{1,64}", "the name of a region, 1 to 64 characters without /")
         if role == "learner":
@@ -168,16 +169,12 @@ class WorkerSettings:
         return self.workdir / "state" / f"{self.region}-{self.ordinal}.safetensors"
 
 
-def refuse_ranks(environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError if this process is one of several ranks, as those that torchrun starts: each would take
-    the same place in the job."""
+def refuse_ranks(environ: Mapping[str, str], what: str) -> None:
+    """Raise ConfigurationError if this process is one of several ranks, as those that torchrun starts, and ``what`` is
+    one process."""
     size = environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
-        raise ConfigurationError(
-            f"WORLD_SIZE is {size}: a learner is one process, and all ranks of torchrun would take the same place in "
-            f"the job. A machine with {size} GPUs runs {size} learners, without torchrun: docs/gpu-machines.md. Unset "
-            "WORLD_SIZE where each process is a learner of its own"
-        )
+        raise ConfigurationError(f"WORLD_SIZE is {size}, and {what} is one process: start it without torchrun")
 
 
 def check_address(name: str, value: str) -> None:

@@ -9,35 +9,40 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_protocol.common.format_units import size_text
-from diloco_protocol.resources import needs
+from diloco_protocol.resources import LOOP_BYTES, library_bytes, model_copies, needs
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker.training.findings import ModelFacts
 
 PROCESS_BYTES = 150 << 20
 """Of a learner or evaluator before its model, beside the libraries' pages that the processes of a run share."""
-LOOP_BYTES = 16
-"""Of a trained parameter in a loop on the CPU: itself, its gradient, two moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """Bytes that a run takes on its machine, at the least: without activations and batches. ``syncer``: up to.
-    ``learner``: each of ``learners``; ``evaluator``: 0 where there is none."""
+    ``learner``: each of ``learners``, all its ranks together; of learners of unequal regions the largest.
+    ``all_learners``: together. ``evaluator``: 0 where there is none. ``device``: of the GPU of the rank that needs
+    most; 0: there is none."""
 
     syncer: int
     learner: int
     learners: int
     evaluator: int
+    all_learners: int
+    device: int = 0
 
     @property
     def whole(self) -> int:
-        return self.syncer + self.learners * self.learner + self.evaluator
+        return self.syncer + self.all_learners + self.evaluator
 
     def text(self) -> str:
         return f"the job needs at least about {size_text(self.whole)} of memory ({self.parts_text()})"
 
     def parts_text(self) -> str:
+        equal = self.all_learners == self.learner * self.learners
         each = f"{size_text(self.learner)} for each of {self.learners} learners"
+        if not equal:
+            each = f"{size_text(self.all_learners)} for {self.learners} learners"
         scored = f", {size_text(self.evaluator)} for the evaluator" if self.evaluator else ""
         return f"{size_text(self.syncer)} for the syncer, {each}{scored}, without activations"
 
@@ -47,20 +52,29 @@ def estimate_memory(job: DiLoCoJob, model: ModelFacts, device: str) -> MemoryNee
 
     Processes beyond the job's learners and spares (maxLearners) join from other machines."""
     spec = job.spec
-    needed = needs(spec, model.fragments)
-    learner = needed.learner_memory
-    if device == "cuda":
-        learner = max(learner, model.bytes)  # it is built on the host
-    else:
-        loop = 0 if spec.training.device == "cpu" else LOOP_BYTES * model.trained  # else it is in the figure
-        learner += loop + model.bytes - 4 * model.trained
-    learners = spec.slots + sum(region.spares for region in spec.regions)
+    each, devices = list[int](), [0]
+    for region in spec.regions:
+        ranks, copies = spec.group(region.name).ranks, model_copies(spec, region.name)
+        library = library_bytes(spec, model.fragments)
+        loop = (LOOP_BYTES * model.trained + model.bytes - 4 * model.trained) * copies
+        # For a GPU a rank builds it on the host, in turn with the others of its learner.
+        here = max(library, model.bytes) if device == "cuda" else library + loop
+        each += [PROCESS_BYTES * ranks + here] * (region.learners + region.spares)
+        devices += [(loop + 8 * max(model.fragments) * copies) // ranks] * (device == "cuda")
     evaluator = PROCESS_BYTES + model.bytes if spec.evaluated and spec.evaluator.command is None else 0
-    return MemoryNeed(needed.syncer_memory, PROCESS_BYTES + learner, learners, evaluator)
+    syncer = needs(spec, model.fragments).syncer_memory
+    return MemoryNeed(syncer, max(each), len(each), evaluator, all_learners=sum(each), device=max(devices))
 
 
-def memory_shortage(need: MemoryNeed, free: int) -> str:
-    """The sentence that says by how much a run does not fit; empty: it does."""
+def memory_shortage(need: MemoryNeed, free: int, device_bytes: int = 0) -> str:
+    """The sentence that says by how much a run does not fit; empty: it does. ``device_bytes``: of the smallest GPU; 0:
+    not known."""
+    if device_bytes and need.device > device_bytes:
+        return (
+            f"a rank needs at least about {size_text(need.device)} of its GPU, which has {size_text(device_bytes)}, "
+            "without activations: divide the model among more processes (learners.processes, with a smaller "
+            "training.parallel.replicate), or take a smaller model"
+        )
     if need.whole <= free:
         return ""
     one = need.syncer + need.learner + need.evaluator

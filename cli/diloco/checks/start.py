@@ -51,7 +51,7 @@ class StartCheck:
         if found.step_tokens is not None:
             when = "in all" if self.workdir.has_begun() else "to come"
             self.tell(f"{when}: {steps_to_come(self.job, found.steps, found.step_tokens)}")
-        shortage = "" if self.force else memory_shortage(need, free_memory())
+        shortage = "" if self.force else memory_shortage(need, free_memory(), found.device_bytes)
         if shortage:
             raise CommandError(f"{shortage}; --force starts it anyway")
         return need.text()

@@ -37,7 +37,7 @@ def judge_file(
     refused = read.refused_here or (elsewhere and bool(here))
     wrong, excused = ([*found.wrong], here) if elsewhere else ([*found.wrong, *here], list[Problem]())
     if not wrong and found.model is not None and not elsewhere:
-        shortage = memory_shortage(estimate_memory(job, found.model, found.device), free_memory())
+        shortage = memory_shortage(estimate_memory(job, found.model, found.device), free_memory(), found.device_bytes)
         unstarted = f"{shortage}; `diloco run` does not start it here without --force"
         warnings += [Problem("", None, unstarted)] if shortage else []
         refused = refused or bool(shortage)

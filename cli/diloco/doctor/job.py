@@ -70,26 +70,28 @@ def _program(job: DiLoCoJob, directory: Path, bad: Level) -> Iterator[Finding]:
             yield _finding("program", bad, str(problem))
         elif command is not None:
             yield _finding("program", "ok", f"{role}: {' '.join(command)}")
-        if command is not None and role == "learners" and (ranks := LAUNCHERS.intersection(command)):
-            said = f"{min(ranks)} starts several ranks, and a learner is one process: each rank would take its place"
-            fix = "name the program itself as learners.command, one learner for each GPU: docs/gpu-machines.md"
-            yield _finding("program", "error", said, fix=fix)
+        if command is not None and role == "learners" and (launcher := LAUNCHERS.intersection(command)):
+            said = f"the ranks that {min(launcher)} starts are one learner, of which the job does not know their number"
+            fix = "name the program itself as learners.command, and the ranks by learners.processes"
+            yield _finding("program", "warning", said, fix=fix)
 
 
 def _devices(job: DiLoCoJob, torch: Torch | None) -> Iterator[Finding]:
     training, learners = job.spec.training, job.spec.slots
+    ranks = sum(region.learners * job.spec.group(region.name).ranks for region in job.spec.regions)
+    what = f"{learners} learners" + (f" of {ranks} ranks in all" if ranks > learners else "")
     devices = torch.devices if torch is not None else ()
     if training.device == "cuda" and not devices:
         fix = "leave training.device out, or --set training.device=cpu"
         yield _finding("device", "error", "training.device is cuda, and torch sees no GPU here", fix=fix)
     elif devices and training.device != "cpu":
-        level: Level = "ok" if learners <= len(devices) else "warning"
-        said = f"{learners} learners on {len(devices)} GPU{'s' * (len(devices) > 1)}"
+        level: Level = "ok" if ranks <= len(devices) else "warning"
+        said = f"{what} on {len(devices)} GPU{'s' * (len(devices) > 1)}"
         yield _finding(
-            "device", level, said, fix="" if level == "ok" else "learners that share a GPU also share its memory"
+            "device", level, said, fix="" if level == "ok" else "those that share a GPU also share its memory"
         )
-    elif learners > (cores := usable_cores()):
-        said = f"{learners} learners on {cores} core{'s' * (cores > 1)}: they take turns"
+    elif ranks > (cores := usable_cores()):
+        said = f"{what} on {cores} core{'s' * (cores > 1)}: they take turns"
         yield _finding("device", "warning", said, fix="--set regions.0.learners=N for fewer")
 
 
@@ -122,3 +124,9 @@ def _model(job: DiLoCoJob, directory: Path, torch: Torch | None, bad: Level) -> 
     level: Level = bad if need.whole > free else "warning" if need.whole > NEARLY_ALL * free else "ok"
     fix = "" if level == "ok" else "fewer learners (--set regions.0.learners=N), a smaller model, or a larger machine"
     yield _finding("memory", level, said, fix=fix)
+    if found.device_bytes and need.device:
+        said = f"each rank takes at least about {size_text(need.device)} of its GPU's {size_text(found.device_bytes)}"
+        level, fix = "ok", ""
+        if need.device > found.device_bytes:
+            level, fix = bad, "divide the model among more processes (learners.processes), or take a smaller one"
+        yield _finding("GPU memory", level, said, fix=fix)

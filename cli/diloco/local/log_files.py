@@ -28,11 +28,13 @@ from diloco_protocol.vocabulary import EventKind
 POLL_SECONDS = 0.5
 MAX_LINE = 256 << 10  # bytes of one line; the rest of a longer one is another
 _TEXT_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
+_RANK = re.compile(r"^\[rank \d+\] ")  # of a learner of several
 _EVENTS = frozenset({*EventKind, "serving", "restored", "stopping"})  # the last three are of a syncer's life
 
 
 def line_time(line: str) -> float | None:
     """The Unix time at which a line was written; None: it does not say."""
+    line = _RANK.sub("", line)
     try:
         if line.startswith("{"):
             return datetime.fromisoformat(json.loads(line)["time"]).timestamp()

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.local.chaos.proxy import Proxy
-from diloco.processes.launch import Child, ForkServerClient, Process, resolve_program
+from diloco.processes.launch import Child, ForkServerClient, Process, ranks_command
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir
-from diloco.processes.worker_specs import ServeOptions, WorkerSpec, gpus, worker_environment
+from diloco.processes.worker_specs import ServeOptions, WorkerSpec, gpus, gpus_of, worker_environment
 from diloco_protocol.spec.job import DiLoCoJob
 
 
@@ -42,9 +42,9 @@ class WorkerStarter:
         log = self.workdir.log(worker.name)
         spec = self.job.spec
         command = spec.evaluator.command if worker.kind is Kind.EVALUATOR else spec.learners.command
-        if command is None:
+        if command is None and worker.ranks == 1:
             return await self.forkserver.spawn(worker.name, env, log)
-        program = resolve_program(command)
+        program = ranks_command(command, worker.ranks)
         return await Child.start(
             worker.name, program, {**self.environment, **env}, log, cwd=self.job_directory, guard=True
         )
@@ -53,7 +53,7 @@ class WorkerStarter:
         proxy = self.proxies.get(worker.name)
         gpu = None
         if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
-            gpu = self._gpus[self.workers.index(worker) % len(self._gpus)]
+            gpu = gpus_of(worker, self.workers, self._gpus)
         address = proxy.address if proxy else None
         env = worker_environment(worker, process_id, self.workdir, self.job_directory, syncer=address, gpu=gpu)
         if self.serving is None or self.serving.credentials is None:

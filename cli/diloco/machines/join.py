@@ -32,7 +32,7 @@ from types import FrameType
 
 from diloco.console import COMPLETE, FAILED, INTERRUPTED, WRONG, CommandError, print_lasting, print_text
 from diloco.packages import require_packages
-from diloco.processes.launch import SAME_SIGNAL_SECONDS, guard_command, resolve_program
+from diloco.processes.launch import SAME_SIGNAL_SECONDS, guard_command, ranks_command
 from diloco.processes.stop_signals import heeded_signals, stop_reason
 from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.workdir import Workdir, locked
@@ -192,9 +192,10 @@ class _LearnerProcess:
     def __init__(self, job: DiLoCoJob, workdir: Workdir, options: JoinOptions, region: str, place: int) -> None:
         self._job = job
         self._directory = (options.job or Path("job.yaml")).absolute().parent
-        worker = WorkerSpec("learner", Kind.LEARNER, region, place)
+        worker = WorkerSpec("learner", Kind.LEARNER, region, place, ranks=job.spec.group(region).ranks)
+        self._ranks = worker.ranks
         self._env = {
-            **base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), 1)),
+            **base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), worker.ranks)),
             **worker_environment(worker, "", workdir, self._directory, syncer=options.address, gpu=None),
         }
         if options.credentials is not None:
@@ -244,9 +245,8 @@ class _LearnerProcess:
 
     def _once(self) -> int:
         command = self._job.spec.learners.command
-        program = [sys.executable, "-m", "diloco_worker"] if command is None else resolve_program(command)
         self._process = subprocess.Popen(
-            guard_command(program, guard=command is not None),
+            guard_command(ranks_command(command, self._ranks), guard=command is not None or self._ranks > 1),
             env=self._env,
             stdin=subprocess.DEVNULL,
             process_group=0,

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import diloco_protocol
 from diloco.processes.loading import CURE, LOOK_SECONDS, SILENT_SECONDS, LoadWatch, is_loading
 from diloco.processes.supervisor import Exit
+from diloco_protocol.common.process import signal_descendants
 
 CHILD_GUARD = Path(__file__).with_name("child_guard.py")
 LIBRARY = Path(diloco_protocol.__path__[0]).parent
@@ -58,6 +59,14 @@ def check_free(address: str) -> None:
 def resolve_program(command: Sequence[str]) -> list[str]:
     """A job's ``learners.command`` as it is started here: ``python`` is the interpreter that runs this."""
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
+
+
+def ranks_command(command: Sequence[str] | None, ranks: int) -> list[str]:
+    """How a learner's program is started here, in so many ranks. ``command``: the job's own; None: the built-in."""
+    program = [sys.executable, "-m", "diloco_worker"] if command is None else resolve_program(command)
+    if ranks == 1:
+        return program
+    return [sys.executable, "-m", "diloco_worker.launch", "--processes", str(ranks), *program]
 
 
 def guard_command(command: Sequence[str], guard: bool) -> list[str]:
@@ -127,6 +136,7 @@ class Child:
         # code would be lost.
         with contextlib.suppress(ProcessLookupError):
             if self._guard and number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT):
+                signal_descendants(self.pid, number)  # some may be in sessions of their own
                 os.killpg(self.pid, number)  # the guard leads the command's group
             else:
                 os.kill(self.pid, number)

@@ -4,7 +4,7 @@ has no meaning here. Plain code."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +37,15 @@ CLUSTER_ONLY = (
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """One worker process of the job. ``name``: a learner's and a spare's is REGION-ORDINAL, as its pod's would end in a
-    cluster. ``learner`` is its index over all of the job's learners; None for spares and the evaluator."""
+    cluster. ``learner`` is its index over all of the job's learners; None for spares and the evaluator. ``ranks``: its
+    processes, those of all its pods."""
 
     name: str
     kind: Kind
     region: str
     ordinal: int
     learner: int | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,12 @@ def worker_specs(job: DiLoCoJob) -> list[WorkerSpec]:
     """
     learners, spares = list[WorkerSpec](), list[WorkerSpec]()
     for region in job.spec.regions:
-        for ordinal in range(region.learners):
-            name = f"{region.name}-{ordinal}"
-            learners.append(WorkerSpec(name, Kind.LEARNER, region.name, ordinal, learner=len(learners)))
-        for ordinal in range(region.learners, region.learners + region.spares):
-            spares.append(WorkerSpec(f"{region.name}-{ordinal}", Kind.LEARNER, region.name, ordinal))
+        ranks = job.spec.group(region.name).ranks
+        for ordinal in range(region.learners + region.spares):
+            name, spare = f"{region.name}-{ordinal}", ordinal >= region.learners
+            number = None if spare else len(learners)
+            worker = WorkerSpec(name, Kind.LEARNER, region.name, ordinal, learner=number, ranks=ranks)
+            (spares if spare else learners).append(worker)
     evaluator = [WorkerSpec(EVALUATOR, Kind.EVALUATOR, job.spec.regions[0].name, 0)] if job.spec.evaluated else []
     return [*learners, *spares, *evaluator]
 
@@ -126,7 +129,7 @@ def worker_environment(
     worker: WorkerSpec, process: str, workdir: Workdir, job_directory: Path, syncer: str | None, gpu: str | None
 ) -> dict[str, str]:
     """``DILOCO_*`` of one process (docs/contracts.md). ``process``: its identity, empty: it draws one. ``syncer``:
-    host:port, None: it reads the address file. ``gpu``: the one device that it shall see."""
+    host:port, None: it reads the address file. ``gpu``: the device that it shall see, or those of its ranks."""
     env = {
         "DILOCO_JOB_FILE": str(workdir.job),
         "DILOCO_JOB_DIRECTORY": str(job_directory),
@@ -148,6 +151,13 @@ def gpus(environ: Mapping[str, str], device_names: Iterable[str]) -> list[str]:
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     return sorted((n[6:] for n in device_names if n.startswith("nvidia") and n[6:].isdigit()), key=int)
+
+
+def gpus_of(worker: WorkerSpec, workers: Sequence[WorkerSpec], names: Sequence[str]) -> str:
+    """The GPUs that a worker sees, one for each rank as far as there are so many; workers take them in turn."""
+    first = sum(other.ranks for other in workers[: workers.index(worker)])
+    places = dict.fromkeys((first + rank) % len(names) for rank in range(worker.ranks))
+    return ",".join(names[place] for place in places)
 
 
 def without_meaning(job: DiLoCoJob) -> list[str]:

@@ -226,6 +226,15 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     # learners of several processes
     Rule(
         SPEC,
+        "!has(self.learners.command) || !self.learners.command[0].endsWith('torchrun') && "
+        "!self.learners.command.exists(word, word == 'torch.distributed.run') || "
+        f"self.regions.all(r, {_RANKS} == 1)",
+        "starts torchrun, and each of the ranks that processes and pods start would start it again: write the program "
+        "alone, such as [python, train.py], or leave processes and pods at 1",
+        ".learners.command",
+    ),
+    Rule(
+        SPEC,
         f"has(self.learners.command) || self.regions.all(r, has({_PARALLEL}.shard) || "
         f"{_RANKS} % {_PARALLEL}.replicate == 0)",
         "replicate must divide a learner's ranks (processes × pods) in every region: change it, or give the region its "

@@ -161,10 +161,12 @@ class LearnersSpec(Spec):
     processes: Processes = Field(
         1,
         description="Processes in each pod of a learner, each with one GPU if the pod has GPUs. They train one model "
-        "together. More than 1: torchrun starts the learner's program in so many ranks.",
+        "together. More than 1: the learner's program is started in so many ranks, with the environment of torchrun's.",
     )
     pods: Pods = Field(
-        1, description="Pods of each learner. More than 1: its ranks are processes × pods, and torchrun joins the pods."
+        1,
+        description="Pods of each learner, whose ranks are processes × pods. On one machine all ranks are started "
+        "there.",
     )
     stall_seconds: Seconds | None = Field(
         600.0,

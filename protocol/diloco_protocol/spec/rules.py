@@ -272,10 +272,21 @@ def _max_learners(spec: JobSpec, index: int, region: RegionSpec) -> Iterator[Vio
 
 
 def _parallel(spec: JobSpec) -> Iterator[Violation]:
-    """With the built-in trainer, in every region: parallel.shard × parallel.replicate is the ranks of a learner
+    """learners.command does not start torchrun where a learner has several ranks. With the built-in trainer, in every
+    region: parallel.shard × parallel.replicate is the ranks of a learner
     (processes × pods), and batch.sequences is divisible by them. A learner of several ranks has no
     training.model.frozenDtype bfloat16."""
-    if spec.learners.command is not None:
+    if (command := spec.learners.command) is not None:
+        starts_ranks = command[0].endswith("torchrun") or "torch.distributed.run" in command
+        if starts_ranks and any(spec.group(region.name).ranks > 1 for region in spec.regions):
+            yield broken(
+                "learners.command",
+                "starts torchrun, and each of the ranks that learners.processes and learners.pods start would start it "
+                "again: write the program alone, such as [python, train.py], or leave processes and pods at 1",
+                "learners.processes",
+                "learners.pods",
+                *(f"regions.{i}.{name}" for i in range(len(spec.regions)) for name in ("processes", "pods")),
+            )
         return
     for index, region in enumerate(spec.regions):
         ranks, parallel, batch = spec.group(region.name).ranks, spec.parallel_of(region.name), region.batch

@@ -220,6 +220,16 @@ class TrainingSpec(Spec):
         "auto: bfloat16 where the device has it in hardware, else float32.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu.")
+    activation_checkpointing: bool = Field(
+        False,
+        description="The built-in trainer keeps each block's input alone, and computes its activations again in the "
+        "backward pass: less memory, about a third more arithmetic.",
+    )
+    compile: bool = Field(
+        False,
+        description="The built-in trainer compiles each block of the model (torch.compile), which needs a C++ compiler "
+        "on the CPU. The first step takes longer.",
+    )
     stop: StopSpec = Field(
         default_factory=lambda: StopSpec(tokens=2_000_000),
         description="When the job is done: exactly one of steps, tokens, seconds.",

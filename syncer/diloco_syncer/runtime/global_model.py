@@ -208,6 +208,7 @@ class GlobalModel:
             merge_seconds=time.perf_counter() - began,
             job_tokens=action.job_tokens,
             digest=theta_digest(theta),
+            before=old.body(),
             norm=merged.norm,
         )
         return record, self.encode(record, delta)

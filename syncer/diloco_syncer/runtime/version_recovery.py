@@ -139,6 +139,7 @@ class VersionUploads:
             time=time.time(),
             digest=digest,
             recovered=Recovered(old.version, base.epoch, announced.rows),
+            before=old.body(),
         )
 
     async def _store(self, record: MergeRecord) -> None:

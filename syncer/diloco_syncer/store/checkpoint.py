@@ -15,11 +15,11 @@ Names in the store::
     tape/<n>.jsonl                  the event tape (tape.py)
 
 What a restart takes of it is in restore.py. Records are kept from the older of the two newest states on, so one
-damaged state loses nothing. Of each fragment the record before the newest is kept too, so one damaged record costs its
-fragment one version, and two if it is the one before the newest and no state has it: still wrong. What a learner holds
-of these is given back. What is written once for the whole job is there twice (``copy_name``): its identity, and all of
-version 0, whose fragments' copies go with the first merge. So no damage of one object makes a store unusable. ``scrub``
-finds a damaged newest record while the syncer has its content. Nothing is begun anew over a store that fits nowhere.
+damaged state loses nothing. Of each fragment the record before the newest is kept too, and each tells of the one before
+it. So one damaged record costs its fragment one version at most, which a learner that holds it gives back. What is
+written once for the whole job is there twice (``copy_name``): its identity, and all of version 0, whose fragments'
+copies go with the first merge. So no damage of one object makes a store unusable. ``scrub`` finds a damaged newest
+record while the syncer has its content. Nothing is begun anew over a store that fits nowhere.
 """
 
 from __future__ import annotations

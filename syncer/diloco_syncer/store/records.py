@@ -204,7 +204,7 @@ class MergeRecord:
     ``theta``: Θ_p after it, float32[elements]. ``outer``: the outer optimizer's state after it. ``feedback``: what
     the down codec dropped so far (float32[elements], only with compression.down delta-*). ``digest``: SHA-256 of
     theta's bytes. ``sent``: an encoding, and the SHA-256 of the broadcast's bytes in it. ``number``: merges of the job
-    up to this one. Version 0 has no responders.
+    up to this one. ``before``: the ``body`` of the version that it follows. Version 0 has no responders.
     """
 
     job: str
@@ -225,6 +225,7 @@ class MergeRecord:
     digest: str = ""
     sent: str = ""
     recovered: Recovered | None = None
+    before: dict[str, Any] | None = None
     norm: float = 0.0  # of the merged outer gradient; not stored
 
     @property
@@ -238,7 +239,7 @@ class MergeRecord:
         return self.epoch if self.recovered is None else self.recovered.epoch
 
     def body(self) -> dict[str, Any]:
-        """Everything but the arrays, as JSON."""
+        """Everything but the arrays and ``before``, as JSON."""
         body: dict[str, Any] = {} if self.recovered is None else {"recovered": self.recovered.to_json()}
         body |= {name: getattr(self, name) for name in _FIGURES}
         body["responders"] = [
@@ -253,7 +254,7 @@ class MergeRecord:
         if self.feedback is not None:
             arrays["feedback"] = self.feedback
         arrays |= {f"outer.{name}": array for name, array in self.outer.items()}
-        return pack("merge", self.body(), arrays)
+        return pack("merge", self.body() | {"before": self.before}, arrays)
 
     @classmethod
     def unpack(cls, data: bytes, name: str) -> MergeRecord:

@@ -3,11 +3,11 @@
 Two readers share it: a restart (checkpoint.py), which goes on from what is found here, and ``diloco export``, which
 only wants the model and may run beside a running syncer. The names of objects are those of checkpoint.py.
 
-The newest valid state says where each fragment was; the records after it say where it is now. A gap ends them, unless
-the version after the gap came from a learner and says which version it follows. A damaged newest record takes its
-fragment back one version, also below the state's: of each fragment the store keeps the record before the newest too.
-Where none is left, a *stand-in* takes its place, from which the job never goes on (core/recovery). A damaged state
-gives way to the state before it. What is there once for the whole job has a copy (documents.py).
+The newest valid state says where each fragment was; the records after it where it is now, and each what the one before
+it was. A gap of two ends them, unless a learner gave the version after it, which says what it follows. A damaged newest
+record takes its fragment back one version, also below the state's. Where none is left, a *stand-in* takes its place,
+from which the job never goes on. A damaged state gives way to the one before. What is there once has a copy
+(documents.py).
 
 A record above the state's version and of a lower epoch than the state's ends them too. A syncer that had been succeeded
 made it after its successor had read the store. It told nobody, and the successor may have acknowledged offers of the
@@ -241,23 +241,20 @@ class StoreReader:
         return None
 
     def _newer(self, fragment: int, begun: int, there: set[int], problems: list[str]) -> list[MergeRecord]:
-        """The records that follow version ``begun``, without arrays; what ends them goes to ``problems``."""
-        newer: list[MergeRecord] = []
-        version, bridges = begun, dict[int, MergeRecord]()
-        for start in (v for v in sorted(there) if v > begun + 1 and v - 1 not in there):
+        """The records that follow version ``begun``, without arrays; what ends them goes to ``problems``. One that is
+        damaged or gone is known from the record after it."""
+        found: dict[int, MergeRecord] = {}
+        for version in sorted(v for v in there if v > begun):
             try:
-                after_gap = self.header(fragment, start)
+                found[version] = self.header(fragment, version)
             except (Damaged, ObjectNotFound) as error:
                 problems.append(str(error))
-                continue
-            if after_gap.recovered is not None:
-                bridges[after_gap.follows] = after_gap
-        try:
-            while version in bridges or version + 1 in there:
-                newer.append(bridges.get(version) or self.header(fragment, version + 1))
-                version = newer[-1].version
-        except (Damaged, ObjectNotFound) as error:
-            problems.append(str(error))
+        for body in [r.before for r in found.values() if r.before is not None and r.before["version"] > begun]:
+            found.setdefault(body["version"], MergeRecord.from_body(body, np.empty(0, np.float32)))
+        follows = {v - 1 if v - 1 in {begun, *found} else found[v].follows: found[v] for v in sorted(found)}
+        newer: list[MergeRecord] = []
+        while after := follows.get(newer[-1].version if newer else begun):
+            newer.append(after)
         return newer
 
 

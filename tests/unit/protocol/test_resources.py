@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from diloco_protocol.arrays import codec
-from diloco_protocol.resources import even_sizes, find_shortages, needs, payload_bytes, record_floats, versions_kept
+from diloco_protocol.resources import (
+    LearnerNeeds,
+    even_sizes,
+    find_shortages,
+    learner_needs,
+    needs,
+    payload_bytes,
+    record_floats,
+    versions_kept,
+)
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.job_spec import JobSpec
 
@@ -42,6 +51,21 @@ def test_a_billion_parameters() -> None:
     beside = needs(spec(output={"uri": "/var/lib/diloco/output"}), BILLION)
     assert beside.syncer_volume - found.syncer_volume == 4 * 10**9, "the merged model lies beside the store"
     assert versions_kept(given, 1) > versions_kept(given, 24), "states are not made at every merge"
+
+
+def test_a_learner_of_several_ranks_keeps_on_its_leaders_host_what_one_process_does() -> None:
+    groups = [{"name": "eu", "learners": 4, "processes": 8, "pods": 2, "parallel": {"replicate": 2}}]
+    model = {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["a"]}, "stop": {"steps": 9}}
+    built_in = spec(training=model, regions=groups, learners={"command": None})
+    found = learner_needs(built_in, BILLION, "eu")
+    assert found.memory == 8e9 and found.other_memory == 4e9, "there the model is built, rank after rank"
+    assert found.device_memory == (2 * 16 * 10**9 + 2 * 8 * max(BILLION)) // 16
+    on_cpu = spec(training={**model, "device": "cpu"}, regions=groups, learners={"command": None})
+    assert learner_needs(on_cpu, BILLION, "eu") == LearnerNeeds(8 * 10**9 + 16 * 10**9, 16 * 10**9, 0)
+    own = learner_needs(spec(regions=groups), BILLION, "eu")
+    assert own.device_memory < found.device_memory and own.other_memory == 0, "of its own program the least"
+    low = spec(regions=[{**groups[0], **pod("learner", limits={"memory": "2Gi"})}])
+    assert "(region eu) needs at least 7630Mi in its first pod" in find_shortages(low, BILLION)[-1].message
 
 
 @pytest.mark.promise(

@@ -97,8 +97,8 @@ def newest_record(fragment: int) -> str:
 
 
 @pytest.mark.promise(
-    "No damage of one object of a store makes it unusable. It costs at most one version of one fragment, or two "
-    "after a crash (decision 033), and nothing where a learner still holds them"
+    "No damage of one object of a store makes it unusable. It costs at most one version of one fragment, and nothing "
+    "where a learner still holds that version"
 )
 @pytest.mark.parametrize(
     ("name", "harm", "alone"),
@@ -126,8 +126,8 @@ def test_damage_of_version_0_or_of_its_copy_costs_nothing(which: str, harm: str)
 
 
 @pytest.mark.promise(
-    "No damage of one object of a store makes it unusable. It costs at most one version of one fragment, or two "
-    "after a crash (decision 033), and nothing where a learner still holds them"
+    "No damage of one object of a store makes it unusable. It costs at most one version of one fragment, and nothing "
+    "where a learner still holds that version"
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("idle", [4.0, 0.5], ids=["merged", "version-0"])

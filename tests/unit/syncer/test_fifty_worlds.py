@@ -41,3 +41,11 @@ def test_interrupted_writes_10() -> None:
 
 def test_damaged_objects_10() -> None:
     run_ten("shell", "DAMAGED", 10)
+
+
+def test_a_damaged_record_before_the_newest() -> None:
+    worlds.run_world(Case("shell", "DAMAGED", 990080), None)
+
+
+def test_a_region_that_is_waited_for() -> None:
+    worlds.run_world(Case("core", "CHANGED", 240), None)

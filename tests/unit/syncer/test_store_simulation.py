@@ -55,8 +55,7 @@ def test_a_succeeded_syncer_leaves_the_tape_of_a_volume_alone() -> None:
 
 
 @pytest.mark.promise(
-    "One flipped bit anywhere in a volume takes one fragment back by one version, or by two after a crash (decision "
-    "033), and no job ends by it",
+    "One flipped bit anywhere in a volume takes one fragment back by one version at most, and no job ends by it",
     section="Syncer",
 )
 @pytest.mark.slow

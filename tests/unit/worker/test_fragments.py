@@ -23,13 +23,6 @@ from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync.frozen_parameters import frozen_digest, load_frozen
 
 
-class Group:
-    """A process group of four."""
-
-    def size(self) -> int:
-        return 4
-
-
 class Tied(torch.nn.Module):
     """Embedding and output share one weight; a norm; a frozen adapter base."""
 
@@ -292,13 +285,18 @@ def test_a_part_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         sharded = torch.distributed.fsdp.fully_shard(Untied(), mesh=mesh)
-        with pytest.raises(ConfigurationError, match=r"embedding\.weight is a DTensor, of which this process has one"):
-            build_layout(sharded, 1)
-        replicated = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        assert len(build_layout(replicated, 1)) == 1, "of one replica it is nothing but a wrapper"
-        replicated.process_group = Group()
-        with pytest.raises(ConfigurationError, match=r"one of 4 replicas .* leave DistributedDataParallel out"):
-            build_layout(replicated, 1)
+        assert len(build_layout(sharded, 1)) == 1, "of one process it is whole"
+        elsewhere = torch.nn.Linear(2, 2)
+        shard = torch.distributed.tensor.DTensor.from_local(
+            torch.ones(1, 2), mesh, [torch.distributed.tensor.Shard(0)], shape=(2, 2), stride=(2, 1), run_check=False
+        )
+        elsewhere.weight = torch.nn.Parameter(shard)
+        with pytest.raises(ConfigurationError, match=r"weight is a DTensor .* one shard, and torch\.distributed has"):
+            build_layout(elsewhere, 1)
+        flattened = torch.nn.Module()
+        flattened._flat_param = torch.nn.Parameter(torch.ones(4))
+        with pytest.raises(ConfigurationError, match=r"_flat_param is flattened by FSDP .* use FSDP2, fully_shard"):
+            build_layout(flattened, 1)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -158,13 +158,3 @@ def test_a_lazy_module_is_asked_to_run_once() -> None:
         build_layout(model, 1)
     model(torch.ones(1, 2))
     build_layout(model, 1)
-
-
-def test_a_process_of_a_group_is_told_that_it_is_a_learner_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    size = [2]
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size[0])
-    with pytest.raises(ConfigurationError, match=r"in a group of 2 \(init_process_group\): each process"):
-        build_layout(torch.nn.Linear(2, 2), 1)
-    size[0] = 1
-    build_layout(torch.nn.Linear(2, 2), 1)

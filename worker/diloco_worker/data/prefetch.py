@@ -28,10 +28,28 @@ _MOST_LEASES = 120  # held and asked for; limits.MAX_CURSORS bounds a report
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A collated batch, and the cursors once it is trained."""
+    """A collated batch, the cursors once it is trained, and which draw it is of."""
 
     data: Any
     cursors: tuple[LeaseCursor, ...]
+    draw: int = 0
+
+
+def check_shares(sequences: int, shares: int) -> None:
+    """Raise ConfigurationError unless a batch of so many sequences can be cut into equal shares."""
+    if sequences < 1:
+        raise ConfigurationError(f"a batch of {sequences} sequences: at least one is needed")
+    if sequences % shares:
+        raise ConfigurationError(
+            f"a batch of {sequences} sequences cannot be cut into equal shares for {shares} ranks: make "
+            f"training.batch.sequences (or that of the region) a multiple of {shares}"
+        )
+
+
+def share_of(sequences: Sequence[int], data: tuple[int, int]) -> Sequence[int]:
+    """The share of a batch that (index, how many shares) names: sequences that follow each other."""
+    index, shares = data
+    return sequences[len(sequences) * index // shares : len(sequences) * (index + 1) // shares]
 
 
 @dataclass
@@ -39,7 +57,8 @@ class BatchPrefetcher:
     """Draws and collates batches in a thread of its own. Any thread may call the methods.
 
     ``dataset``: map-style (``__len__``, ``__getitem__``); ``sequences`` of it make a batch, which ``collate`` makes of
-    their list. ``reserve``: sequences to lease ahead. ``request(n)`` asks the syncer for n more leases, ``notify()``
+    their list. ``reserve``: sequences to lease ahead. ``data``: which share of each batch is loaded, (index, how
+    many shares); others load the rest (``take_draws``). ``request(n)`` asks the syncer for n more leases, ``notify()``
     is called when a batch (or an error) is there; neither may block. Raises ConfigurationError for less data than
     one batch.
     """
@@ -51,10 +70,10 @@ class BatchPrefetcher:
     notify: Callable[[], None]
     collate: Callable[[list[Any]], Any] = default_collate
     reserve: int = 0
+    data: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        if self.sequences < 1:
-            raise ConfigurationError(f"a batch of {self.sequences} sequences: at least one is needed")
+        check_shares(self.sequences, self.data[1])
         if len(self.dataset) < self.sequences:
             raise ConfigurationError(
                 f"the data set has {len(self.dataset)} sequences and a step needs {self.sequences}: "
@@ -67,6 +86,8 @@ class BatchPrefetcher:
         self._ready: deque[Batch] = deque()
         self._known = False  # how large a block is
         self._generation = 0
+        self._draws = 0  # that were made
+        self._untold: list[tuple[int, ...]] = []  # draws that no other rank has been told of
         self.is_loading = False  # items are being read and collated
         self._closed = False
         self._error: BaseException | None = None
@@ -113,6 +134,13 @@ class BatchPrefetcher:
                 raise self._error
             return None
 
+    def take_draws(self) -> tuple[int, list[tuple[int, ...]]]:
+        """The number of the last draw, and the draws since the last call, up to it: their sequences, for other ranks to
+        load their shares of."""
+        with self._changed:
+            found, self._untold = self._untold, []
+            return self._draws, found
+
     def commit(self, cursors: Sequence[LeaseCursor]) -> None:
         """Move the cursors: the step was made."""
         with self._changed:
@@ -134,20 +162,21 @@ class BatchPrefetcher:
     def _run(self) -> None:
         try:
             while (drawn := self._next()) is not None:
-                draw, generation = drawn
+                draw, number, generation = drawn
                 self.is_loading = True
-                data = self.collate([self.dataset[index] for index in draw.sequences])
+                data = self.collate([self.dataset[item] for item in share_of(draw.sequences, self.data)])
                 self.is_loading = False
                 with self._changed:
                     if generation == self._generation:
-                        self._ready.append(Batch(data, draw.cursors))
+                        self._ready.append(Batch(data, draw.cursors, number))
                 self.notify()
         except BaseException as error:  # handed to the training thread, which raises it
             with self._changed:
                 self._error = error
             self.notify()
 
-    def _next(self) -> tuple[Draw, int] | None:
+    def _next(self) -> tuple[Draw, int, int] | None:
+        """The next draw, its number, and the generation that it is of; None: closed."""
         with self._changed:
             while not self._closed:
                 block = max(1, self._leases.block_size)
@@ -161,6 +190,72 @@ class BatchPrefetcher:
                 if len(self._ready) < _AHEAD:
                     draw = self._leases.draw(self.sequences)
                     if draw is not None:
-                        return draw, self._generation
+                        self._draws += 1
+                        if self.data[1] > 1:
+                            self._untold.append(draw.sequences)
+                        return draw, self._draws, self._generation
                 self._changed.wait(1.0)
         return None
+
+
+class ShareLoader:
+    """Loads a follower's shares of batches that the leader has drawn, in a thread of its own. ``data``: as
+    BatchPrefetcher has it."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], data: tuple[int, int]) -> None:
+        self._dataset, self._collate, self._data = dataset, collate, data
+        self._waiting: deque[tuple[int, Sequence[int]]] = deque()  # numbers of draws, and their sequences
+        self._ready: dict[int, Any] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+        self.is_loading = False
+        self._thread = threading.Thread(target=self._run, name="diloco-prefetch", daemon=True)
+        self._thread.start()
+
+    def add_draw(self, number: int, sequences: Sequence[int]) -> None:
+        """Load this draw's share."""
+        with self._changed:
+            self._waiting.append((number, sequences))
+            self._changed.notify_all()
+
+    def pop(self, number: int, seconds: float) -> tuple[Any] | None:
+        """The batch of a draw, in a tuple, and forget those before it; None: it is not there after so long. Raises what
+        the data set raised."""
+        with self._changed:
+            while self._waiting and self._waiting[0][0] < number:
+                self._waiting.popleft()  # the leader has dropped it
+            self._changed.wait_for(lambda: number in self._ready or self._error is not None, seconds)
+            if self._error is not None:
+                raise self._error
+            if number not in self._ready:
+                return None
+            found = self._ready.pop(number)
+            self._ready = {one: batch for one, batch in self._ready.items() if one > number}
+            return (found,)
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or bool(self._waiting))
+                    if self._closed:
+                        return
+                    number, sequences = self._waiting.popleft()
+                self.is_loading = True
+                batch = self._collate([self._dataset[item] for item in share_of(sequences, self._data)])
+                self.is_loading = False
+                with self._changed:
+                    self._ready[number] = batch
+                    self._changed.notify_all()
+        except BaseException as error:  # handed to the training thread, which raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()

@@ -35,10 +35,10 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def step_seed(seed: int, slot: int, step: int) -> int:
-    """A seed of its own for each (job seed, slot, step), below 2^63."""
+def step_seed(seed: int, slot: int, step: int, share: int = 0) -> int:
+    """A seed of its own for each (job seed, slot, step), below 2^63; and for each share of a learner's batch."""
     value = 0
-    for part in (seed, slot, step):
+    for part in (seed, slot, step, share)[: 4 if share else 3]:
         value = mix(value + part + 0x9E3779B97F4A7C15)
     return value >> 1
 

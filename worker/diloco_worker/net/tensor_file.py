@@ -13,7 +13,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +50,30 @@ def map_new_file(nbytes: int, folder: Path | None = None) -> Bytes:
         return np.memmap(file, np.uint8, "r+", shape=(nbytes,))
 
 
-def write_tensors(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], folder: Path | None = None
-) -> Bytes:
-    """A safetensors file of these tensors, on whatever device they lie: uint8[bytes]. Raises OSError, and KeyError for
-    a dtype that the format lacks."""
+def begin_file(
+    forms: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str], folder: Path | None = None
+) -> tuple[Bytes, int]:
+    """A safetensors file of tensors of these dtypes and shapes, uint8[bytes], and where the first one begins: they
+    follow without gaps, and their values are for the caller to write. Raises OSError, and KeyError for a dtype that the
+    format lacks."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        shape = [*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.dtype is _PAIRS else list(tensor.shape)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    for name, (dtype, shape) in forms.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        shape = [*shape[:-1], 2 * shape[-1]] if dtype is _PAIRS else list(shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     data = map_new_file(8 + len(text) + end, folder)
     data[: 8 + len(text)] = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-    at = 8 + len(text)
+    return data, 8 + len(text)
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], folder: Path | None = None
+) -> Bytes:
+    """A safetensors file of these tensors, on whatever device they lie: uint8[bytes]. Raises as ``begin_file``."""
+    data, at = begin_file({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata, folder)
     for piece in _pieces(tensors.values()):
         flat = piece.cpu().view(torch.uint8).numpy()
         data[at : at + flat.size] = flat

@@ -26,8 +26,10 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, load_job
 from diloco_protocol.vocabulary import JobPhase
 from diloco_worker.data.map_style import check_map_style
+from diloco_worker.data.prefetch import check_shares, share_of
 from diloco_worker.data.shuffle import Permutation, step_seed
 from diloco_worker.fragments import build_layout, refuse_running_statistics
+from diloco_worker.group.ranks import Ranks
 from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
@@ -69,7 +71,8 @@ def job_alone(environ: Mapping[str, str]) -> DiLoCoJob:
 
 
 class StandaloneLearner:
-    """What a loop uses of a Learner, with nobody else there. ``job``: whose batch, seed and stop hold.
+    """What a loop uses of a Learner, with nobody else there but its own ``ranks``. ``job``: whose batch, seed and stop
+    hold.
 
     Raises ConfigurationError for a model or optimizer that a job would refuse.
     """
@@ -80,7 +83,9 @@ class StandaloneLearner:
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         job: DiLoCoJob,
         warning: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = Ranks() if ranks is None else ranks
         refuse_running_statistics(model)
         sync = job.spec.sync
         self.layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)
@@ -92,14 +97,16 @@ class StandaloneLearner:
         self._metrics = StepMetrics()
         self._losses: list[float] = []  # the first and the last
         self._started = False
-        self._terminated = False
+        self._signalled = False  # this process was told to end
+        self._terminated = False  # some rank was, and all of them know
         self._given = 0  # batches before the first step
         self._told_of_no_step = False
         self._began = 0.0
         self._compute_seconds = 0.0
         self._compute_from: float | None = None
         self._previous_handler: Any = None
-        self._announce(warning)
+        if self._ranks.leads:
+            self._announce(warning)
 
     def _announce(self, warning: str) -> None:
         stop = self.job.spec.training.stop
@@ -116,12 +123,13 @@ class StandaloneLearner:
         model: torch.nn.Module,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         environ: Mapping[str, str],
+        ranks: Ranks | None = None,
     ) -> Self:
         """With the job that DILOCO_ALONE_JOB names. Raises ConfigurationError."""
         named = environ.get(JOB_VARIABLE)
         cure = f"with the settings of {named}" if named else f"with default settings ({JOB_VARIABLE}=JOB.yaml: a job's)"
         why = f"no job started this program (diloco run JOB.yaml does), {cure}"
-        return cls(model, optimizers, job_alone(environ), why)
+        return cls(model, optimizers, job_alone(environ), why, ranks=ranks)
 
     # ------------------------------------------------------------------ state
 
@@ -140,7 +148,7 @@ class StandaloneLearner:
     @property
     def seed(self) -> int:
         """As Learner.seed, of slot 0."""
-        return step_seed(self.job.spec.seed, 0, self.step)
+        return step_seed(self.job.spec.seed, 0, self.step, self._ranks.data[0])
 
     @property
     def phase(self) -> str:
@@ -154,7 +162,8 @@ class StandaloneLearner:
     @property
     def draining(self) -> bool:
         """Whether no further step is to be made."""
-        return self._terminated or self.progress >= 1.0
+        several = self._ranks.size > 1 and self.job.spec.training.stop.kind == "seconds"  # their clocks differ
+        return self._terminated or (self.progress >= 1.0 and not several)
 
     @property
     def exit_code(self) -> int:
@@ -193,10 +202,12 @@ class StandaloneLearner:
                 f"the data set has {len(dataset)} sequences and a step needs {count}: "
                 "give more data, or lower batch.sequences or batch.accumulation"
             )
+        check_shares(count, self._ranks.data[1])
         numbers = self._numbers(len(dataset))
         for _ in self.steps():
             self._metrics.begin_wait()
-            batch = collate([dataset[next(numbers)] for _ in range(count)])
+            drawn = [next(numbers) for _ in range(count)]
+            batch = collate([dataset[number] for number in share_of(drawn, self._ranks.data)])
             self._compute_from = self._metrics.end_wait()
             yield batch
 
@@ -239,10 +250,15 @@ class StandaloneLearner:
         seconds = self._metrics.begin_wait() - self._compute_from
         if loss is not None:
             self._metrics.put_loss(loss)
+        ends = self._signalled or self.progress >= 1.0
+        joined = self._ranks.join_step(tokens, self._metrics.arrived_loss, ends)
+        self._terminated |= self._ranks.size > 1 and joined.told
+        if joined.loss is not None:
+            self._metrics.put_loss(joined.loss)
             if math.isfinite(known := self._metrics.read_loss()):
                 self._losses = [*self._losses[:1], known]
         self.step += 1
-        self.tokens += tokens
+        self.tokens += joined.tokens
         self._compute_seconds += seconds
         self._metrics.add_step(seconds)
         self._compute_from = self._metrics.end_wait()
@@ -266,10 +282,13 @@ class StandaloneLearner:
             self.leave()
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        self._terminated = True
+        self._signalled = True
+        self._terminated |= self._ranks.size == 1
 
     def leave(self) -> None:
         """Say what was trained: there is nobody to offer it to."""
+        if not self._ranks.leads and self._ranks.size > 1:
+            return
         losses = f", training loss {self._losses[0]:.3f} to {self._losses[-1]:.3f}" if self._losses else ""
         said = f"trained alone: {self.step} steps, {self.tokens} tokens{losses}"
         if log.isEnabledFor(logging.INFO):

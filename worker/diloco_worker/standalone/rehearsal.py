@@ -62,7 +62,7 @@ class RehearsalLearner(StandaloneLearner):
         self._findings = _Findings(Path(environ[VARIABLE]))
         logging.getLogger("diloco_worker").addHandler(self._findings)
         try:
-            refuse_ranks(environ)
+            refuse_ranks(environ, "a rehearsal")
             refuse_arguments(model, optimizers)
             super().__init__(model, optimizers, job_alone(environ))
         except WorkerError as error:

@@ -89,7 +89,7 @@ def offer_everything(
             for p in left:
                 offers[p].given_up = "no acknowledgement in time"
             break
-        synchronizer.inbox.wait(0.05)
+        synchronizer.wait(0.05)
     given_up = []
     for p, offer in enumerate(offers):
         tokens = synchronizer.adoption.pending_tokens(p)

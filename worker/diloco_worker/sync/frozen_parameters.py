@@ -10,27 +10,34 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import xxhash
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_worker.fragments import frozen_bytes, frozen_tensors, most_frozen_bytes
+from diloco_worker.group.exchange import Exchange, Feed, Form
+from diloco_worker.group.ranks import Command
+from diloco_worker.named_parameters import local_tensor
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import FrozenDownloaded
-from diloco_worker.net.tensor_file import NotTensors, read_tensors
+from diloco_worker.net.tensor_file import NotTensors, begin_file, read_tensors
 from diloco_worker.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
 
 
 class FrozenParameters:
-    """Those of one model. ``missing``: they are to be downloaded before the model is whole."""
+    """Those of one model. ``missing``: they are to be downloaded before the model is whole. ``exchange``: of a learner
+    of several ranks, each of which may hold a part of them."""
 
-    def __init__(self, model: torch.nn.Module, client: SyncerClient) -> None:
+    def __init__(self, model: torch.nn.Module, client: SyncerClient, exchange: Exchange | None = None) -> None:
         self.missing = bool(frozen_tensors(model))
         self._model = model
         self._client = client
+        self._exchange = exchange
         self._requested = False
 
     def request(self) -> None:
@@ -45,7 +52,11 @@ class FrozenParameters:
             self._fetch()
 
     def _fetch(self) -> None:
-        self._client.fetch_frozen(most_frozen_bytes(self._model), self.digest)
+        digest = self.digest
+        if self._exchange is not None:  # all ranks take part, so it is made here and not in the client's thread
+            known = self.digest()
+            digest = lambda: known  # noqa: E731
+        self._client.fetch_frozen(most_frozen_bytes(self._model), digest)
 
     def load(self, message: FrozenDownloaded) -> None:
         """Put them in place, where they are not the same. Raises ConfigurationError if they are not this model's."""
@@ -57,33 +68,81 @@ class FrozenParameters:
                 "the job's version 0 has no frozen parameters and this model has: give every process the same model"
             )
         log.info("the job's frozen parameters are others than this model was built with: %d bytes", len(message.data))
-        load_frozen(self._model, message.data)
+        load_frozen(self._model, message.data, self._exchange)
         self.missing = False
 
     def serialize(self) -> bytes:
         """This model's own, as safetensors, for version 0; empty if there are none. Nothing is missing then."""
         self.missing = False
-        return frozen_bytes(self._model)
+        whole = self._collect()
+        return frozen_bytes(self._model) if whole is None else bytes(whole)
 
     def digest(self) -> str:
-        """Of this model's own; for any thread, as long as nobody moves them."""
-        return frozen_digest(self._model)
+        """Of this model's own. For any thread of a learner of one process, as long as nobody moves them."""
+        whole = self._collect()
+        return digest_tensors(frozen_tensors(self._model) if whole is None else read_tensors(whole))
+
+    def _collect(self) -> Bytes | None:
+        """As the leader of several ranks: a file of whole tensors, of the parts of all of them. Else None."""
+        if self._exchange is None or not frozen_tensors(self._model):
+            return None
+        frozen = frozen_tensors(self._model)
+        data, start = begin_file({name: (p.dtype, tuple(p.shape)) for name, p in frozen.items()}, {})
+
+        def write_window(at: int, window: torch.Tensor) -> None:
+            data[start + at : start + at + window.numel()] = window.numpy()
+
+        self._exchange.group.tell_others(Command.FROZEN_OUT)
+        give_frozen(self._model, self._exchange, write_window)
+        return data
 
 
 @torch.no_grad()
-def frozen_digest(model: torch.nn.Module) -> str:
-    """SHA-256 (hex) over name, dtype, shape and the values' xxh3-128 of each frozen parameter, in order of name."""
+def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over name, dtype, shape and the values' xxh3-128 of each tensor, in order of name."""
     rows = []
-    for name, parameter in sorted(frozen_tensors(model).items()):
-        values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        rows.append([name, str(parameter.dtype), list(parameter.shape), xxhash.xxh3_128_hexdigest(values.data)])
+    for name, tensor in sorted(tensors.items()):
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        rows.append([name, str(tensor.dtype), list(tensor.shape), xxhash.xxh3_128_hexdigest(values.data)])
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
+def frozen_digest(model: torch.nn.Module) -> str:
+    """The digest of a model's frozen parameters, in one process."""
+    return digest_tensors(frozen_tensors(model))
+
+
 @torch.no_grad()
-def load_frozen(model: torch.nn.Module, data: Any) -> None:
-    """Put received frozen parameters in place. Raises ConfigurationError unless names, shapes
-    and dtypes are exactly the model's."""
+def give_frozen(
+    model: torch.nn.Module, exchange: Exchange, take: Callable[[int, torch.Tensor], None] | None = None
+) -> None:
+    """Bring the frozen parameters to the leader, who takes them; every rank calls it."""
+    exchange.collect_bytes(_local(model), _forms(model), take)
+
+
+@torch.no_grad()
+def take_frozen(
+    model: torch.nn.Module, exchange: Exchange, give: Callable[[int, torch.Tensor], None] | None = None
+) -> None:
+    """Put frozen parameters, which the leader gives, in place; every rank calls it."""
+    exchange.spread_bytes(_local(model), _forms(model), give)
+
+
+def _local(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local_tensor(p) for name, p in frozen_tensors(model).items()}
+
+
+def _forms(model: torch.nn.Module) -> list[Form]:
+    return [
+        Form(name, name if hasattr(p, "placements") else "", p.numel(), p.element_size())
+        for name, p in frozen_tensors(model).items()
+    ]
+
+
+@torch.no_grad()
+def load_frozen(model: torch.nn.Module, data: Any, exchange: Exchange | None = None) -> None:
+    """Put received frozen parameters in place, in all ranks of the learner. Raises ConfigurationError unless names,
+    shapes and dtypes are exactly the model's."""
     frozen = frozen_tensors(model)
     try:
         tensors = read_tensors(data)
@@ -99,5 +158,9 @@ def load_frozen(model: torch.nn.Module, data: Any) -> None:
                 f"frozen parameter {name} is {tuple(got.shape)} {got.dtype} in the job and "
                 f"{tuple(parameter.shape)} {parameter.dtype} here"
             )
+    if exchange is not None:
+        exchange.group.tell_others(Command.FROZEN_IN)
+        take_frozen(model, exchange, Feed([tensors[name] for name in frozen]).fill)
+        return
     for name, parameter in frozen.items():
         parameter.data.copy_(tensors[name])

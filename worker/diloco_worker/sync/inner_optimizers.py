@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from diloco_worker.group.exchange import Exchange
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
 
@@ -50,12 +51,17 @@ def refuse_arguments(model: Any, optimizers: Any) -> None:
 
 
 class InnerOptimizers:
-    """``optimizers`` train parameters of ``model``, each its own. Raises ConfigurationError for what cannot be."""
+    """``optimizers`` train parameters of ``model``, each its own. ``exchange``: of a learner of several ranks. Raises
+    ConfigurationError for what cannot be."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        exchange: Exchange | None = None,
     ) -> None:
         self.model = model
+        self.exchange = exchange
         given = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
         self.all = [_unwrap(optimizer) for optimizer in given]
         self._begun = False  # some step was made
@@ -101,7 +107,7 @@ class InnerOptimizers:
         self._begun = True
 
     def clear_state(self) -> None:
-        """Forget all state: the next step begins fresh."""
+        """Forget all state of this process: the next step begins fresh."""
         self._begun = False
         for optimizer in self.all:
             optimizer.state.clear()

@@ -92,7 +92,7 @@ class OptimizerHandover:
 
     def clear_state(self) -> None:
         """Forget the state: the optimizer starts fresh."""
-        self.inner.clear_state()
+        optimizer_state.clear_state(self.inner)
         self._trained = 0
         self.on_fresh(self.adoption.now.step)
 
@@ -172,7 +172,7 @@ class OptimizerHandover:
             except StateRefused as error:
                 why = str(error)
             except Exception as error:  # of whatever kind: somebody else made these bytes
-                self.inner.clear_state()  # it may lie there in part
+                optimizer_state.clear_state(self.inner)  # it may lie there in part
                 self._trained = 0
                 why = repr(error)
         elif name == PEER and not late:

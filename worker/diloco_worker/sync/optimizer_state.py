@@ -26,12 +26,14 @@ import torch
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from diloco_protocol.wire import limits
+from diloco_worker.group.ranks import Command
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.net.tensor_file import NotTensors, read_header, read_tensors, write_tensors
+from diloco_worker.sync import group_state
+from diloco_worker.sync.group_state import SEPARATOR
 from diloco_worker.sync.inner_optimizers import InnerOptimizers, Number
 
 _FORMAT = "1"
-_SEPARATOR = "|"
 _TENSORS_PER_PARAMETER = 4  # of its own shape; AdamW has two, AMSGrad three
 _HEADER_BYTES = 512  # per tensor, in the safetensors header
 _SMALL_BYTES = 4096  # per parameter: scalars, and the codes of a quantised state
@@ -93,23 +95,28 @@ def snapshot(
     if not inner.has_state:
         return None
     tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, Number] = {f"{_SEPARATOR}{label}": value for label, value in inner.group_numbers().items()}
+    numbers: dict[str, Number] = {f"{SEPARATOR}{label}": value for label, value in inner.group_numbers().items()}
     empty = []
     for name, (parameter, optimizer, _) in inner.parameters().items():
         row = optimizer.state.get(parameter, {})
         if not row:
             empty.append(name)
         for key, value in row.items():
-            label = f"{name}{_SEPARATOR}{key}"
+            label = f"{name}{SEPARATOR}{key}"
             if isinstance(value, torch.Tensor):
                 tensors[label] = value.detach()
             elif isinstance(value, (bool, int, float)) and math.isfinite(value):
                 numbers[label] = value
             elif value is not None:
                 return None
+    if inner.exchange is not None and not group_state.is_sharded_alike(tensors, inner):
+        return None
     metadata = {"format": _FORMAT, "optimizer": inner.name, "numbers": json.dumps(numbers), "empty": json.dumps(empty)}
     if origin is not None:
         metadata["origin"] = json.dumps([origin.job, origin.layout, origin.step, origin.versions, origin.trained])
+    if inner.exchange is not None:
+        whole = group_state.collect_state(tensors, metadata, folder, inner.exchange)
+        return lambda: whole
     gpu = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if gpu is None:
         made = write_tensors(tensors, metadata, folder)
@@ -132,6 +139,13 @@ def _beside_training(gpu: torch.device, copied: torch.cuda.Event) -> Iterator[No
     stream.wait_event(copied)
     with torch.cuda.stream(stream):
         yield
+
+
+def clear_state(inner: InnerOptimizers) -> None:
+    """Forget all state, in every rank of the learner: the next step begins fresh."""
+    if inner.exchange is not None:
+        inner.exchange.group.tell_others(Command.CLEAR)
+    inner.clear_state()
 
 
 def restore(data: Any, inner: InnerOptimizers) -> None:
@@ -160,7 +174,7 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
     rows: dict[str, dict[str, torch.Tensor | Number]] = {}
     groups: dict[str, Number] = {}
     for label, value in [*tensors.items(), *numbers.items()]:
-        name, _, key = label.rpartition(_SEPARATOR)
+        name, _, key = label.rpartition(SEPARATOR)
         if not name and not isinstance(value, torch.Tensor) and inner.has_group_number(key):
             if key.rpartition(".")[2] not in _CHOSEN:
                 groups[key] = value
@@ -176,12 +190,15 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
     missing = [n for n, (p, _, _) in parameters.items() if n not in rows and n not in empty and p.requires_grad]
     if missing:
         raise StateRefused(f"it lacks {missing[0]!r} and {len(missing) - 1} more")
+    if inner.exchange is not None:
+        group_state.spread_state(rows, groups, inner, inner.exchange)
+        return
     inner.clear_state()  # first: there may be no room for both
     for name, row in rows.items():
         parameter, _, group = parameters[name]
         for key, value in row.items():
             if isinstance(value, torch.Tensor):
-                row[key] = value.to(_device(key, parameter, group), copy=True)
+                row[key] = value.to(group_state.home_of(key, parameter, group), copy=True)
     inner.restore_rows(rows)
     for label, value in groups.items():
         inner.set_group_number(label, value)
@@ -195,10 +212,10 @@ def _check_row(name: str, row: Mapping[str, torch.Tensor | Number], parameter: t
         fits = value.numel() == 1 or _fits(tuple(value.shape), tuple(parameter.shape))
         code = quantised and value.ndim == 1 and value.numel() <= max(_LONGEST_CODE, parameter.numel())
         if value.dtype not in _DTYPES or not (fits or code):
-            label = f"{name}{_SEPARATOR}{key}"
+            label = f"{name}{SEPARATOR}{key}"
             raise StateRefused(f"{label!r} is {tuple(value.shape)} {value.dtype}, for {tuple(parameter.shape)}")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise StateRefused(f"'{name}{_SEPARATOR}{key}' has values that are not finite")
+            raise StateRefused(f"'{name}{SEPARATOR}{key}' has values that are not finite")
 
 
 def _most_deviations(group: Mapping[str, Any]) -> float:
@@ -224,7 +241,7 @@ def _check_values(
     """Raises StateRefused for what no training leaves behind, and would make a newcomer's parameters useless.
     ``squares``: the keys of means or sums of squares."""
     for key, value in row.items():
-        label, tensor = f"{name}{_SEPARATOR}{key}", torch.as_tensor(value)
+        label, tensor = f"{name}{SEPARATOR}{key}", torch.as_tensor(value)
         if not tensor.numel() or not tensor.is_floating_point():
             continue
         least, most = (float(end) for end in torch.aminmax(tensor))
@@ -241,7 +258,7 @@ def _check_values(
             return
         slack = most_deviations * math.sqrt(torch.finfo(second.dtype).tiny)
         if bool((first.float().abs() > most_deviations * second.float().sqrt() + slack).any()):
-            raise StateRefused(f"'{name}{_SEPARATOR}exp_avg' is far beyond what 'exp_avg_sq' allows")
+            raise StateRefused(f"'{name}{SEPARATOR}exp_avg' is far beyond what 'exp_avg_sq' allows")
 
 
 def _fits(shape: tuple[int, ...], dimensions: tuple[int, ...]) -> bool:
@@ -253,14 +270,6 @@ def _fits(shape: tuple[int, ...], dimensions: tuple[int, ...]) -> bool:
     left = iter(dimensions)
     factor = all(size in left for size in shape)  # some of them, in their order
     return factor or (len(shape) == 2 and len(set(shape)) == 1 and shape[0] in dimensions)
-
-
-def _device(key: str, parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> torch.device:
-    """Where a state's tensor belongs, as torch's own optimizers have it (torch.optim.Optimizer.load_state_dict): the
-    step counts on the CPU, unless kernels of the device read it (fused, capturable)."""
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return torch.device("cpu")
-    return parameter.device
 
 
 def origin_of(data: Any) -> Origin | None:

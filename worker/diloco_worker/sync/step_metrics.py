@@ -96,6 +96,12 @@ class StepMetrics:
             self._has_loss = True
             self._copying = None
 
+    @property
+    def arrived_loss(self) -> float | None:
+        """The newest loss that has arrived, nats per token; None: none has. For the training thread."""
+        loss = self.read_loss()
+        return loss if self._has_loss else None
+
     def read_loss(self) -> float:
         """The newest loss that has arrived, nats per token; NaN: none. For the training thread."""
         if self._copying is not None and self._copying[1].query():

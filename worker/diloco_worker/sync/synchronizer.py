@@ -16,11 +16,13 @@ it to the client, and returns.
 Waiting happens in ``await_ready`` only (at the start, without a slot, paused, in deterministic mode) and in
 a drain. Every wait ends when this process is told to stop, and the caller measures each.
 
-What is still wrong with it: one class reads messages, decides by them and moves parameters. A learner of several
-processes needs these apart, for all its processes must act by one plan, and ``ready``, ``phase`` and ``must_stop`` are
-read at any time instead of once at a boundary. Nine tables are kept by fragment or by push, and no one place says when
-an entry ends: ``_resolve_pushes``, ``_forget_pulls`` and ``begin_drain`` each clear some of them. Deterministic mode is
-asked at ten places, where the syncer's core has one object for all that differs.
+In a learner of several ranks only the leader has one. What it does to parameters and optimizer state it tells the
+others first (``group.fragments``, ``optimizer_state``), so nothing here knows of ranks.
+
+What is still wrong with it: one class reads messages, decides by them and moves parameters, and ``ready``, ``phase``
+and ``must_stop`` are read at any time instead of once at a boundary. Nine tables are kept by fragment or by push, and
+no one place says when an entry ends: ``_resolve_pushes``, ``_forget_pulls`` and ``begin_drain`` each clear some of
+them. Deterministic mode is asked at ten places, where the syncer's core has one object for all that differs.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ _SLICE = 0.1  # seconds; a wait looks for SIGTERM so often
 @dataclass
 class Synchronizer:
     """The synchronisation of one learner. ``spec``: the job's, with the syncer's settings once they are known;
-    ``stopping()``: whether the process was told to end."""
+    ``stopping()``: whether the process was told to end; ``hold()`` is called again and again in each wait."""
 
     spec: JobSpec
     model: InitVar[torch.nn.Module]
@@ -90,6 +92,7 @@ class Synchronizer:
     checkpoint: InitVar[SlotCheckpoint]
     metrics: StepMetrics
     stopping: Callable[[], bool]
+    hold: Callable[[], None] = lambda: None
 
     def __post_init__(self, model: torch.nn.Module, checkpoint: SlotCheckpoint) -> None:
         self.adoption = Adoption(AdoptionConfig.of(self.spec, len(self.layout)))
@@ -105,7 +108,7 @@ class Synchronizer:
         self._syncer_settings = SyncerSettings.of(self.spec)
         self._prefetcher: BatchPrefetcher | None = None
         self._deterministic = DeterministicMode(self.adoption) if self.spec.sync.deterministic else None
-        self._frozen = FrozenParameters(model, self.client)
+        self._frozen = FrozenParameters(model, self.client, self.inner.exchange)
         self._handover = OptimizerHandover(
             self.inner, self.adoption, self.client, checkpoint, warm_up=warm_up, on_fresh=self.rewarm.begin
         )
@@ -213,8 +216,13 @@ class Synchronizer:
         self.run_boundary()
         while not self.ready and not self.must_stop:
             self.metrics.mark_alive()
-            self.inbox.wait(_SLICE)
+            self.wait(_SLICE)
             self.run_boundary()
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long at most for a message."""
+        self.hold()
+        self.inbox.wait(seconds)
 
     def send_report(self) -> None:
         """Leave the newest report; none is sent before all fragments have a base."""
@@ -476,7 +484,7 @@ class Synchronizer:
                         self._adopt_fragment(self._downloaded.pop(fragment))
             if not schedule.awaits_merges:
                 break
-            self.inbox.wait(_SLICE)
+            self.wait(_SLICE)
             with self.guard:
                 self._read_inbox()
             if self.client.report_wanted:

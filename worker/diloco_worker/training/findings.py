@@ -31,7 +31,8 @@ class JobFindings:
     """``wrong``: problems of the job, wherever it runs. ``here``: what this machine lacks for it. ``unchecked``: what
     could not be looked at, and why. ``device``: cpu or cuda; empty: not known. ``step_tokens``: of one step of every
     learner; ``steps``: those of each learner until training.stop; None: not known. ``doubts``: warnings.
-    ``data``: what the training data hold, for people; ``data_in_part``: only their beginning was read."""
+    ``data``: what the training data hold, for people; ``data_in_part``: only their beginning was read.
+    ``device_bytes``: memory of the smallest GPU here; 0: there is none, or the job does not use it."""
 
     wrong: tuple[Problem, ...] = ()
     here: tuple[Problem, ...] = ()
@@ -43,6 +44,7 @@ class JobFindings:
     doubts: tuple[Problem, ...] = ()
     data: str = ""
     data_in_part: bool = False
+    device_bytes: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -63,4 +65,5 @@ class JobFindings:
             doubts=tuple(Problem(**one) for one in found["doubts"]),
             data=found["data"],
             data_in_part=found["data_in_part"],
+            device_bytes=found["device_bytes"],
         )

@@ -68,6 +68,7 @@ def check_job(spec: JobSpec, directory: Path | None = None) -> JobFindings:
         doubts=tuple(doubts),
         data=held[0],
         data_in_part=held[1],
+        device_bytes=0 if kind != "cuda" else device.smallest_memory(),
     )
 
 

@@ -2,7 +2,8 @@
 
 A user's own loop can do all that is done here. The model and the data come from the job; each of the learner's batches
 is one optimizer step, cut into ``training.batch.accumulation`` forward passes. Learning rate and dropout depend on
-(seed, slot, slot step) and not on the process, so that a replacement continues its predecessor's course.
+(seed, slot, slot step) and not on the process, so that a replacement continues its predecessor's course. The ranks of a
+learner share each batch and divide the model (``parallel/sharding.py``); all of them run this loop.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from diloco_worker.learner import Learner
 from diloco_worker.training import models
 from diloco_worker.training import optimizer as optimizers
 from diloco_worker.training.pace import Pace
+from diloco_worker.training.parallel import sharding
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +33,15 @@ def train(job: DiLoCoJob) -> int:
     """
     spec = job.spec
     device.configure(spec)
+    ranks = sharding.begin_ranks(spec)
     pace = Pace.from_environment()
     where = device.device(spec)
     dtype = device.precision(spec, where)
     # Data first: a wrong path is said before a large model is built.
     dataset = data.load(spec)
-    model = models.build(spec, spec.seed).to(where)
+    if ranks > 1:
+        models.outline(spec)  # what it imports takes seconds, and ranks build in turn
+    model = sharding.build_in_turn(lambda: models.build(spec, spec.seed), spec, where=where, dtype=dtype, ranks=ranks)
     models.check_batch(model, dataset[0], spec.training.data.source if spec.training.data else "")
     optimizer = optimizers.build_optimizer(model, spec.training.optimizer)
     log.info(
@@ -53,10 +58,10 @@ def train(job: DiLoCoJob) -> int:
     known: DiLoCoJob | None = None  # for which ``total`` is
     with Learner.from_environment(model, optimizer) as learner:
         for batch in learner.batches(dataset):
-            tokens = data.tokens_in(batch)
+            tokens = data.tokens_in(batch)  # of this rank, and each has as many
             if learner.job is not known:  # the stop may be moved while the job runs
                 known = learner.job
-                total = optimizers.total_steps(known.spec.training.stop, learner.learners, tokens)
+                total = optimizers.total_steps(known.spec.training.stop, learner.learners, tokens * ranks)
             place = schedule_step(known.spec, learner.step, learner.progress, total)
             rate = optimizers.learning_rate(spec.training.optimizer, learner.step, place, total)
             rate *= learner.rewarm_scale()
@@ -70,6 +75,7 @@ def train(job: DiLoCoJob) -> int:
                 spec.training.batch.accumulation,
                 clip_norm=spec.training.optimizer.clip_norm,
                 dtype=dtype,
+                ranks=ranks,
             )
             pace.end()
             learner.after_step(tokens=tokens, loss=nats, lr=rate)
@@ -83,24 +89,26 @@ def step(
     accumulation: int,
     clip_norm: float | None,
     dtype: torch.dtype,
+    ranks: int = 1,
 ) -> torch.Tensor:
-    """One optimizer step on ``batch`` (on the CPU), in ``accumulation`` forward passes.
+    """One optimizer step on ``batch`` (on the CPU; of several ``ranks`` this one's share), in ``accumulation`` forward
+    passes.
 
-    Each prediction weighs the same, however many a pass has. They are counted on the CPU, so nothing here waits for
-    the device. Returns the mean cross-entropy in nats per prediction, a detached scalar on the model's device. Raises
-    JobError for a token that the model does not have.
+    Each prediction weighs the same, however many a pass or a rank has. They are counted on the CPU, so nothing here
+    waits for the device. Returns the mean cross-entropy in nats per prediction of ``batch``, a detached scalar on the
+    model's device. Raises JobError for a token that the model does not have.
     """
     models.check_ids(model, batch)
     where = next(model.parameters()).device
     counts = [models.predictions(part) for part in parts(batch, accumulation)]
     total = torch.zeros((), device=where)
     optimizer.zero_grad(set_to_none=True)
-    for part, count in zip(parts(device.to_device(batch, where), accumulation), counts, strict=True):
+    weights = sharding.loss_weights(counts, ranks, where)
+    for part, count, weight in zip(parts(device.to_device(batch, where), accumulation), counts, weights, strict=True):
         with device.autocast(where, dtype):
             loss = models.loss(model, part)
-        share = count / max(1, sum(counts))
-        (loss.value * share).backward()
-        total += loss.nats.float() * share
+        (loss.value * weight).backward()
+        total += loss.nats.float() * (count / max(1, sum(counts)))
     optimizers.clip((p for p in model.parameters() if p.requires_grad), clip_norm)
     optimizer.step()
     return total

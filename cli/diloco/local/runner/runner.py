@@ -80,8 +80,8 @@ class Runner:
         self.screen = screen
         self._serving = serving
         self._workers = worker_specs(job) if serving is None else served_worker_specs(job, serving)
-        learners = job.spec.slots + sum(region.spares for region in job.spec.regions)
-        env = base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), learners))
+        ranks = sum(worker.ranks for worker in worker_specs(job) if worker.kind is Kind.LEARNER)
+        env = base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), ranks))
         self._forkserver = ForkServerClient(
             {**env, "OPENBLAS_NUM_THREADS": "1", "DILOCO_JOB_FILE": str(workdir.job)},
             job_directory,

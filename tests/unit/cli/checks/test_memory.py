@@ -32,6 +32,21 @@ def test_every_process_of_the_run_counts() -> None:
     assert estimate_memory(load_job(EXAMPLE, ["training.device=cpu"]), MILLION, "cpu").learner == need.learner
 
 
+def test_the_ranks_of_a_learner_share_what_the_library_keeps_and_divide_the_model() -> None:
+    one = "regions=[{name: a, learners: 1, processes: 4, parallel: {replicate: 2}}, {name: b, learners: 2}]"
+    job = load_job(EXAMPLE, [one, "training.device=auto"])
+    need = estimate_memory(job, MILLION, "cpu")
+    group, single = 4 * PROCESS_BYTES + 8_000_000 + 2 * 16_000_000, PROCESS_BYTES + 8_000_000 + 16_000_000
+    assert (need.learner, need.all_learners, need.device) == (group, group + 2 * single, 0)
+    assert "for 3 learners" in need.text()
+    assert estimate_memory(job, MILLION, "cuda").device == 16_000_000 + 8 * 500_000, "of the single one"
+    four = estimate_memory(load_job(EXAMPLE, ["learners.processes=4", "training.device=auto"]), MILLION, "cuda")
+    assert four.device == 4_000_000 + 2 * 500_000
+    said = memory_shortage(four, 10**12, device_bytes=4_900_000)
+    assert "a rank needs at least about 5 MB of its GPU, which has 4.9 MB" in said and "learners.processes" in said
+    assert not memory_shortage(four, 10**12, device_bytes=5_000_000)
+
+
 def test_frozen_parameters_are_held_by_every_learner_on_the_cpu() -> None:
     job = load_job(EXAMPLE, ["training.device=cpu"])
     frozen = ModelFacts("Model", 9_000_000, 1_000_000, 4_000_000 + 2 * 8_000_000, fragments=(500_000, 500_000))

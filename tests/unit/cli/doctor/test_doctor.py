@@ -145,6 +145,8 @@ def test_programs_are_looked_for(tmp_path: Path) -> None:
 def test_learners_that_share_gpus_are_told() -> None:
     two = Torch("2.13.0", "13.0", (("GPU", 1 << 36), ("GPU", 1 << 36)))
     assert "warning device" not in bad(check_job(EXAMPLE, [], two, {}))
+    ranks = bad(check_job(EXAMPLE, ["learners.processes=2"], two, {}))["warning device"]
+    assert "2 learners of 4 ranks in all on 2 GPUs" in ranks
     assert "4 learners on 2 GPUs" in bad(check_job(EXAMPLE, ["regions.0.learners=4"], two, {}))["warning device"]
 
 

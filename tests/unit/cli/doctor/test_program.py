@@ -131,8 +131,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "arguments after -- are a program's" in result.stderr
 
 
-@pytest.mark.promise("Under torchrun every rank ends with a sentence that says how a machine with several GPUs trains")
-def test_a_job_that_starts_ranks_is_named(tmp_path: Path) -> None:
+def test_of_ranks_that_a_command_starts_itself_nobody_knows_the_number(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    found = [one for one in check_job(tmp_path / "job.yaml", [], None, {}) if one.level == "error"]
-    assert any(one.said.startswith("torchrun starts several ranks") for one in found)
+    found = [one for one in check_job(tmp_path / "job.yaml", [], None, {}) if one.level == "warning"]
+    assert any(one.said.startswith("the ranks that torchrun starts are one learner") for one in found)

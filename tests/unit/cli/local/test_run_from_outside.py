@@ -176,6 +176,11 @@ def test_lines_that_tell_of_no_event_and_have_no_time(text: str) -> None:
     assert event_in(text) is None and line_time(text) is None
 
 
+def test_a_line_of_a_rank_has_the_time_that_it_says() -> None:
+    line = "2026-11-28 18:00:00,250 INFO    diloco_worker: a word"
+    assert line_time(f"[rank 1] {line}") == line_time(line) is not None
+
+
 def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
     """In a program of its own, as on another terminal: new lines and new files come as they are written."""
     assert is_running(run)

@@ -9,6 +9,7 @@ from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import (
     base_environment,
     gpus,
+    gpus_of,
     syncer_environment,
     threads_each,
     without_meaning,
@@ -45,6 +46,23 @@ def test_learners_of_all_regions_then_spares_then_the_evaluator() -> None:
         ("evaluator", Kind.EVALUATOR, "east", 0, None),
     ]
     assert [m.name for m in worker_specs(job("training.evaluation=null"))][-1] == "east-2"
+
+
+def test_a_learners_ranks_are_those_of_all_its_pods_as_its_region_says() -> None:
+    several = job("learners.processes=2", "regions.0.pods=2", "regions.1.processes=1")
+    assert [(one.name, one.ranks) for one in worker_specs(several)] == [
+        ("east-0", 4),
+        ("east-1", 4),
+        ("west-0", 1),
+        ("east-2", 4),
+        ("evaluator", 1),
+    ]
+
+
+def test_gpus_are_dealt_rank_by_rank() -> None:
+    workers = worker_specs(job("regions.0.processes=2"))  # east-0, east-1, west-0, east-2, evaluator
+    assert [gpus_of(one, workers, ["4", "5", "6"]) for one in workers] == ["4,5", "6,4", "5", "6,4", "5"]
+    assert gpus_of(workers[0], workers, ["4"]) == "4"  # ranks may share one
 
 
 def test_threads_are_shared_out_and_never_none() -> None:

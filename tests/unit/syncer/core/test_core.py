@@ -435,6 +435,13 @@ def test_a_spare_takes_a_lost_slot_at_once_and_the_old_process_becomes_a_spare()
     assert late.seat is None
 
 
+@pytest.mark.parametrize(("timeout", "most"), [(0.4, 0.1), (60.0, 1.0)])
+def test_a_silence_is_looked_for_four_times_in_the_timeout_and_each_second(timeout: float, most: float) -> None:
+    desk = Desk(config(heartbeat_timeout=timeout))
+    desk.begin(1)
+    assert desk.core.wake_at - desk.now == pytest.approx(most)
+
+
 def test_a_broken_stream_makes_suspect_and_silence_makes_lost() -> None:
     desk = Desk(config(heartbeat_timeout=10.0))
     desk.begin(2)

@@ -203,7 +203,9 @@ def merge(made: Checkpoints, versions: list[int], upto: int) -> None:
     """Write records of both fragments until both are at ``upto``."""
     for version in range(min(versions) + 1, upto + 1):
         for fragment in range(2):
-            made.write_record(record(fragment, version, made.epoch.number))
+            written = record(fragment, version, made.epoch.number)
+            written.before = record(fragment, version - 1, made.epoch.number).body()
+            made.write_record(written)
             versions[fragment] = version
 
 
@@ -411,10 +413,11 @@ def test_an_export_is_what_a_restart_goes_on_from_and_changes_nothing(store: Sto
 def test_a_gap_is_never_jumped(store: Store) -> None:
     made, versions = begun(store), [0, 0]
     merge(made, versions, 4)
-    store.delete(record_name(0, 2))
+    for version in (2, 3):
+        store.delete(record_name(0, version))
     restored = opened(store).load()
     assert [r.version for r in restored.newest] == [1, 4]
-    assert "versions 3 to 4 cannot be used" in restored.problems[0]
+    assert "versions 4 to 4 cannot be used" in restored.problems[0]
 
 
 def taken(version: int, follows: int, epoch: int) -> MergeRecord:
@@ -422,6 +425,20 @@ def taken(version: int, follows: int, epoch: int) -> MergeRecord:
     rows = (SlotReceipt(0, (1 << 64) - 1, 100, 50, sequence=3, version=version, last_step=10, compute_seconds=1.5),)
     recovered = Recovered(follows, 1, rows)
     return dataclasses.replace(record(0, version, epoch), responders=(), recovered=recovered)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_damaged_record_is_known_from_the_one_after_it(store: Store, gone: bool) -> None:
+    made = begun(store)
+    merge(made, [0, 0], 4)
+    name = record_name(0, 3)
+    store.replace(name, b"\0" * 100)
+    if gone:
+        store.delete(name)
+    restored = opened(store).load()
+    assert [r.version for r in restored.newest] == [4, 4] and not restored.problems and not restored.discarded
+    told = [r.body() for r in restored.newer if r.fragment == 0]
+    assert told == [record(0, version, made.epoch.number).body() for version in (1, 2, 3, 4)]
 
 
 def test_a_version_from_a_learner_bridges_the_gap_before_it(store: Store) -> None:

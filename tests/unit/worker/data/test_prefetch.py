@@ -10,7 +10,8 @@ import pytest
 
 from diloco_protocol.wire.records import Lease
 from diloco_worker.data import prefetch
-from diloco_worker.data.prefetch import BatchPrefetcher
+from diloco_worker.data.prefetch import BatchPrefetcher, ShareLoader, check_shares
+from diloco_worker.settings import ConfigurationError
 from patience import wait_until
 
 BLOCK = 4
@@ -167,3 +168,65 @@ def test_what_the_data_set_raises_reaches_the_training(bench: Callable[..., Benc
 
     one.grant(0, 1)
     wait_until(raised)
+
+
+@pytest.mark.promise("The ranks of a learner load equal shares of its batches, each sequence in one of them")
+def test_ranks_load_shares_of_what_the_leader_draws() -> None:
+    leader_data, follower_data = Numbers(), Numbers()
+    leader = BatchPrefetcher(
+        leader_data, 4, 7, lambda _: None, notify=lambda: None, collate=list, reserve=0, data=(0, 2)
+    )
+    follower = ShareLoader(follower_data, list, (1, 2))
+    try:
+        leader.add_lease(Lease(0, 0, 0, 0, end=40, block_size=40))
+        told: dict[int, tuple[int, ...]] = {}
+
+        def next_batch() -> bool:
+            batch = leader.pop_batch()
+            last, draws = leader.take_draws()
+            for number, sequences in enumerate(draws, last - len(draws) + 1):
+                assert number not in told, "each draw is told once"
+                told[number] = sequences
+                follower.add_draw(number, sequences)
+            if batch is None:
+                return False
+            given = follower.pop(batch.draw, 30.0)
+            assert given is not None
+            assert [*batch.data, *given[0]] == list(told[batch.draw])
+            return True
+
+        for _ in range(3):
+            wait_until(next_batch)
+        assert len({item for sequences in told.values() for item in sequences}) == 4 * len(told)
+    finally:
+        leader.close()
+        follower.close()
+
+
+def test_a_draw_that_the_leader_dropped_is_forgotten() -> None:
+    data = Numbers()
+    loader = ShareLoader(data, list, (0, 1))
+    try:
+        data.gate.clear()
+        for number in (1, 2, 3):
+            loader.add_draw(number, (number,))
+        assert data.reading.wait(30) and loader.is_loading
+        assert loader.pop(3, 0.0) is None, "it is not there yet"
+        data.gate.set()
+        assert loader.pop(3, 30.0) == ([3],)
+        assert loader._ready == {}, "what came before is not trained"
+        data.broken = 5
+        loader.add_draw(4, (5,))
+        with pytest.raises(ValueError, match="item 5 cannot be read"):
+            loader.pop(4, 30.0)
+    finally:
+        data.gate.set()
+        loader.close()
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
+    check_shares(8, 4)
+    with pytest.raises(ConfigurationError, match=r"a batch of 6 sequences cannot .* multiple of 4"):
+        check_shares(6, 4)
+    with pytest.raises(ConfigurationError, match="at least one is needed"):
+        check_shares(0, 1)

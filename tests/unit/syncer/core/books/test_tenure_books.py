@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco_protocol.wire.records import FragmentReport, PushHeader, StepReport
 from diloco_syncer.core.books.ledger import Ledger
 
@@ -60,6 +62,16 @@ def test_what_was_merged_of_a_tenure_is_nothing_of_the_next() -> None:
     ledger.open_tenure(0, 2)
     ledger.apply_report(0, report(30))
     assert (ledger.merged(0, 0), ledger.pending(0, 0), ledger.dropped(0, 0)) == (80, 30, {"died": 20})
+
+
+def test_the_stalls_of_a_tenure_that_is_over_are_still_the_slots() -> None:
+    ledger = opened()
+    for tenure in (1, 2):
+        ledger.apply_report(0, replace(report(100), stalled_seconds=3.0))
+        assert ledger.stalled_seconds(0) == 3.0 * tenure
+        ledger.close_tenure(0, "died", ())
+        ledger.open_tenure(0, tenure + 1)
+    assert ledger.stalled_seconds(0) == 6.0
 
 
 def test_tokens_that_are_confirmed_and_unknown_were_rolled_back_if_their_base_is_of_this_epoch() -> None:

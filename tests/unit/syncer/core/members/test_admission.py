@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core_desk import Desk, config, of, report
-from diloco_protocol.vocabulary import EventKind, JobPhase
+from diloco_protocol.vocabulary import EventKind, JobPhase, SlotState
 from diloco_protocol.wire.records import LeaseCursor
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books import slots
@@ -88,6 +88,17 @@ def test_a_lease_is_written_before_it_is_given_and_none_is_given_while_the_job_e
     desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted"))
     assert desk.core.phase is JobPhase.DRAINING
     assert not of(desk.do(ev.LeaseRequested(1)), ev.GrantLease)
+
+
+def test_leases_of_a_learner_that_may_come_back_are_given_to_nobody() -> None:
+    desk = Desk(config())
+    desk.join(1, 0, sequences=128)  # in blocks of one
+    desk.join(2, 1)
+    desk.do(ev.LeaseRequested(2))
+    desk.do(ev.ConnectionLost(2))
+    assert desk.core.slots[1].state is SlotState.SUSPECT
+    granted = [of(desk.do(ev.LeaseRequested(1)), ev.GrantLease)[0].lease.data_epoch for _ in range(128)]
+    assert granted == [0] * 127 + [1], "the last one of the epoch is with who may come back"
 
 
 def test_a_successor_goes_on_where_the_reports_of_its_slot_were_in_the_data() -> None:
@@ -199,6 +210,13 @@ def test_a_region_holds_no_more_slots_than_the_job_gives_it_and_one_that_the_job
         assert (refused.reason, refused.fatal) == ("no-such-region", False)
     (admitted,) = of(desk.join(4, 0, region="s"), ev.Admit)
     assert admitted.seat is not None and admitted.seat.slot == 1
+
+
+def test_who_has_no_place_of_its_own_gets_a_slot_of_its_region_first() -> None:
+    desk = Desk(config(places=(("r", 0), ("r", 1), ("s", 0))))
+    for connection, slot in ((1, 2), (2, 0)):
+        (admitted,) = of(desk.join(connection, 7 + connection, region="s"), ev.Admit)
+        assert admitted.seat is not None and admitted.seat.slot == slot
 
 
 def test_a_process_id_from_another_place_is_not_the_process_that_has_the_slot() -> None:

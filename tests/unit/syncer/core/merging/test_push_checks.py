@@ -139,8 +139,9 @@ def test_the_gate_judges_after_enough_pushes_and_by_the_newest() -> None:
 # ------------------------------------------------------------------ rounds that some miss
 
 
-def merge_alone(desk: Desk, number: int, late_one_too: bool = False) -> list[ev.Action]:
-    """Slot 0's four steps become version ``number``; slot 1 is waited for, and may push its first step."""
+def merge_alone(desk: Desk, number: int, late_one_too: bool = False, lost: bool = False) -> list[ev.Action]:
+    """Slot 0's four steps become version ``number``; slot 1 is waited for, and may push its first step,
+    or leave (``lost``)."""
     version = number - 1
     told = report(4 * number, version, 40 * version)
     desk.do(ev.Reported(1, told))
@@ -148,6 +149,10 @@ def merge_alone(desk: Desk, number: int, late_one_too: bool = False) -> list[ev.
     assert reason(desk.push(0, 4 * number, **changes, sequence=number, tokens=40, report=told)) is None
     if late_one_too:
         assert reason(desk.push(1, 1)) is None
+    elif lost:
+        desk.later(1.0)
+        desk.do(ev.Drained(2))
+        desk.later(4.0)
     else:
         desk.later(5.0)
         desk.report(2, 1)  # it is there
@@ -163,6 +168,17 @@ def test_who_is_late_three_times_running_is_starved_until_it_is_in_time() -> Non
         merge_alone(desk, number, late_one_too=number == 4)
         told.append(desk.core.slots[1].pushes.starved)
     assert told == [False, False, True, False, False, False, True]
+
+
+def test_who_is_gone_is_not_starved() -> None:
+    desk = Desk(config(heartbeat_timeout=1e6))
+    desk.begin(2)
+    merge_alone(desk, 1)
+    merge_alone(desk, 2)
+    assert desk.core.slots[1].pushes.late_rounds == 2
+    merge_alone(desk, 3, lost=True)
+    assert not desk.core.slots[1].occupied
+    assert (desk.core.slots[1].pushes.starved, desk.core.slots[1].pushes.late_rounds) == (False, 0)
 
 
 @pytest.mark.parametrize(("pause", "events"), [(0.0, 1), (STARVED_QUIET_SECONDS, 2)])

@@ -189,6 +189,13 @@ def test_a_receipt_tells_of_more_than_was_told() -> None:
     assert (core.ledger.trained(0), core.ledger.merged(0, 0), core.ledger.pending(0, 1)) == (100, 100, 100)
 
 
+def test_a_version_that_came_back_counts_all_merges_up_to_it() -> None:
+    state, receipts = trained()
+    core = Core(CONFIG, state, 2, 0.0, wall=0.0)
+    core.apply_recovered_version(0, 5, 1, receipts[0], 2)
+    assert (core.versions, core.merges) == ([5, 0], 5)
+
+
 def test_a_tenure_that_the_state_has_not_heard_of() -> None:
     """Its merged tokens count as merged and trained, to the token, and its process begins anew."""
     state, receipts = trained()

@@ -1,0 +1,42 @@
+"""Values of a model that several ranks hold, beside those of one process: equal bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from forked import fork
+
+SCENARIOS = Path(__file__).resolve().parents[1] / "group_scenarios.py"
+
+
+def play(folder: Path, scenario: str, form: str, size: int, near: int) -> None:
+    """Run the ranks of one learner; ``near`` of them share memory with the leader."""
+    ranks = []
+    for rank in range(size):
+        environ = {"RANK": str(rank), "WORLD_SIZE": str(size), "MEETING": f"file://{folder}/meeting"}
+        environ |= {"GLOO_SOCKET_IFNAME": "lo"} | ({"FAR": "1"} if rank >= near else {})
+        ranks.append(fork([str(SCENARIOS), scenario, form], environ, folder / f"rank-{rank}.log"))
+    for rank in ranks:
+        assert rank.wait() == 0, "\n".join(one.log.read_text()[-3000:] for one in ranks)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("diloco-")], "the area has no name any more"
+
+
+@pytest.mark.promise("Several ranks of a learner hold, give and take exactly the values that one process would")
+@pytest.mark.parametrize(
+    ("form", "size", "near"),
+    [
+        ("fsdp", 2, 2),
+        ("tensor", 4, 2),
+        *[pytest.param(*row, marks=pytest.mark.slow) for row in (("ddp", 2, 1), ("fsdp", 4, 1), ("hsdp", 4, 4))],
+    ],
+)
+@pytest.mark.parametrize("scenario", ["fragments", "state", "frozen"])
+def test_ranks_exchange_what_one_process_would(tmp_path: Path, scenario: str, form: str, size: int, near: int) -> None:
+    play(tmp_path, scenario, form, size, near=near)
+
+
+@pytest.mark.promise("The ranks of a learner act by one stream of commands; one that is out of order ends the learner")
+def test_commands_come_whole_and_in_order(tmp_path: Path) -> None:
+    play(tmp_path, "commands", "single", 2, near=2)

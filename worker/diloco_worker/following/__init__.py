@@ -1,0 +1,1 @@
+"""What a rank of a learner does that does not lead, and how ranks begin."""

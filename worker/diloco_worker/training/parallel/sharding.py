@@ -1,0 +1,145 @@
+"""The built-in trainer's model in ranks: torch's process group, FSDP2, and what each rank's loss weighs.
+
+Theory of operation. Every rank builds the same model on its host, one rank of a machine after the other, so that a host
+holds one whole model at a time. ``fully_shard`` keeps this rank's rows of it: by blocks, so that no device holds more
+than its shards and one block. The mesh has two dimensions, replicate × shard; with shard 1 each rank has every row, and
+FSDP averages gradients as DDP does. One code path is left to be right.
+
+Shards are float32, and so are the optimizer's moments. With bfloat16 arithmetic FSDP gathers each block in bfloat16,
+which halves what travels, and sums gradients in float32.
+
+A learner's batch is one batch, whatever number of ranks share it: each prediction weighs the same. FSDP takes the mean
+of the ranks' gradients, so a rank's loss is scaled by its share of all predictions, times the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diloco_protocol.spec.job_spec import JobSpec
+from diloco_worker.core.stall_rule import FIRST_STEP
+from diloco_worker.errors import job_error
+from diloco_worker.settings import ConfigurationError
+
+_HERE = "LOCAL_WORLD_SIZE"
+LONGEST_SECONDS = 7200.0  # of one collective, where learners.stallSeconds bounds no step
+
+
+def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
+    """Join this process to the other ranks of its learner, and choose its GPU. Returns how many ranks there are; 1: it
+    is alone, and nothing was done. Raises JobError if ``training.parallel`` is for another number of ranks,
+    ConfigurationError for an environment that is not torchrun's."""
+    env = os.environ if environ is None else environ
+    size = _number(env, "WORLD_SIZE", "1")
+    if size == 1:
+        return 1
+    _, local, here = (_number(env, name) for name in ("RANK", "LOCAL_RANK", _HERE))
+    parallel = spec.training.parallel
+    if size % parallel.replicate or (parallel.shard or size // parallel.replicate) * parallel.replicate != size:
+        said = f"shard × replicate must be the {size} ranks that were started (WORLD_SIZE): leave shard out"
+        raise job_error("spec.training.parallel.shard", parallel.shard, said)
+    backend = "gloo"
+    if spec.training.device != "cpu" and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(local % count)
+        # NCCL refuses two ranks on one GPU.
+        backend = "cpu:gloo,cuda:nccl" if here <= count else "cpu:gloo,cuda:gloo"
+    stall = spec.learners.stall_seconds
+    patience = LONGEST_SECONDS if stall is None else FIRST_STEP * stall
+    dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+    return size
+
+
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    given = env.get(name, default)
+    if not given.isdecimal():
+        raise ConfigurationError(
+            f"WORLD_SIZE is {env.get('WORLD_SIZE')}, and {name} is {given!r}: it must be a whole number. Ranks "
+            "are started by learners.processes, or by torchrun; unset WORLD_SIZE where there is one process"
+        )
+    return int(given)
+
+
+def build_in_turn(
+    build: Callable[[], nn.Module], spec: JobSpec, where: torch.device, dtype: torch.dtype, ranks: int
+) -> nn.Module:
+    """The model that ``build`` gives on the CPU, brought to the device ``where``; with several ranks this rank's shards
+    of it, while the others of this machine wait."""
+    if ranks == 1:
+        return prepare_blocks(build(), spec).to(where)
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ[_HERE])
+    mesh = make_mesh(spec, where, ranks)
+    model: nn.Module | None = None
+    for turn in range(here):
+        if turn == local:
+            model = shard_model(prepare_blocks(build(), spec), mesh, where, dtype)
+        wait_for_ranks()
+    assert model is not None
+    return model
+
+
+def make_mesh(spec: JobSpec, where: torch.device, ranks: int) -> DeviceMesh:
+    """The ranks as replicate × shard (HSDP), or in one dimension where there is one copy."""
+    copies = spec.training.parallel.replicate
+    if copies == 1:
+        return init_device_mesh(where.type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(where.type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model repeats: those that its class says not to split, else the items of its lists."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    return found or [item for module in model.modules() if isinstance(module, nn.ModuleList) for item in module]
+
+
+def prepare_blocks(model: nn.Module, spec: JobSpec) -> nn.Module:
+    """Have the model's blocks recompute their activations and be compiled, where the job says so."""
+    training = spec.training
+    if training.activation_checkpointing:
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+            said = f"{type(model).__name__} of transformers cannot recompute its activations: leave it out"
+            raise job_error("spec.training.activationCheckpointing", True, said)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its newer name, which 5.0 has not
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if training.compile:
+        for block in find_blocks(model):
+            block.compile()
+    return model
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, where: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Keep this rank's float32 shards of the model's tensors, on the device of the mesh."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in find_blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model.to(where)  # buffers, which are no shards
+
+
+def wait_for_ranks() -> None:
+    """Go on when every rank is here."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def loss_weights(counts: Sequence[int], ranks: int, where: torch.device) -> Sequence[float | torch.Tensor]:
+    """What the mean loss of each part of this rank's batch is multiplied by. ``counts``: predictions of each part. With
+    several ranks they are scalars on ``where``, so that nothing waits for the device."""
+    if ranks == 1:
+        return [count / max(1, sum(counts)) for count in counts]
+    total = torch.tensor(float(sum(counts)), dtype=torch.float64, device=where)
+    dist.all_reduce(total)
+    return [(count * ranks / total.clamp(min=1)).float() for count in counts]
