@@ -10,6 +10,9 @@ Every plan is held to what must always be true, whatever happens (``_check``): n
 object is touched, of no region two learners are taken at once, no learner that works is
 taken when the quorum would be missed, no Event is told twice in a row.
 
+A learner of several pods trains when all of them run. It ends when one of them does, unless that one's node is lost:
+then nobody has closed its connections, and the others hang. Its leading pod alone joins.
+
 Faults are attributes: ``bad_images``, ``crashing`` (pod name -> exit code), ``deaf`` (UIDs of
 pods that run and are not heard), ``lost_nodes``, ``quota``, ``syncer_silent``, ``unschedulable``.
 """
@@ -43,7 +46,7 @@ from diloco_operator.model import (
 from diloco_operator.plan.job_status import differs_beyond_progress
 from diloco_operator.plan.planning import plan_job
 from diloco_protocol.documents import Report, StatusDocument
-from diloco_protocol.vocabulary import FINALIZER, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
+from diloco_protocol.vocabulary import FINALIZER, LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, WorkerExit
 from status_documents import job_report, learner_page, slot_row, status_document
 
 SETTINGS = PlanSettings(None, "diloco-system", "diloco-syncer:1", "diloco-worker:1")
@@ -149,8 +152,25 @@ class PodSim:
         return str(self.obj["metadata"]["labels"].get(LABEL_REGION, ""))
 
     @property
-    def ordinal(self) -> int:
+    def index(self) -> int:
         return int(self.obj["metadata"]["labels"].get(LABEL_POD_INDEX, -1))
+
+    @property
+    def group_pods(self) -> int:
+        return int(self.obj["metadata"]["labels"].get(names.GROUP_PODS, 1))
+
+    @property
+    def ordinal(self) -> int:
+        """Of its learner."""
+        return self.index // self.group_pods
+
+    @property
+    def rank(self) -> int:
+        return self.index % self.group_pods
+
+    @property
+    def learner(self) -> tuple[str, int]:
+        return self.region, self.ordinal
 
     @property
     def terminating(self) -> bool:
@@ -185,6 +205,8 @@ class World:
         self.memory = PlanMemory()
         self.objects: dict[Ref, Object] = {}
         self.pods: dict[str, PodSim] = {}  # by UID
+        self.broken: set[tuple[str, int]] = set()  # learners of several pods that have lost one since they formed
+        self.formed: dict[tuple[str, int], dict[str, str]] = {}  # learner of several pods -> process -> node
         self.nodes = {f"node-{i}": True for i in range(3)}
         self.node_since = dict.fromkeys(self.nodes, START)
         self.cluster_events: list[ClusterEvent] = []
@@ -226,6 +248,7 @@ class World:
             self.now += step
             self._controllers()
             self._kubelets()
+            self._groups()
             self._syncer()
             if not self.operator_away:
                 self._operator()
@@ -346,7 +369,7 @@ class World:
         for pod in [p for p in self.pods.values() if p.obj["metadata"]["labels"].get("set") == ref.name]:
             if pod.obj["status"]["phase"] == "Failed" and not pod.terminating:
                 self._delete_pod(pod, False)
-            if pod.ordinal >= obj["spec"]["replicas"] and not pod.terminating:
+            if pod.index >= obj["spec"]["replicas"] and not pod.terminating:
                 self._delete_pod(pod, False)
         for ordinal in range(obj["spec"]["replicas"]):
             name = f"{ref.name}-{ordinal}"
@@ -409,12 +432,15 @@ class World:
         )
 
     def _delete_pod(self, pod: PodSim, force: bool) -> None:
+        if pod.learner in self.formed:
+            self.broken.add(pod.learner)
         if force:
             self._remove(pod)
             return
         if not pod.terminating:
             grace = pod.obj["spec"].get("terminationGracePeriodSeconds", 30)
             pod.obj["metadata"]["deletionTimestamp"] = rfc3339(self.now + grace)
+            pod.obj["metadata"]["deletionGracePeriodSeconds"] = grace
             pod.obj["drained_at"] = self.now + (DRAIN_SECONDS if pod.running else 0.0)
 
     def _remove(self, pod: PodSim) -> None:
@@ -441,8 +467,36 @@ class World:
                 self._crash(pod, self.crashing[pod.name])
             if pod.running and pod.joined:
                 self._condition(pod, "Ready", True, "")
-            if pod.running and pod.role != "learner" and self.now >= pod.ready_to_start + 1:
+            if pod.running and (pod.role != "learner" or pod.rank) and self.now >= pod.ready_to_start + 1:
                 self._condition(pod, "Ready", True, "")
+
+    def _groups(self) -> None:
+        """Learners of several pods form when all of them run, and end as one."""
+        groups: dict[tuple[str, int], list[PodSim]] = {}
+        for pod in self.of("learner"):
+            if pod.group_pods > 1:
+                groups.setdefault(pod.learner, []).append(pod)
+        for learner, pods in groups.items():
+            running = [pod for pod in pods if pod.running and self._reachable(pod)]
+            formed = self.formed.get(learner, {})
+            ids = {pod.process for pod in pods if pod.running}
+            missing = [node for process, node in formed.items() if process not in ids]
+            mine = [pod for pod in running if pod.process in formed]
+            if missing and any(self.nodes.get(node, True) for node in missing):
+                for pod in mine:
+                    self._crash(pod, WorkerExit.GROUP, "connection closed by peer") if not pod.terminating else None
+                del self.formed[learner]
+            elif formed and not mine:
+                del self.formed[learner]
+            elif not formed and len(running) == pods[0].group_pods:
+                self.broken.discard(learner)
+                self.formed[learner] = {pod.process: pod.obj["spec"]["nodeName"] for pod in running}
+                for pod in running:
+                    pod.joins_at = self.now + JOIN_SECONDS
+
+    def _trains(self, pod: PodSim) -> bool:
+        """Whether a pod that leads a learner has all its others."""
+        return pod.group_pods == 1 or pod.process in self.formed.get(pod.learner, {})
 
     def _start(self, pod: PodSim) -> None:
         if pod.terminating or pod.obj["status"]["phase"] == "Failed":
@@ -482,8 +536,9 @@ class World:
         pod.container["state"] = {"running": {"startedAt": rfc3339(self.now)}}
         status["phase"] = "Running"
 
-    def _crash(self, pod: PodSim, code: int) -> None:
-        ended = {"exitCode": code, "reason": "Error", "message": self.last_words, "finishedAt": rfc3339(self.now)}
+    def _crash(self, pod: PodSim, code: int, words: str = "") -> None:
+        said = words or self.last_words
+        ended = {"exitCode": code, "reason": "Error", "message": said, "finishedAt": rfc3339(self.now)}
         pod.container["lastState"] = {"terminated": ended}
         pod.container["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
         self._condition(pod, "Ready", False, "")
@@ -555,7 +610,7 @@ class World:
     def _members(self, syncer: SyncerSim) -> None:
         alive = {}
         for pod in self.of("learner"):
-            if pod.running and self._reachable(pod) and pod.uid not in self.deaf:
+            if pod.running and pod.rank == 0 and self._reachable(pod) and pod.uid not in self.deaf:
                 alive[pod.process] = pod
         for slot in syncer.slots:
             if slot.state in HOLDING:
@@ -573,7 +628,7 @@ class World:
         if syncer.phase not in ("waiting", "training", "holding"):
             return
         for process, pod in sorted(alive.items(), key=lambda item: item[1].name):
-            if pod.terminating or self.now < pod.joins_at:
+            if pod.terminating or self.now < pod.joins_at or not self._trains(pod):
                 continue
             self._condition(pod, "Ready", True, "")
             pod.joined = True
@@ -718,12 +773,20 @@ class World:
         for delete in made.deletes:
             assert delete.ref not in self.foreign, f"a foreign object is deleted: {delete}"
         taken: dict[str, list[PodSim]] = {}
+        asked = {delete.uid for delete in made.deletes}
         for delete in made.deletes:
             pod = self.pods.get(delete.uid)
             if delete.ref.kind != "Pod" or pod is None or delete.force or pod.terminating:
                 continue
             assert pod.role == "learner", f"{delete} is not the operator's to delete"
-            taken.setdefault(pod.region, []).append(pod)
+            mates = [p for p in self.of("learner") if p.learner == pod.learner]
+            left = [p for p in mates if p.uid not in asked and not p.terminating and p.joined]
+            assert not left, f"of one learner some pods are taken: {pod.name}, and not {left}\n{self.story()}"
+            if pod.learner in self.broken:  # the others go with the one that it has lost
+                self.taken.append((self.now, pod.name))
+                continue
+            if pod.rank == 0:
+                taken.setdefault(pod.region, []).append(pod)
         working = 0
         for region, pods in taken.items():
             others = [

@@ -193,6 +193,7 @@ class PodSnapshot:
     uid: str
     ends: int = 0  # how often its main container has ended
     started: bool = False  # its main container has run
+    leaving: bool = False  # it terminates, or has ended
     excused: str = ""  # why losing it does not count: the operator's own doing, preemption, eviction
     cause: str = ""  # in words, how its container ended last
     process: str = ""  # id of the process of it that the syncer listed

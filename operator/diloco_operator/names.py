@@ -29,6 +29,9 @@ INPUTS = f"{DOMAIN}/inputs"
 """Annotation of pod templates: a digest of what of the job the program reads when it starts."""
 
 POD_REVISION = "controller-revision-hash"
+GROUP_PODS = f"{DOMAIN}/pods"
+"""Label of a learner's pods where it has several: how many. Those of one learner follow each other: its ordinal is the
+pod's index divided by this number, and what remains is the pod's rank in it. The pod with rank 0 leads."""
 
 SETTINGS_PATH = "/etc/diloco/settings"
 CREDENTIALS_PATH = "/etc/diloco/credentials"

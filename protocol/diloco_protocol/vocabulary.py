@@ -139,6 +139,7 @@ class WorkerExit(IntEnum):
     REFUSED = 4  # the syncer refused the process for good
     DIVERGED = 5  # its parameters are not finite: a replacement begins from the merged model
     STALLED = 6  # a step took longer than learners.stallSeconds: stack traces are in the log
+    GROUP = 7  # another rank of its learner has ended, or is silent: that one's end says why
 
 
 ENDS_FOR_RESUME = "the job continues: this process ends, so that a new one can take part"

@@ -60,11 +60,11 @@ class Origin:
 
 @dataclass(slots=True)
 class Scale:
-    """How many pods there shall be."""
+    """How many of each there shall be."""
 
     syncer: int = 0
     evaluator: int = 0
-    learners: dict[str, int] = field(default_factory=dict)  # by region; absent: 0
+    learners: dict[str, int] = field(default_factory=dict)  # by region; absent: 0. Each has one pod or several
 
 
 # ------------------------------------------------------------------ what holds no pods
@@ -76,7 +76,7 @@ def manifests_without_pods(job: Job, here: Placement, settings: PlanSettings) ->
     if here.syncer:
         found += [_syncer_policy(job, settings), _syncer_service(job)]
     if here.regions or _evaluated(job, here):
-        found.append(_worker_policy(job, settings))
+        found.append(_worker_policy(job, here, settings))
     for region in here.regions:
         found += [_region_service(job, region), _budget(job, region)]
     return found
@@ -125,12 +125,16 @@ def _syncer_policy(job: Job, settings: PlanSettings) -> Object:
     return _policy(job, "syncer", selector, rules)
 
 
-def _worker_policy(job: Job, settings: PlanSettings) -> Object:
+def _worker_policy(job: Job, here: Placement, settings: PlanSettings) -> Object:
     selector = {
         "matchLabels": {LABEL_JOB: job.name},
         "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": ["learner", "evaluator"]}],
     }
-    return _policy(job, "learner", selector, [_scraped(WORKER_PORT, settings)])
+    rules = [_scraped(WORKER_PORT, settings)]
+    if any(job.spec.group(region.name).pods > 1 for region in here.regions):
+        # Ranks of one learner choose their ports: torchrun's meeting, gloo, NCCL.
+        rules.append({"from": [{"podSelector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: "learner"}}}]})
+    return _policy(job, "learner", selector, rules)
 
 
 def _policy(job: Job, role: str, selector: Object, rules: list[Object]) -> Object:
@@ -206,7 +210,8 @@ def _region_service(job: Job, region: RegionSpec) -> Object:
 
 def _budget(job: Job, region: RegionSpec) -> Object:
     """As many learners as the job can be without (M - K) may be evicted at once, each region its
-    share by learners; one of a region at least."""
+    share by learners; one of a region at least. Of learners of several pods it is as many pods: each that is evicted
+    may be another learner's, and takes it along."""
     spare = job.spec.slots - job.spec.quorum
     spec = {
         "maxUnavailable": max(1, spare * region.learners // job.spec.slots),

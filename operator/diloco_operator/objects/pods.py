@@ -19,7 +19,7 @@ from diloco_operator.model import Object, PlanSettings
 from diloco_operator.objects.template_merge import Protected, TemplateRefusal, find_refusals, merge_template
 from diloco_protocol.resources import SYNCER_REQUEST
 from diloco_protocol.spec.base import Spec
-from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.cluster import Group, RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.vocabulary import CONTROL_PORT, EXPORT_PORT, HTTP_PORT, LABEL_POD_INDEX, SYNC_PORT, WORKER_PORT
 
@@ -30,6 +30,7 @@ SPARED_SECONDS = 5
 TOLERATION_SECONDS = 20
 DRAIN = "DILOCO_DRAIN_SECONDS"
 TERMINATION_LOG = "DILOCO_TERMINATION_LOG"
+POD_INDEX = "DILOCO_POD_INDEX"
 START_SECONDS = 3600
 """A program may take so long to open its port: it reads a store, loads data, compiles."""
 
@@ -107,7 +108,7 @@ def _worker_protected(role: str, command: str) -> Protected:
     return Protected(
         container=role,
         labels=_LABELS,
-        env={DRAIN, TERMINATION_LOG, *(item["name"] for item in _worker_env(role, "x", True))},
+        env={DRAIN, TERMINATION_LOG, POD_INDEX, *(item["name"] for item in _worker_env(role, "x", True))},
         # The work directory's volume (`work`) may be another one: it is scratch.
         mounts=(names.SETTINGS_PATH, names.CREDENTIALS_PATH, names.DATA_PATH, "/tmp"),
         volumes=("settings", "credentials", "tmp"),
@@ -159,8 +160,12 @@ def syncer_template(job: Job, image: str, settings: PlanSettings) -> Object:
 
 def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSettings) -> Object:
     """The pod template of a region's learners."""
-    spec, volumes = job.spec, _worker_volumes(job)
+    spec, volumes, group = job.spec, _worker_volumes(job), job.spec.group(region.name)
     container = _worker(job, "learner", image, settings.image_pull_policy, region=region.name)
+    if group.ranks > 1:
+        _launch_ranks(container, group, names.region_service(job.name, region.name).name)
+        # As large as the pod's memory limit, to which it counts: ranks exchange fragments in it, and NCCL uses it too.
+        volumes.append(_Volume({"name": "shm", "emptyDir": {"medium": "Memory"}}, "/dev/shm"))
     patches = [_defaults(settings), spec.learners.pod_template, region.pod_template]
     template = _template(
         job,
@@ -180,7 +185,20 @@ def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSet
             one["env"].append({"name": DRAIN, "value": str(seconds)})
             if path := one.get("terminationMessagePath"):  # else the learner writes to Kubernetes' default
                 one["env"].append({"name": TERMINATION_LOG, "value": str(path)})
+    if group.pods > 1:
+        template["metadata"]["labels"][names.GROUP_PODS] = str(group.pods)
     return template
+
+
+def _launch_ranks(container: Object, group: Group, service: str) -> None:
+    """Have the learner's command started in each of its ranks, by the worker's torchrun, which knows the learner's
+    ordinal from the pod's index."""
+    shape = ["--processes", str(group.processes), "--pods", str(group.pods)]
+    shape += ["--address", f"{service}-{{first}}.{service}"] if group.pods > 1 else []
+    container["command"] = ["python", "-m", "diloco_worker.integrations.torchrun", *shape, "--", *container["command"]]
+    for one in container["env"]:
+        if one["name"] == "DILOCO_ORDINAL":
+            one["name"] = POD_INDEX
 
 
 def evaluator_template(job: Job, image: str, settings: PlanSettings) -> Object:
@@ -276,6 +294,8 @@ def learner_inputs(spec: JobSpec, region: str) -> str:
     """A digest of what a learner of the region reads when it starts. The rest of ``sync`` and ``training.stop`` come
     from the syncer when it joins. A program of the user's own may read all of ``training``."""
     training = _dump(spec.in_region(region).training)
+    if spec.group(region).ranks == 1:
+        del training["parallel"]  # one process has nothing to divide
     if spec.learners.command is None:
         del training["stop"]
         # Which part of the data is held out is a learner's business, when it is scored is not.
@@ -286,7 +306,7 @@ def learner_inputs(spec: JobSpec, region: str) -> str:
 def evaluator_inputs(spec: JobSpec) -> str:
     """A digest of what the evaluator reads when it starts."""
     training = _dump(spec.training)
-    del training["stop"]
+    del training["stop"], training["parallel"]
     return digest([training, spec.evaluator.command, *_layout(spec)])
 
 
@@ -300,7 +320,9 @@ def template_inputs(spec: JobSpec, role: str, region: RegionSpec | None = None) 
     found = [tls.mode, secret, spec.learners.pod_template]
     if region is None:
         return digest([*found, spec.evaluator.command, spec.evaluator.pod_template, spec.training.device == "cuda"])
-    return digest([*found, spec.learners.command, region.pod_template])
+    group = spec.group(region.name)
+    shape = [list(group)] if group.ranks > 1 else []
+    return digest([*found, spec.learners.command, region.pod_template, *shape])
 
 
 def _dump(part: Spec) -> Object:

@@ -84,6 +84,20 @@ def find_held_edit(view: View) -> str:
     return ""
 
 
+def find_reshaped_learners(view: View) -> str:
+    """Why an edit waits for the end of the learners that there are: it changes of how many pods they are, and so which
+    pod is whose. Empty: it does not."""
+    for index, region in enumerate(view.job.spec.regions):
+        asked, there = view.job.spec.group(region.name).pods, view.group_pods(region.name)
+        if region in view.here.regions and asked != there:
+            field = f"regions[{index}].pods" if region.pods is not None else "learners.pods"
+            return (
+                f"spec.{field} is {asked}, and learners of {there} pod{'s' * (there > 1)} are there (region "
+                f"{region.name}): suspend the job, and resume it once they are gone; or set it back"
+            )
+    return ""
+
+
 def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> DesiredObjects:
     """The objects of a job that is placed here. ``refused``: its spec is not taken, and it keeps what it had."""
     out = DesiredObjects()
@@ -104,7 +118,7 @@ def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> D
             out.more = True
             continue
         generation, spec, origin = _rendering(view, decision, ref, ended or refused, out=out)
-        replicas = _replicas(decision.scale, job.name, ref) if here.anything else view.replicas(ref) or 0
+        replicas = _replicas(view, decision.scale, ref) if here.anything else view.replicas(ref) or 0
         manifest = manifests.pod_holder_manifest(job, ref, spec, generation, origin=origin, replicas=replicas)
         if _needs_nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
@@ -123,7 +137,7 @@ def objects_to_try(view: View) -> DesiredObjects:
     out = DesiredObjects(tries=[claim] if claim is not None else [])
     for ref in manifests.pod_holders(job, here):
         spec, origin = _render(view, ref, None, None)
-        replicas = _replicas(scale, job.name, ref)
+        replicas = _replicas(view, scale, ref)
         out.tries.append(
             manifests.pod_holder_manifest(job, ref, spec, job.generation, origin=origin, replicas=replicas)
         )
@@ -198,12 +212,14 @@ def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Ori
     return manifests.render_pod_holder(view.job, view.here, ref, images, settings=view.settings), now
 
 
-def _replicas(scale: Scale, job: str, ref: Ref) -> int:
+def _replicas(view: View, scale: Scale, ref: Ref) -> int:
+    job = view.job.name
     if ref == names.syncer_deployment(job):
         return scale.syncer
     if ref == names.evaluator_deployment(job):
         return scale.evaluator
-    return scale.learners.get(ref.name.removeprefix(f"{job}-"), 0)
+    region = ref.name.removeprefix(f"{job}-")
+    return scale.learners.get(region, 0) * view.group_pods(region)
 
 
 def _needs_nudge(view: View, ref: Ref) -> bool:

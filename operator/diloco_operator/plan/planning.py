@@ -45,7 +45,13 @@ from diloco_operator.objects import pods
 from diloco_operator.plan import durability, lifecycle
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, decide_conditions
-from diloco_operator.plan.desired import DesiredObjects, desired_objects, find_held_edit, objects_to_try
+from diloco_operator.plan.desired import (
+    DesiredObjects,
+    desired_objects,
+    find_held_edit,
+    find_reshaped_learners,
+    objects_to_try,
+)
 from diloco_operator.plan.job_status import build_status
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pods import node_loss, repeated_errors, replacement, rollout
@@ -252,6 +258,9 @@ def _refusal(view: View) -> tuple[str, str] | None:
     contradictions = pods.template_refusals(view.job.spec)
     if contradictions:
         return "PodTemplate", "; ".join(map(str, contradictions)) + "."
+    reshaped = find_reshaped_learners(view)
+    if reshaped:
+        return "Unsupported", reshaped + "."
     held = find_held_edit(view)
     return ("UpgradeNeeded", held[0].upper() + held[1:]) if held else None
 

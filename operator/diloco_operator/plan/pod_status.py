@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from diloco_operator import names
 from diloco_operator.job import seconds_of
@@ -115,11 +115,16 @@ class Pod:
     uid: str
     role: str
     region: str
-    ordinal: int
+    ordinal: int  # of its learner
+    rank: int  # in its learner, of several pods; 0: it leads
+    group_pods: int  # pods of its learner
     revision: str
     created: float | None
     node: str
     terminating: bool
+    deleted_at: (
+        float | None
+    )  # when it was told to terminate, by the API server's clock; None: it does not, or not known
     leaves_at: float | None  # end of its grace period; None: it does not terminate
     ready: bool
     running: bool  # its main container
@@ -180,11 +185,12 @@ def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent], own: Collectio
         uid=metadata["uid"],
         role=role,
         region=labels.get(LABEL_REGION, ""),
-        ordinal=_ordinal(metadata["name"], labels),
+        **place_in_group(metadata["name"], labels)._asdict(),
         revision=labels.get(names.POD_REVISION, ""),
         created=seconds_of(metadata.get("creationTimestamp")),
         node=spec.get("nodeName", ""),
         terminating=deleted is not None,
+        deleted_at=_deleted_at(metadata),
         leaves_at=seconds_of(deleted),
         ready=_true(conditions.get("Ready")),
         running=running is not None,
@@ -209,9 +215,25 @@ def process_has_ended(pod: Object | None, process: str) -> bool:
     return found is not None and found.main_ended
 
 
-def _ordinal(name: str, labels: Mapping[str, str]) -> int:
-    text = labels.get(LABEL_POD_INDEX) or name.rpartition("-")[2]
-    return int(text) if text.isdigit() else -1
+class GroupPlace(NamedTuple):
+    """Which pod of which learner a pod is."""
+
+    ordinal: int  # -1: of none
+    rank: int
+    group_pods: int
+
+
+def place_in_group(name: str, labels: Mapping[str, str]) -> GroupPlace:
+    """The place of a pod by its name and labels."""
+    text, pods = labels.get(LABEL_POD_INDEX) or name.rpartition("-")[2], labels.get(names.GROUP_PODS) or "1"
+    count = max(1, int(pods)) if pods.isdecimal() and len(pods) < 6 else 1
+    index = int(text) if text.isdigit() else -1
+    return GroupPlace(index // count, index % count if index >= 0 else 0, count)
+
+
+def _deleted_at(metadata: Mapping[str, Any]) -> float | None:
+    ends, grace = seconds_of(metadata.get("deletionTimestamp")), metadata.get("deletionGracePeriodSeconds")
+    return None if ends is None or not isinstance(grace, int) else ends - grace
 
 
 def _true(condition: Mapping[str, Any] | None) -> bool:

@@ -20,6 +20,7 @@ from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan import refusals
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
 from diloco_operator.plan.pod_status import Pod, merge_equal, newest_message, shortened
+from diloco_operator.plan.pods.groups import find_first_end
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
@@ -109,13 +110,15 @@ def _report_region_here(
         taking = min(sum(view.taking_part(pod) for pod in there), region.learners)
     ready = sum(pod.ready and pod.alive for pod in there)
     absent = []
-    for ordinal, pod in enumerate(pods):
-        said = _explain_absence(view, region, ordinal, pod, nodes=nodes) if decision.training else ""
-        if said and pod is not None and pod.obstacle is not None:
-            out.obstacles[pod.name] = pod.obstacle.kind
+    for ordinal in range(wanted):
+        said = _explain_absence(view, region, ordinal, nodes) if decision.training else ""
+        members = [view.learner_pods.get(place) for place in view.places(region.name, ordinal)] if said else []
+        out.obstacles |= {
+            pod.name: pod.obstacle.kind for pod in members if pod is not None and pod.obstacle is not None
+        }
         if said and rolled.stopped.get(region.name) != view.place(region.name, ordinal):
             absent.append((view.place(region.name, ordinal), said))
-    excess = [p for p in view.learners_of(region.name) if p.ordinal >= wanted and not p.over]
+    excess = [p for p in view.learner_pods.values() if p.region == region.name and p.ordinal >= wanted and not p.over]
     absent += [(pod.name, nodes.reasons[pod.name]) for pod in excess if pod.name in nodes.reasons]
     rolling = [rolled.regions[region.name]] if region.name in rolled.regions else []
     causes = rolling + merge_equal(absent)
@@ -178,9 +181,31 @@ def image_of(view: View, ref: Ref, container: str) -> str:
 # ------------------------------------------------------------------ one learner
 
 
-def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | None, nodes: NodeLosses) -> str:
-    """Why the learner of a place does not take part; empty: it does, or it has not had the time to."""
-    place = view.place(region.name, ordinal)
+def _explain_absence(view: View, region: RegionSpec, ordinal: int, nodes: NodeLosses) -> str:
+    """Why a learner does not take part; empty: it does, or it has not had the time to. Of several pods it is the one
+    that keeps the others waiting; of those that crash, the one that did so first."""
+    places = view.places(region.name, ordinal)
+    pods = [view.learner_pods.get(place) for place in places]
+    said = [
+        _explain_pod(view, region, ordinal, place, pod=pod, nodes=nodes)
+        for place, pod in zip(places, pods, strict=True)
+    ]
+
+    def rank_of(index: int) -> tuple[bool, bool, int]:
+        pod = pods[index]
+        crashed = pod is not None and pod.obstacle is not None and pod.obstacle.kind == "Crashing"
+        return crashed, crashed and pod is not None and find_first_end(view, pod) is not pod, index
+
+    first = min((index for index, words in enumerate(said) if words), key=rank_of, default=None)
+    if first is not None:
+        return said[first] if first == 0 else f"its pod {places[first]}: {said[first]}"
+    leader = pods[0]
+    runs = leader is not None and leader.obstacle is None and not leader.terminating
+    return _explain_session(view, leader) if leader is not None and runs else ""
+
+
+def _explain_pod(view: View, region: RegionSpec, ordinal: int, place: str, pod: Pod | None, nodes: NodeLosses) -> str:
+    """Why a pod of a learner does not run; empty: it does, or it has not had the time to."""
     missing = view.observe(Fact.POD_MISSING, place, holds=pod is None)
     if pod is None:
         unmade = explain_not_made(view, names.stateful_set(view.job.name, region.name))
@@ -198,7 +223,11 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, pod: Pod | No
         slow = pod.obstacle.kind in ("VolumeUnavailable", "NotStarting")
         if not slow or view.observe(Fact.POD_SLOW, pod.uid) > START_PATIENCE:
             return pod.obstacle.message + refusals.missing_secret_cure(view.job, pod.obstacle)
-        return ""
+    return ""
+
+
+def _explain_session(view: View, pod: Pod) -> str:
+    """Why a learner that runs does not take part; ``pod``: the one that leads it."""
     refused = _explain_refusal(view, pod)
     if refused:
         return refused

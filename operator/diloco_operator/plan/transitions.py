@@ -254,18 +254,19 @@ def _report_pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
         if pod.role == "syncer" or (pod.role == "learner" and pod.ordinal >= view.wanted(pod.region)):
             continue
         title = "Learner" if pod.role == "learner" else "Evaluator"
+        subject = view.title(pod) if pod.role == "learner" else f"Evaluator {pod.name}"
         known = event_log.is_new and pod.name in in_status
         kind = found.regions.obstacles.get(pod.name, "")
         if pod.role == "evaluator" and pod.obstacle is not None and pod.alive:
             kind = pod.obstacle.kind if pod.obstacle.kind != "NotStarting" else ""
         kind = "" if kind == "Crashing" and pod.role == "learner" else kind  # LearnerCrashed says it
-        message = f"{title} {pod.name} does not start: {pod.obstacle.message if pod.obstacle is not None else ''}."
+        message = f"{subject} does not start: {pod.obstacle.message if pod.obstacle is not None else ''}."
         before = event_log.last_state(Topic.POD_OBSTACLE, pod.uid, default=kind if known else "")
         untold = not kind or found.rollout.stopped.get(pod.region) == pod.name  # RolloutStopped says it
         reason = "" if untold else f"{title}NotStarting"
         event_log.transition(Topic.POD_OBSTACLE, before, kind, "Warning", reason, message, pod.uid)
         lost = "lost" if pod.name in found.node_losses.reasons else ""
-        message = f"{title} {pod.name}: {found.node_losses.reasons.get(pod.name, '')}."
+        message = f"{subject}: {found.node_losses.reasons.get(pod.name, '')}."
         before = event_log.last_state(Topic.POD_NODE_LOST, pod.uid, default=lost if known else "")
         event_log.transition(Topic.POD_NODE_LOST, before, lost, "Warning", "NodeLost" if lost else "", message, pod.uid)
     uids = {pod.uid for pod in view.pods}

@@ -94,21 +94,56 @@ class View:
     # ------------------------------------------------------------- pods
 
     @cached_property
-    def learners(self) -> dict[str, Pod]:
-        """Learners' pods by name. The cache may have two of one name; then it is the one that stays."""
+    def learner_pods(self) -> dict[str, Pod]:
+        """All pods of learners by name. The cache may have two of one name; then it is the one that stays."""
         found: dict[str, Pod] = {}
         for pod in self.pods:
             if pod.role == "learner" and (pod.name not in found or pod.alive):
                 found[pod.name] = pod
         return found
 
+    @cached_property
+    def learners(self) -> dict[str, Pod]:
+        """The leading pod of each learner, which alone has a session with the syncer, by name."""
+        return {name: pod for name, pod in self.learner_pods.items() if pod.rank == 0}
+
     def learners_of(self, region: str) -> list[Pod]:
-        """The pods of a region's learners."""
+        """The leading pods of a region's learners."""
         return [pod for pod in self.learners.values() if pod.region == region]
 
-    def place(self, region: str, ordinal: int) -> str:
-        """The name of the pod of a region's learner."""
-        return f"{self.job.name}-{region}-{ordinal}"
+    @cached_property
+    def _groups(self) -> dict[tuple[str, int], list[Pod]]:
+        found: dict[tuple[str, int], list[Pod]] = {}
+        for pod in sorted(self.learner_pods.values(), key=lambda pod: pod.rank):
+            found.setdefault((pod.region, pod.ordinal), []).append(pod)
+        return found
+
+    def members(self, pod: Pod) -> list[Pod]:
+        """The pods of the pod's learner that are there, by rank; of the syncer's or the evaluator's the pod alone."""
+        return self._groups[pod.region, pod.ordinal] if pod.role == "learner" else [pod]
+
+    def title(self, pod: Pod) -> str:
+        """What messages call a learner's pod: by its learner, which has the name of its leading pod."""
+        if pod.group_pods == 1:
+            return f"Learner {pod.name}"
+        return f"Learner {self.place(pod.region, pod.ordinal)} (pod {pod.name})"
+
+    @cached_property
+    def _group_pods(self) -> dict[str, int]:
+        own = [pod for pod in self.learner_pods.values() if pod.job_uid in ("", self.job.uid)]
+        return {pod.region: pod.group_pods for pod in own if not pod.over and not self.stuck(pod)}
+
+    def group_pods(self, region: str) -> int:
+        """How many pods each learner of a region has: of those that are there, or as the job asks."""
+        return self._group_pods.get(region) or self.job.spec.group(region).pods
+
+    def place(self, region: str, ordinal: int, rank: int = 0) -> str:
+        """The name of a pod of a region's learner; with rank 0 its leading one, which names the learner's place."""
+        return f"{self.job.name}-{region}-{ordinal * self.group_pods(region) + rank}"
+
+    def places(self, region: str, ordinal: int) -> list[str]:
+        """The names of all pods of a region's learner."""
+        return [self.place(region, ordinal, rank) for rank in range(self.group_pods(region))]
 
     def pod_of(self, role: str) -> Pod | None:
         """The pod of the syncer or evaluator. Of several it is one that stays, and of those the newest."""

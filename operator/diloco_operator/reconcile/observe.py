@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from diloco_operator.informer.cache import Cache
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.model import Key, Object, Observed
+from diloco_operator.plan.pod_status import place_in_group
 from diloco_protocol.vocabulary import LABEL_ROLE
 
 
@@ -42,11 +43,12 @@ def syncer_pod(pods: Iterable[Object]) -> tuple[str, str] | None:
 
 
 def learner_pods(pods: Iterable[Object]) -> dict[str, tuple[str, str]]:
-    """Name -> UID and IP of the learners that run."""
+    """Name -> UID and IP of the learners that run; of a learner of several pods, of the pod that leads."""
     return {
         str(pod["metadata"]["name"]): (str(pod["metadata"]["uid"]), str(pod["status"]["podIP"]))
         for pod in pods
         if _role(pod) == "learner" and _runs(pod) and not pod["metadata"].get("deletionTimestamp")
+        if place_in_group(str(pod["metadata"]["name"]), pod["metadata"]["labels"]).rank == 0
     }
 
 

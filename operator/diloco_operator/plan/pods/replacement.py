@@ -26,6 +26,9 @@ Example: ``kubectl delete pod job-local-1``. The next turn finds another UID at 
 ``LearnerGone``, counts one loss in the total, and calls ``process-ended`` while the syncer lists the old process.
 When the new pod is in the quorum, ``LearnerReplaced`` says after how many seconds.
 
+A learner of several pods is one place, that of its leading pod: what happens to any of them is its loss, and is counted
+once. Its other pods are replaced with the one that is gone (``groups.py``).
+
 All of this compares pods with their snapshots in ``PlanMemory``. An operator that restarts has no
 snapshots: it counts nothing of what happened before, and fences after ``UNKNOWN_SECONDS``.
 
@@ -44,6 +47,7 @@ from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Backoff, Call, Delete, EventWanted, Fact, PodSnapshot, Ref
 from diloco_operator.objects.manifests import settings_data
 from diloco_operator.plan.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
+from diloco_operator.plan.pods import groups
 from diloco_operator.plan.pods.memory_need import memory_need_text
 from diloco_operator.plan.pods.repeated_errors import is_program_error
 from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
@@ -60,6 +64,7 @@ UNKNOWN_SECONDS = 5.0
 SETTINGS_SECONDS = 300.0
 """No program's word fails a job whose settings were edited by hand so lately: kubelets mount what is put back late."""
 SYNCER = "syncer"
+WITH_ANOTHER = "its learner lost another pod"
 
 
 @dataclass(slots=True)
@@ -70,6 +75,7 @@ class PodChanges:
     deletes: list[Delete] = field(default_factory=list)
     events: list[EventWanted] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)  # UIDs of pods
+    broken: set[str] = field(default_factory=set)  # places of learners that have lost a pod, once for all of theirs
     lost: int = 0  # pods and containers that status counts
     failed: dict[str, str] = field(default_factory=dict)  # place whose program failed -> how
     errors: dict[str, str] = field(default_factory=dict)  # likewise, by an error of the program's -> which
@@ -85,14 +91,19 @@ def track_pods(view: View) -> PodChanges:
     edited = settings is not None and not wanted.items() <= (settings.get("data") or {}).items()
     if edited and view.job.status.get("observedGeneration") == view.job.generation:
         view.memory.settings_edited_at = view.clock
-    for place in learner_places(view):
-        pod = view.learners.get(place)
-        _track_place(view, place, pod, out)
+    ran = {place: s.uid for place, s in view.memory.snapshots.items() if s.started and not s.leaving}
+    for lost, learner in groups.mark_broken_learners(view, ran).items():
+        said = f"Learner {learner} is replaced, with all its pods: {lost} is lost."
+        out.events.append(EventWanted("Warning", "LearnerDeleted", said))
+    for places in _learners(view):
+        for place in places:
+            _track_place(view, places[0], place, view.learner_pods.get(place), out=out)
+        pod = view.learners.get(places[0])
         if pod is not None:
             _follow_learner(view, pod, out)
     if view.here.syncer:
         pod = view.pod_of(SYNCER)
-        _track_place(view, SYNCER, pod, out)
+        _track_place(view, SYNCER, SYNCER, pod, out=out)
         if pod is not None:
             _follow_syncer(view, pod, out)
     _forget_places(view)
@@ -106,7 +117,12 @@ def track_pods(view: View) -> PodChanges:
 
 def learner_places(view: View) -> list[str]:
     """The places of all learners of this cluster, spares included."""
-    return [view.place(r.name, i) for r in view.here.regions for i in range(r.learners + r.spares)]
+    return [places[0] for places in _learners(view)]
+
+
+def _learners(view: View) -> list[list[str]]:
+    """The same, each with the places of all its pods."""
+    return [view.places(region.name, i) for region in view.here.regions for i in range(view.wanted(region.name))]
 
 
 def reset(view: View) -> None:
@@ -123,13 +139,14 @@ def reset(view: View) -> None:
 # ------------------------------------------------------------------ each place
 
 
-def _track_place(view: View, place: str, pod: Pod | None, out: PodChanges) -> None:
-    """Compare the pod of a place with its snapshot of the last turn, and take a new one."""
+def _track_place(view: View, learner: str, place: str, pod: Pod | None, out: PodChanges) -> None:
+    """Compare the pod of a place with its snapshot of the last turn, and take a new one. ``learner``: the place of the
+    learner that it belongs to."""
     before = view.memory.snapshots.get(place)
     if pod is not None and not pod.alive and pod.job_uid not in ("", view.job.uid):
         pod = None  # of an earlier job of this name: its end is no loss of this one's
     if before is not None and (pod is None or pod.uid != before.uid):
-        _handle_gone_pod(view, place, before, pod, out=out)
+        _handle_gone_pod(view, learner, place, before, successor=pod, out=out)
         before = None
     if pod is None:
         return
@@ -138,13 +155,14 @@ def _track_place(view: View, place: str, pod: Pod | None, out: PodChanges) -> No
             fresh = _snapshot(view, pod)
             view.memory.snapshots[place] = replace(fresh, ends=before.ends, awaits_answer=before.awaits_answer)
             return
-        _handle_crash(view, pod, before, out)
+        _handle_crash(view, learner, pod, before, out=out)
     view.memory.snapshots[place] = _snapshot(view, pod)
 
 
 def _follow_learner(view: View, pod: Pod, out: PodChanges) -> None:
     memory, name = view.memory, pod.name
-    if pod.running_since is not None and view.now - pod.running_since > LAST_BACKOFF:
+    since = [one.running_since for one in view.members(pod)]
+    if all(one is not None and view.now - one > LAST_BACKOFF for one in since):
         memory.backoffs.pop(name, None)
     awaited, slot = memory.successors.get(name), view.slot_of(pod)
     if awaited is None or not pod.running or not view.taking_part(pod):
@@ -177,19 +195,32 @@ def _snapshot(view: View, pod: Pod) -> PodSnapshot:
         excused = before.excused
     if not excused and _has_unfit_credentials(pod) and not pod.ready:
         excused = UNFIT
+    others = [one for one in view.members(pod) if one.rank < pod.rank and not one.alive]
+    if not excused and not pod.alive and any(one.uid not in view.memory.own_deletions for one in others):
+        excused = WITH_ANOTHER
     # A pod that was told to terminate and ended in good order was deleted: its exit code says nothing.
     broke = pod.last_end is not None and not (pod.terminating and pod.last_end.code in (0, 143))
     cause = str(pod.last_end) if broke and not pod.running else ""
     slot = view.slot_of(pod)
     process = slot.process if slot is not None else ""
-    joined = view.is_listed(pod.process) or (before is not None and before.uid == pod.uid and before.joined)
-    return PodSnapshot(pod.uid, pod.ends, pod.started, excused, cause=cause, process=process, joined=joined)
+    same = before if before is not None and before.uid == pod.uid else PodSnapshot(pod.uid)
+    joined = view.is_listed(pod.process) or same.joined
+    return PodSnapshot(
+        uid=pod.uid,
+        ends=pod.ends,
+        started=pod.started or same.started,
+        leaving=not pod.alive,
+        excused=excused,
+        cause=cause,
+        process=process,
+        joined=joined,
+    )
 
 
 def _never_joined(view: View, pod: Pod, before: PodSnapshot) -> bool:
     """Whether this is a learner of which the syncer wants work and had never heard when it was asked last. Where the
     syncer cannot be asked it is not known: False."""
-    if pod.role == SYNCER or view.document is None or view.document.phase not in TRAINING_PHASES:
+    if pod.role == SYNCER or pod.rank or view.document is None or view.document.phase not in TRAINING_PHASES:
         return False
     return not before.joined and not view.is_listed(pod.process)
 
@@ -208,15 +239,17 @@ def _awaits_answer(view: View, pod: Pod, before: PodSnapshot) -> bool:
     return asked.at <= before.awaits_answer[0]
 
 
-def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod | None, out: PodChanges) -> None:
-    memory = view.memory
+def _handle_gone_pod(
+    view: View, learner: str, place: str, before: PodSnapshot, successor: Pod | None, out: PodChanges
+) -> None:
+    memory, leader = view.memory, view.memory.snapshots.get(learner, before)
     out.gone.add(before.uid)
     memory.snapshots.pop(place, None)
     own = before.uid in memory.own_deletions
     memory.own_deletions.discard(before.uid)
-    memory.successors.setdefault(place, AwaitedSuccessor(view.now, before.process))
-    if own:
-        return  # the Event was sent when the operator deleted it
+    memory.successors.setdefault(learner, AwaitedSuccessor(view.now, leader.process))
+    if own or learner in out.broken or before.excused == WITH_ANOTHER:
+        return  # the Event was sent when the operator deleted it, or for another pod of the learner
     if not before.started:
         return  # nothing was lost
     # An evicted syncer's pod stays as Failed beside its successor, and may be seen so for the first time now.
@@ -224,16 +257,17 @@ def _handle_gone_pod(view: View, place: str, before: PodSnapshot, successor: Pod
     excused = before.excused or (left.excused if left is not None else "")
     why = excused or before.cause or "it was deleted, or has lost its labels"
     kind, subject = ("SyncerGone", "The syncer's pod") if place == SYNCER else ("LearnerGone", f"Pod {place}")
+    subject += f" of learner {learner}" if learner != place else ""
+    out.broken.add(learner)
     there = "its successor exists already" if successor is not None else "its successor is being created"
     if not excused:
         out.lost += 1
     out.events.append(EventWanted("Warning", kind, f"{subject} is gone ({why}); {there}."))
 
 
-def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) -> None:
-    """The main container of a pod has ended since the last turn, and the pod is still there."""
+def _handle_crash(view: View, place: str, pod: Pod, before: PodSnapshot, out: PodChanges) -> None:
+    """The main container of a pod of a place has ended since the last turn, and the pod is still there."""
     memory, end = view.memory, pod.last_end
-    place = SYNCER if pod.role == SYNCER else pod.name
     if end is None or pod.terminating or pod.uid in memory.own_deletions:
         return  # it was told to terminate, and did
     if pod.excused:
@@ -242,12 +276,18 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
         return  # no loss: an idle learner ended so that its successor can join
     if _has_unfit_credentials(pod):
         return  # a person puts its Secret right: SyncerReady says so, once
-    known = memory.successors.get(place)
-    memory.successors[place] = AwaitedSuccessor(known.since if known is not None else view.now, before.process)
-    subject = "The syncer" if pod.role == SYNCER else f"Learner {pod.name}"
-    action = _action_of_rules(view, end) if pod.role == "learner" else ""
-    if not action and pod.role == "learner" and is_curable(end):
+    if groups.is_a_consequence(view, pod) or (pod.rank and end.code == 0):
+        return  # its leader's end says it
+    known, leader = memory.successors.get(place), before if not pod.rank else memory.snapshots.get(place, before)
+    memory.successors[place] = AwaitedSuccessor(known.since if known is not None else view.now, leader.process)
+    if pod.role == "learner" and is_curable(end) and not _action_of_rules(view, end):
         return  # a person puts its Secret or this copy of the job right: SpecDrift or HubReachable says so
+    first = groups.find_first_end(view, pod)
+    end = first.last_end or end
+    subject = "The syncer" if pod.role == SYNCER else view.title(first)
+    action = _action_of_rules(view, end) if pod.role == "learner" else ""
+    if pod.group_pods > 1 and action != "Fail" and _is_counted(view, place):
+        return
     never_joined = end.code == 0 and _never_joined(view, pod, before)
     said = NEVER_JOINED if never_joined else str(end)
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
@@ -266,6 +306,12 @@ def _handle_crash(view: View, pod: Pod, before: PodSnapshot, out: PodChanges) ->
     if hopeless and not action and not _others_take_part(view, pod) and _has_right_settings(view):
         why = f"{subject} cannot run this job, and a restart does not help: {end}."
         out.failure = ("LearnerConfiguration", why)
+
+
+def _is_counted(view: View, place: str) -> bool:
+    """Whether a failure of the place was counted so lately that another one counts with it."""
+    known = view.memory.failures.get(place)
+    return known is not None and view.now - known.at <= view.job.spec.sync.heartbeat.timeout_seconds
 
 
 def _has_unfit_credentials(pod: Pod) -> bool:
@@ -327,26 +373,29 @@ def _fence(view: View, out: PodChanges) -> None:
 
 
 def _delete_broken(view: View, region: str, silent: Pod | None, out: PodChanges) -> None:
-    """Delete at most one crash-looping or silent pod of the region, and none while another is missing or
+    """Delete at most one crash-looping or silent learner of the region, and none while a pod of another is missing or
     leaving. A pod that is stuck, as on a lost node, is not waited for: it may be stuck for ever."""
-    pods = [view.learners.get(view.place(region, i)) for i in range(view.wanted(region))]
+    places = [place for i in range(view.wanted(region)) for place in view.places(region, i)]
+    pods = [view.learner_pods.get(place) for place in places]
     _repeat_deletions(view, [pod for pod in pods if pod is not None], out)
     if any(pod is None or (view.leaving(pod) and not view.stuck(pod)) for pod in pods):
         return
     for pod in sorted((p for p in pods if p is not None), key=lambda p: (p is not silent, p.name)):
-        why = ""
+        leader, why = view.members(pod)[0], ""
         # A refused learner would be refused in a new pod too, and meanwhile its last line would be lost.
-        loops = pod.ends >= CRASHES and not is_curable(pod.last_end)
+        loops = pod.ends >= CRASHES and not is_curable(pod.last_end) and not is_curable(leader.last_end)
         if pod is silent:
             why = "it runs, but the syncer does not hear it"
         elif loops and pod.obstacle is not None and pod.obstacle.kind == "Crashing":
-            why = f"it keeps crashing: {pod.obstacle.message}"
-        if why and view.may_act() and _pass_backoff(view, pod):
-            view.memory.own_deletions.add(pod.uid)
+            first = groups.find_first_end(view, pod)
+            why = f"it keeps crashing: {(first.obstacle or pod.obstacle).message}"
+            pod = first
+        if why and view.may_act() and _pass_backoff(view, leader.name, pod):
             if pod is silent:
                 view.memory.silent_places.add(pod.name)
-            out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, why))
-            out.events.append(EventWanted("Warning", "LearnerDeleted", f"Pod {pod.name} is replaced: {why}."))
+            out.deletes += groups.delete_learner(view, pod, why)
+            together = f", with all pods of learner {leader.name}" if pod.group_pods > 1 else ""
+            out.events.append(EventWanted("Warning", "LearnerDeleted", f"Pod {pod.name} is replaced{together}: {why}."))
             return
 
 
@@ -356,18 +405,19 @@ def _repeat_deletions(view: View, pods: list[Pod], out: PodChanges) -> None:
     memory = view.memory
     for pod in (pod for pod in pods if pod.alive and pod.uid in memory.own_deletions):
         if pod.name in memory.silent_places and is_heard(view, pod):
-            memory.own_deletions.discard(pod.uid)
+            memory.own_deletions -= {one.uid for one in view.members(pod)}
             memory.silent_places.discard(pod.name)
         elif view.may_act():
             out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "it was to be deleted before"))
 
 
-def _pass_backoff(view: View, pod: Pod) -> bool:
-    """Whether the pod may be deleted now; if so, the next backoff of its place begins. The first backoff
-    begins when a crash is seen. A silent pod has none at first, since its silence was waited for."""
-    backoff = view.memory.backoffs.get(pod.name)
+def _pass_backoff(view: View, place: str, pod: Pod) -> bool:
+    """Whether the learner of a place may be deleted now, for this pod of it; if so, the next backoff of the place
+    begins. The first backoff begins when a crash is seen. A silent pod has none at first, since its silence was waited
+    for."""
+    backoff = view.memory.backoffs.get(place)
     if backoff is None and pod.obstacle is not None:
-        view.memory.backoffs[pod.name] = Backoff(0, view.clock + FIRST_BACKOFF)
+        view.memory.backoffs[place] = Backoff(0, view.clock + FIRST_BACKOFF)
         return False
     backoff = backoff or Backoff()
     if view.clock < backoff.not_before:
@@ -375,7 +425,7 @@ def _pass_backoff(view: View, pod: Pod) -> bool:
     # Drawn from the UID, so that places that broke together do not come back together.
     spread = 0.9 + 0.2 * int(pod.process[:4] or "0", 16) / 0xFFFF
     delay = min(LAST_BACKOFF, FIRST_BACKOFF * 2 ** (backoff.deletions + 1)) * spread
-    view.memory.backoffs[pod.name] = Backoff(backoff.deletions + 1, view.clock + delay)
+    view.memory.backoffs[place] = Backoff(backoff.deletions + 1, view.clock + delay)
     return True
 
 
@@ -385,7 +435,7 @@ def _pass_backoff(view: View, pod: Pod) -> bool:
 def _forget_places(view: View) -> None:
     """Forget places that the job does not have any more, and the timers of pods that are gone."""
     memory = view.memory
-    places = {SYNCER, *learner_places(view)}
+    places = {SYNCER, *(place for learner in _learners(view) for place in learner)}
     for known in (memory.snapshots, memory.successors, memory.backoffs, memory.failures):
         for place in known.keys() - places:
             del known[place]

@@ -35,6 +35,7 @@ from diloco_operator.model import AwaitedSuccessor, Delete, EventWanted, Object,
 from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan.durability import claim_is_going, learners_have_the_only_copy
 from diloco_operator.plan.pod_status import Pod
+from diloco_operator.plan.pods.groups import delete_learner
 from diloco_operator.plan.pods.node_loss import node_lost_since
 from diloco_operator.plan.view import UID_DIGITS, View
 from diloco_protocol.documents import SlotRow
@@ -74,7 +75,7 @@ def advance_rollout(view: View) -> Rollout:
         if waits or not old:
             out.regions[region.name] = f"{said}; {waits}" if waits else said
             continue
-        there = [pod for pod in old if node_lost_since(view, pod.node) is None]
+        there = [pod for pod in old if all(node_lost_since(view, one.node) is None for one in view.members(pod))]
         if not there:
             out.regions[region.name] = f"{said}; the others' nodes are lost"
             continue
@@ -91,10 +92,9 @@ def advance_rollout(view: View) -> Rollout:
         if healthy and _all_are_needed(view):
             suffix = f"; every learner is needed (sync.quorum is {view.required}), so the job holds until it is back"
         out.regions[region.name] = f"{said}; {pod.name} is restarted now{suffix}"
-        view.memory.own_deletions.add(pod.uid)
         view.memory.successors.setdefault(pod.name, AwaitedSuccessor(view.now, ""))
         restarted.add((region.name, pod.ordinal))
-        out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, "its template has changed"))
+        out.deletes += delete_learner(view, pod, "its template has changed")
         out.events.append(
             EventWanted("Normal", "RollingOut", f"Learner {pod.name} is restarted with a changed template{suffix}.")
         )
@@ -102,7 +102,8 @@ def advance_rollout(view: View) -> Rollout:
 
 
 def _outdated_pods(view: View, region: str) -> list[Pod]:
-    """Pods of the region that have an older template than its StatefulSet, without those that terminate."""
+    """Learners of the region with a pod of an older template than its StatefulSet's, by their leading pods, without
+    those that terminate."""
     newest = _revision(view, region)
     if not newest:
         return []
@@ -110,7 +111,8 @@ def _outdated_pods(view: View, region: str) -> list[Pod]:
     return [
         pod
         for pod in view.learners_of(region)
-        if pod.alive and 0 <= pod.ordinal < wanted and pod.revision and pod.revision != newest
+        if pod.alive and 0 <= pod.ordinal < wanted
+        if any(one.alive and one.revision and one.revision != newest for one in view.members(pod))
     ]
 
 
@@ -122,7 +124,8 @@ def _is_rolled_out(view: View) -> bool:
         revision, wanted = _revision(view, region.name), view.wanted(region.name)
         if not revision or _outdated_pods(view, region.name):
             return False
-        leaving = [p for p in view.learners_of(region.name) if p.terminating and not view.stuck(p)]
+        pods = [pod for pod in view.learner_pods.values() if pod.region == region.name]
+        leaving = [pod for pod in pods if pod.terminating and not view.stuck(pod)]
         if any(pod.ordinal < wanted and pod.revision != revision for pod in leaving):
             return False
         if any((region.name, i) in view.memory.rollout_restarts for i in range(wanted)):
@@ -154,18 +157,19 @@ def _find_obstacle(view: View, region: str, old: list[Pod]) -> tuple[str, str]:
     """Why no pod of the region is restarted now, in words; empty: one may be. And, where the rollout has
     stopped, the pod that cannot start."""
     names_old = {pod.name for pod in old}
-    for ordinal in range(view.wanted(region)):
-        place = view.place(region, ordinal)
-        pod = view.learners.get(place)
+    for place in (place for ordinal in range(view.wanted(region)) for place in view.places(region, ordinal)):
+        pod = view.learner_pods.get(place)
         if pod is None:
             return f"{place} is being made", ""
         if view.leaving(pod):
             refused = next((e.message for e in view.observed.apply_errors if e.ref == Ref("Pod", place)), "")
             return (f"{place} cannot be deleted: {refused}" if refused and pod.alive else f"{place} is terminating", "")
-        if place not in names_old and not view.taking_part(pod):
+        leader = view.members(pod)[0]
+        if leader.name not in names_old and not view.taking_part(leader):
             if pod.obstacle is not None:
                 return f"the rollout stops at {place}, which does not start: {pod.obstacle.message}", place
-            return f"{place} is not in the quorum yet", ""
+            if place == view.places(region, pod.ordinal)[-1]:
+                return f"{leader.name} is not in the quorum yet", ""
     return "", ""
 
 
@@ -195,7 +199,8 @@ def _budget(view: View) -> int:
     for slot in view.slots:
         pod = pods.get(slot.process[:UID_DIGITS])
         # The syncer's answer is seconds old: a pod that has left meanwhile does not count.
-        has_left = slot.region in here if pod is None else view.leaving(pod)
+        leaves = pod is not None and any(map(view.leaving, [pod, *view.members(pod)]))
+        has_left = slot.region in here if pod is None else leaves
         active += slot.in_quorum and not has_left and not _is_quiet(view, slot)
     if _all_are_needed(view):
         return 1 if active >= view.required else 0

@@ -710,3 +710,104 @@ def test_pull_secrets_and_priority_class_of_the_operator_hold_for_all_pods_of_jo
         [manifest["spec"].get("template") for manifest in everything(job()).values() if "spec" in manifest]
     )
     assert "imagePullSecrets" not in plain and "priorityClassName" not in plain
+
+
+# ------------------------------------------------------------------ learners of several ranks
+
+
+def learner_set(given: Job) -> dict[str, Any]:
+    return everything(given)[names.stateful_set("job", "local")]["spec"]
+
+
+def test_a_learner_of_one_process_has_nothing_of_a_group() -> None:
+    plain, said = learner_set(job()), learner_set(job(learners={"processes": 1, "pods": 1}))
+    assert plain == said
+    assert container(plain["template"])["command"] == ["python", "-m", "diloco_worker"]
+    assert "/dev/shm" not in str(plain) and names.GROUP_PODS not in str(plain) and "DILOCO_POD_INDEX" not in str(plain)
+
+
+def test_the_ranks_of_a_pod_are_started_by_torchrun() -> None:
+    made = learner_set(job(learners={"processes": 4}))
+    main = container(made["template"])
+    launch = ["python", "-m", "diloco_worker.integrations.torchrun", "--processes", "4", "--pods", "1", "--"]
+    assert main["command"] == [*launch, "python", "-m", "diloco_worker"]
+    env = environment(made["template"])
+    index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    assert env["DILOCO_POD_INDEX"] == index and "DILOCO_ORDINAL" not in env, "the ranks get it from torchrun's parent"
+    assert {"name": "shm", "mountPath": "/dev/shm"} in main["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in made["template"]["spec"]["volumes"]
+    assert names.GROUP_PODS not in made["template"]["metadata"]["labels"]
+    evaluator = everything(job(learners={"processes": 4}, training=EVALUATED))[names.evaluator_deployment("job")]
+    assert container(evaluator["spec"]["template"])["command"] == ["python", "-m", "diloco_worker"]
+
+
+def test_the_pods_of_a_learner_meet_at_its_first_one() -> None:
+    own = {"processes": 2, "pods": 2, "command": ["torchrun", "train.py"]}
+    made = everything(job(learners=own))
+    stateful = made[names.stateful_set("job", "local")]["spec"]
+    service = made[names.region_service("job", "local")]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
+    assert stateful["serviceName"] == service["metadata"]["name"] and stateful["podManagementPolicy"] == "Parallel"
+    command = container(stateful["template"])["command"]
+    assert command[3:] == [
+        *("--processes", "2", "--pods", "2", "--address", "job-local-{first}.job-local", "--"),
+        *("torchrun", "train.py"),
+    ]
+    assert stateful["template"]["metadata"]["labels"][names.GROUP_PODS] == "2"
+    assert names.GROUP_PODS not in stateful["selector"]["matchLabels"], "a selector cannot be changed"
+
+
+def test_ranks_of_several_pods_reach_each_other() -> None:
+    def rules(**learners: Any) -> list[Any]:
+        return list(everything(job(learners=learners))[Ref("NetworkPolicy", "job-learners")]["spec"]["ingress"])
+
+    assert len(rules(processes=2)) == 1, "those of one pod have no network between them"
+    (_, among) = rules(pods=2)
+    labels = {"diloco.io/job": "job", "diloco.io/role": "learner"}
+    assert among == {"from": [{"podSelector": {"matchLabels": labels}}]}
+
+
+def test_each_region_has_its_own_group() -> None:
+    regions = [{"name": "local", "learners": 1, "processes": 2}, {"name": "small", "learners": 2, "processes": 1}]
+    made = everything(job(learners={"pods": 2}, regions=regions))
+    commands = {
+        name: container(made[names.stateful_set("job", name)]["spec"]["template"])["command"]
+        for name in ("local", "small")
+    }
+    assert commands["local"][3:7] == ["--processes", "2", "--pods", "2"]
+    assert commands["small"][3:7] == ["--processes", "1", "--pods", "2"]
+
+
+def test_a_changed_group_makes_another_template_and_no_field_of_one_process_does() -> None:
+    def digests(**spec: Any) -> list[str]:
+        given = job(**spec)
+        region = given.spec.regions[0]
+        return [pods.template_inputs(given.spec, "learner", region), pods.learner_inputs(given.spec, region.name)]
+
+    plain, two = digests(), digests(learners={"processes": 2})
+    assert plain[0] != two[0] != digests(learners={"pods": 2})[0]
+    apart = digests(learners={"processes": 2}, training={"parallel": {"shard": 1, "replicate": 2}})
+    assert apart[0] == two[0] and apart[1] != two[1]
+
+
+def test_a_users_own_shared_memory_is_his() -> None:
+    volume = {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
+    mount = {"name": "dshm", "mountPath": "/dev/shm"}
+    template = {"spec": {"containers": [{"name": "learner", "volumeMounts": [mount]}], "volumes": [volume]}}
+    given = job(learners={"processes": 2, "podTemplate": template})
+    assert not pods.template_refusals(given.spec)
+    mounts = container(learner_set(given)["template"])["volumeMounts"]
+    assert [one for one in mounts if one["mountPath"] == "/dev/shm"] == [mount]
+
+
+def test_what_torchrun_is_told_of_a_pod_is_the_operators() -> None:
+    env = [{"name": "DILOCO_POD_INDEX", "value": "0"}]
+    template = {"spec": {"containers": [{"name": "learner", "env": env}]}}
+    (refused,) = pods.template_refusals(job(learners={"podTemplate": template}).spec)
+    assert refused.path.endswith("env[DILOCO_POD_INDEX]")
+
+
+@pytest.mark.parametrize(("quorum", "spare"), [(4, 1), (2, 2), (1, 3)])
+def test_a_budget_counts_each_evicted_pod_as_a_learner(quorum: int, spare: int) -> None:
+    given = job(count=4, learners={"pods": 2}, sync={"quorum": quorum})
+    assert everything(given)[names.budget("job", "local")]["spec"]["maxUnavailable"] == spare

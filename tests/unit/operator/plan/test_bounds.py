@@ -93,7 +93,7 @@ def test_backoffs_of_a_place_grow_to_five_minutes_and_no_further() -> None:
     pod, gaps, last = view.learners["job-local-1"], [], world.now
     while len(gaps) < 8:
         world.now += 1.0
-        if replacement._pass_backoff(view_of(world), pod):
+        if replacement._pass_backoff(view_of(world), pod.name, pod):
             gaps.append(world.now - last)
             last = world.now
     assert gaps == sorted(gaps) and gaps[-1] <= 1.1 * replacement.LAST_BACKOFF + 1
