@@ -191,11 +191,11 @@ def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSet
 
 
 def _launch_ranks(container: Object, group: Group, service: str) -> None:
-    """Have the learner's command started in each of its ranks, by the worker's torchrun, which knows the learner's
-    ordinal from the pod's index."""
+    """Have the learner's command started in each of its ranks, by a program that knows the learner's ordinal from the
+    pod's index."""
     shape = ["--processes", str(group.processes), "--pods", str(group.pods)]
-    shape += ["--address", f"{service}-{{first}}.{service}"] if group.pods > 1 else []
-    container["command"] = ["python", "-m", "diloco_worker.integrations.torchrun", *shape, "--", *container["command"]]
+    shape += ["--master", f"{service}-{{first}}.{service}"] if group.pods > 1 else []
+    container["command"] = ["python", "-m", "diloco_worker.launch", *shape, *container["command"]]
     for one in container["env"]:
         if one["name"] == "DILOCO_ORDINAL":
             one["name"] = POD_INDEX

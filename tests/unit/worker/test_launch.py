@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from diloco_worker.launch import __main__ as launch
+from free_ports import free_port
 from patience import wait_until
 
 EXIT = "import os, sys, time; rank = int(os.environ['RANK']); "
@@ -95,3 +96,27 @@ def test_no_rank_outlives_the_launch(tmp_path: Path) -> None:
 def test_a_command_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["--processes", "2", "no-such-program"]) == 2
     assert "no-such-program: No such file or directory; check the command" in capfd.readouterr().err
+
+
+SHOWN = """
+import os, socket, time, urllib.request
+print(*(os.environ[name] for name in ("DILOCO_ORDINAL", "RANK", "MASTER_ADDR", "MASTER_PORT")))
+for _ in range(600):
+    try:
+        print(urllib.request.urlopen("http://127.0.0.1:{port}/readyz", timeout=30).status)
+        break
+    except OSError:  # the ranks are started first
+        time.sleep(0.05)
+"""
+
+
+def test_a_pod_knows_its_learner_by_its_index(tmp_path: Path) -> None:
+    """The fourth pod of learners of two pods is the second one of learner 1, and answers probes while its ranks run."""
+    port = free_port()
+    program = tmp_path / "shown.py"
+    program.write_text(SHOWN.format(port=port))
+    words = ["--processes", "1", "--pods", "2", "--master", "job-{first}.job", sys.executable, str(program)]
+    environ = {**os.environ, "DILOCO_POD_INDEX": "3", "DILOCO_STATUS": f"127.0.0.1:{port}"}
+    ended = subprocess.run([sys.executable, "-m", "diloco_worker.launch", *words], env=environ, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.decode().splitlines() == ["[rank 1] 1 1 job-2.job 29500", "[rank 1] 200"]

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker.named_parameters import world_size
 from diloco_worker.settings import ConfigurationError, WorkerError
 
@@ -43,6 +44,8 @@ _LONGEST_SECONDS = 7200.0  # of a step, where the job bounds none
 
 class GroupBroken(WorkerError):
     """Another process of the group has ended, or is silent: this one ends too."""
+
+    exit_code = WorkerExit.GROUP
 
 
 class Command(IntEnum):

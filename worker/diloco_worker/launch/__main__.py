@@ -2,16 +2,21 @@
 
     python -m diloco_worker.launch --processes 8 [--pods 2 --pod 0 --master HOST:PORT] COMMAND...
 
+In a StatefulSet ``DILOCO_POD_INDEX`` takes the place of ``--pod``: the pods of one learner follow each other, so the
+index is ordinal × pods + pod. ``{first}`` in HOST is the index of the learner's first pod.
+
 Theory of operation. Each rank is the same command with the variables that torchrun sets. A learner is one unit, so any
 rank that fails ends all of them: the others have ``CAUSE_SECONDS`` to fail of it themselves, then SIGTERM, and after
 ``END_SECONDS`` SIGKILL. torchrun does that too. What it does not do, and a learner needs:
 
 * The exit code is that of the rank that failed first, or its signal: exit codes tell whether a new start is in vain
-  (docs/contracts.md). A rank that fails because another is gone exits with 1, so a code that says more goes before it.
+  (docs/contracts.md). A rank that fails because another is gone exits with 7, or with 1 where a collective of the
+  program failed first, so a code that says more goes before these.
 * SIGTERM goes to every rank and to nothing else. The ranks agree on a step, offer their work and end by themselves.
 * No rank outlives this process, whatever ends it: the kernel kills them (PR_SET_PDEATHSIG).
 * The ranks' output is one log: each line of rank r > 0 begins with ``[rank r]``, unless it is JSON, which has a field.
   The last lines of the rank that failed first are repeated at the end, where a reader looks for the error.
+* The leader, rank 0, has the learner's status port. In each other pod this process answers probes there.
 
 A replacement of the whole learner is somebody else's to start (the runner, the operator), and no rank is started twice.
 Nothing here loads torch.
@@ -29,10 +34,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from diloco_protocol.common.http_server import METRICS_TYPE, AddressError, ThreadedPages, text_page
 from diloco_protocol.common.process import die_with_parent
+from diloco_protocol.vocabulary import WorkerExit
 
 CAUSE_SECONDS = 2.0
 END_SECONDS = 10.0
@@ -160,7 +167,7 @@ class Launch:
 
     def _first_failure(self) -> Rank | None:
         failed = [rank for rank in self._ended if rank.code]
-        causes = [rank for rank in failed if not rank.told and rank.code != 1]
+        causes = [rank for rank in failed if not rank.told and rank.code not in (1, WorkerExit.GROUP)]
         return next(iter([*causes, *failed]), None)
 
     def _look_for_ends(self, told: bool) -> None:
@@ -195,6 +202,21 @@ def _write(data: bytes) -> None:
             data = data[os.write(1, data) :]
 
 
+@contextlib.contextmanager
+def _probes(address: str | None, pod: int) -> Iterator[None]:
+    """Answer this pod's probes where no rank has the status port. Raises AddressError."""
+    if not address or not pod:
+        yield
+        return
+    well = text_page(lambda: (200, b"ok\n"))
+    pages = {"/livez": well, "/readyz": well, "/healthz": well, "/metrics": text_page(lambda: (200, b""), METRICS_TYPE)}
+    served = ThreadedPages(pages, address, "DILOCO_STATUS")
+    try:
+        yield
+    finally:
+        served.stop()
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -205,10 +227,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco_worker.launch", allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=1, help="ranks in this pod")
     parser.add_argument("--pods", type=int, default=1, help="pods of the learner")
-    parser.add_argument("--pod", type=int, default=0, help="which of them this is, from 0")
-    parser.add_argument("--master", default="", help="host:port at which rank 0 is found; one pod: a free port here")
+    parser.add_argument(
+        "--pod", type=int, default=0, help="which of them this is, from 0 (default: DILOCO_POD_INDEX's)"
+    )
+    parser.add_argument("--master", default="", help="HOST[:PORT] at which rank 0 is found; one pod: a free port here")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program of each rank")
     given = parser.parse_args(arguments)
+    index = os.environ.get("DILOCO_POD_INDEX", "")
+    if index.isdecimal() and given.pods > 0:
+        ordinal, given.pod = divmod(int(index), given.pods)
+        os.environ["DILOCO_ORDINAL"] = str(ordinal)
+        given.master = given.master.replace("{first}", str(ordinal * given.pods))
     if given.processes < 1 or not 0 <= given.pod < given.pods:
         parser.error("--processes is at least 1, and --pod is from 0 to --pods - 1")
     if not given.command:
@@ -220,7 +249,12 @@ def main(arguments: Sequence[str]) -> int:
         master = f"{master}:{MASTER_PORT}"
     shape = Shape(given.processes, given.pods, given.pod, master)
     try:
-        return Launch(given.command, shape).wait()
+        launch = Launch(given.command, shape)
+        with _probes(os.environ.get("DILOCO_STATUS"), given.pod):  # a thread, so no sooner than the ranks
+            return launch.wait()
+    except AddressError as error:
+        print(error, file=sys.stderr, flush=True)
+        return WorkerExit.CONFIGURATION
     except OSError as error:
         print(f"{given.command[0]}: {error.strerror or error}; check the command", file=sys.stderr, flush=True)
         return 2

@@ -726,14 +726,14 @@ def test_a_learner_of_one_process_has_nothing_of_a_group() -> None:
     assert "/dev/shm" not in str(plain) and names.GROUP_PODS not in str(plain) and "DILOCO_POD_INDEX" not in str(plain)
 
 
-def test_the_ranks_of_a_pod_are_started_by_torchrun() -> None:
+def test_the_ranks_of_a_pod_are_started_together() -> None:
     made = learner_set(job(learners={"processes": 4}))
     main = container(made["template"])
-    launch = ["python", "-m", "diloco_worker.integrations.torchrun", "--processes", "4", "--pods", "1", "--"]
+    launch = ["python", "-m", "diloco_worker.launch", "--processes", "4", "--pods", "1"]
     assert main["command"] == [*launch, "python", "-m", "diloco_worker"]
     env = environment(made["template"])
     index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
-    assert env["DILOCO_POD_INDEX"] == index and "DILOCO_ORDINAL" not in env, "the ranks get it from torchrun's parent"
+    assert env["DILOCO_POD_INDEX"] == index and "DILOCO_ORDINAL" not in env, "the ranks get it from who starts them"
     assert {"name": "shm", "mountPath": "/dev/shm"} in main["volumeMounts"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in made["template"]["spec"]["volumes"]
     assert names.GROUP_PODS not in made["template"]["metadata"]["labels"]
@@ -742,7 +742,7 @@ def test_the_ranks_of_a_pod_are_started_by_torchrun() -> None:
 
 
 def test_the_pods_of_a_learner_meet_at_its_first_one() -> None:
-    own = {"processes": 2, "pods": 2, "command": ["torchrun", "train.py"]}
+    own = {"processes": 2, "pods": 2, "command": ["python", "train.py"]}
     made = everything(job(learners=own))
     stateful = made[names.stateful_set("job", "local")]["spec"]
     service = made[names.region_service("job", "local")]
@@ -750,8 +750,8 @@ def test_the_pods_of_a_learner_meet_at_its_first_one() -> None:
     assert stateful["serviceName"] == service["metadata"]["name"] and stateful["podManagementPolicy"] == "Parallel"
     command = container(stateful["template"])["command"]
     assert command[3:] == [
-        *("--processes", "2", "--pods", "2", "--address", "job-local-{first}.job-local", "--"),
-        *("torchrun", "train.py"),
+        *("--processes", "2", "--pods", "2", "--master", "job-local-{first}.job-local"),
+        *("python", "train.py"),
     ]
     assert stateful["template"]["metadata"]["labels"][names.GROUP_PODS] == "2"
     assert names.GROUP_PODS not in stateful["selector"]["matchLabels"], "a selector cannot be changed"
@@ -800,7 +800,7 @@ def test_a_users_own_shared_memory_is_his() -> None:
     assert [one for one in mounts if one["mountPath"] == "/dev/shm"] == [mount]
 
 
-def test_what_torchrun_is_told_of_a_pod_is_the_operators() -> None:
+def test_what_ranks_are_told_of_a_pod_is_the_operators() -> None:
     env = [{"name": "DILOCO_POD_INDEX", "value": "0"}]
     template = {"spec": {"containers": [{"name": "learner", "env": env}]}}
     (refused,) = pods.template_refusals(job(learners={"podTemplate": template}).spec)
