@@ -673,6 +673,7 @@ class World:
             other
             for other in self.pods("learner", region)
             if other["metadata"].get("deletionTimestamp") and other["metadata"]["name"] != name
+            if self._always_wanted(other["metadata"]["name"])  # one that somebody scaled up by hand leaves anyway
         ]
         if others and not force and self.programs.taking_part(process):
             self._violated(f"{operator.name}: {name} is taken while {others[0]['metadata']['name']} leaves")
