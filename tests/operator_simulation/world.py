@@ -37,6 +37,7 @@ from diloco_operator.leadership.candidate import Candidate
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Key, Object
 from diloco_operator.objects import manifests
+from diloco_operator.plan.lifecycle import NOT_SAVED, SAVED
 from diloco_operator.plan.planning import plan_job
 from diloco_operator.reconcile import (
     apply,
@@ -631,6 +632,8 @@ class World:
         if job["spec"].get("suspend"):
             self._judge_unsaved(operator, job, kind, replicas)
             return
+        if self.status(kubernetes.name).get("drain") in (SAVED, NOT_SAVED):
+            return  # the suspension is finished first: what there is was made before the resumption, or in its place
         for pod in kubernetes.pods():
             meta = pod["metadata"]
             process, ordinal = kubernetes.process_of(meta["uid"]), int(meta["labels"].get(LABEL_POD_INDEX, 0))
