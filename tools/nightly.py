@@ -42,7 +42,7 @@ E2E = {
     "commands": ("test_before_install.py", "test_cli_api.py", "test_cli_pods.py", "test_chart.py"),
     "objects": ("test_crd_api.py", "test_objects_api.py", "test_common_ends.py", "test_images.py", "test_wrong.py"),
     "jobs": ("test_complete.py", "test_lifecycle.py", "test_security.py", "test_syncer_pod.py", "test_upgrade.py"),
-    "losses": ("test_deletions.py", "test_nodes.py", "test_replacement.py"),
+    "losses": ("test_deletions.py", "test_groups.py", "test_nodes.py", "test_replacement.py"),
     "chaos": ("test_chaos.py", "test_durability.py"),
     "operators": ("test_cuts.py", "test_leadership.py", "test_operator_faults.py", "test_operator_shell.py"),
 }

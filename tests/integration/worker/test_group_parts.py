@@ -25,14 +25,18 @@ def play(folder: Path, scenario: str, form: str, size: int, near: int) -> None:
 
 @pytest.mark.promise("Several ranks of a learner hold, give and take exactly the values that one process would")
 @pytest.mark.parametrize(
-    ("form", "size", "near"),
+    ("scenario", "form", "size", "near"),
     [
-        ("fsdp", 2, 2),
-        ("tensor", 4, 2),
-        *[pytest.param(*row, marks=pytest.mark.slow) for row in (("ddp", 2, 1), ("fsdp", 4, 1), ("hsdp", 4, 4))],
+        ("fragments", "tensor", 4, 2),
+        ("state", "fsdp", 2, 2),
+        ("frozen", "fsdp", 2, 2),
+        *[
+            pytest.param(scenario, *row, marks=pytest.mark.slow)
+            for scenario in ("fragments", "state", "frozen")
+            for row in (("ddp", 2, 1), ("fsdp", 4, 1), ("hsdp", 4, 4), ("tensor", 4, 4))
+        ],
     ],
 )
-@pytest.mark.parametrize("scenario", ["fragments", "state", "frozen"])
 def test_ranks_exchange_what_one_process_would(tmp_path: Path, scenario: str, form: str, size: int, near: int) -> None:
     play(tmp_path, scenario, form, size, near=near)
 

@@ -6,13 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from diloco_worker.launch import __main__ as launch
 from free_ports import free_port
 from patience import wait_until
 
@@ -20,34 +18,37 @@ EXIT = "import os, sys, time; rank = int(os.environ['RANK']); "
 FOREVER = "import signal, pathlib; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 
 
-@pytest.fixture(autouse=True)
-def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "CAUSE_SECONDS", 0.3)
-    monkeypatch.setattr(launch, "END_SECONDS", 0.3)
-    before = {number: signal.getsignal(number) for number in launch.PASSED_ON}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+IN_HASTE = """
+import sys
+import psutil
+from diloco_worker.launch import __main__ as launch
+launch.CAUSE_SECONDS = launch.END_SECONDS = 0.3
+code = launch.main(sys.argv[1:])
+print(code, len(psutil.Process().children()), flush=True)
+"""
 
 
-def run(program: str, *options: str) -> int:
-    return launch.main([*(options or ("--processes", "2")), sys.executable, "-c", EXIT + program])
+def run(program: str, *options: str) -> tuple[int, list[str]]:
+    """A launch in a process of its own, as it forks: its result, and its log. It leaves no process."""
+    words = [*(options or ("--processes", "2")), sys.executable, "-c", EXIT + program]
+    ended = subprocess.run([sys.executable, "-c", IN_HASTE, *words], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    *lines, last = ended.stdout.splitlines()
+    code, left = map(int, last.split())
+    assert left == 0
+    return code, lines
 
 
-def test_ranks_have_the_environment_that_torchrun_gives(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_have_the_environment_that_torchrun_gives() -> None:
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT"
     show = f"print(*(os.environ[name] for name in {names.split()!r}))"
-    assert run(show, "--processes", "2", "--pods", "2", "--pod", "1", "--master", "[fd00::1]:400") == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == [
-        "[rank 2] 2 0 4 2 1 fd00::1 400",
-        "[rank 3] 3 1 4 2 1 fd00::1 400",
-    ]
+    code, lines = run(show, "--processes", "2", "--pods", "2", "--pod", "1", "--master", "[fd00::1]:400")
+    assert (code, sorted(lines)) == (0, ["[rank 2] 2 0 4 2 1 fd00::1 400", "[rank 3] 3 1 4 2 1 fd00::1 400"])
 
 
-def test_the_log_says_whose_a_line_is_and_json_is_left_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("print('{}'); print('a'); sys.stdout.write('b' * 10)") == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert sorted(lines) == sorted(["{}", "{}", "a", "b" * 10, "[rank 1] a", "[rank 1] " + "b" * 10])
+def test_the_log_says_whose_a_line_is_and_json_is_left_as_it_is() -> None:
+    code, lines = run("print('{}'); print('a'); sys.stdout.write('b' * 10)")
+    assert (code, sorted(lines)) == (0, sorted(["{}", "{}", "a", "b" * 10, "[rank 1] a", "[rank 1] " + "b" * 10]))
 
 
 @pytest.mark.parametrize(
@@ -60,13 +61,9 @@ def test_the_log_says_whose_a_line_is_and_json_is_left_as_it_is(capfd: pytest.Ca
         (FOREVER + "rank and sys.exit(2); time.sleep(60)", 2),  # SIGTERM ends none that ignores it
     ],
 )
-def test_a_rank_that_fails_ends_all_and_its_code_is_the_learners(
-    program: str, code: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("print('word', rank); " + program) == code
-    failed = 0 if code == 1 else 1
-    assert capfd.readouterr().out.splitlines()[-1] == f"word {failed}"
-    assert not psutil.Process().children()
+def test_a_rank_that_fails_ends_all_and_its_code_is_the_learners(program: str, code: int) -> None:
+    found, lines = run("print('word', rank); " + program)
+    assert (found, lines[-1]) == (code, f"word {0 if code == 1 else 1}")
 
 
 def start(program: str, tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
@@ -93,9 +90,11 @@ def test_no_rank_outlives_the_launch(tmp_path: Path) -> None:
     wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
 
 
-def test_a_command_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--processes", "2", "no-such-program"]) == 2
-    assert "no-such-program: No such file or directory; check the command" in capfd.readouterr().err
+def test_a_command_that_is_not_there_is_named() -> None:
+    command = [sys.executable, "-m", "diloco_worker.launch", "--processes", "2", "no-such-program"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "no-such-program: No such file or directory; check the command" in ended.stderr
 
 
 SHOWN = """
@@ -120,3 +119,12 @@ def test_a_pod_knows_its_learner_by_its_index(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-m", "diloco_worker.launch", *words], env=environ, capture_output=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.decode().splitlines() == ["[rank 1] 1 1 job-2.job 29500", "[rank 1] 200"]
+
+
+def test_the_first_process_of_a_container_ends_as_a_shell_would() -> None:
+    """The kernel lets no process 1 end itself by a signal."""
+    command = [sys.executable, "-m", "diloco_worker.launch", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody make PID namespaces")
+    assert subprocess.run(["unshare", "--pid", "--fork", *command], capture_output=True).returncode == 137
+    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL

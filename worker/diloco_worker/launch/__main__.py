@@ -266,4 +266,4 @@ if __name__ == "__main__":
         if -ended not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-ended, signal.SIG_DFL)
         os.kill(os.getpid(), -ended)
-    sys.exit(ended)
+    sys.exit(ended if ended >= 0 else 128 - ended)  # the kernel spares a container's first process its own signal

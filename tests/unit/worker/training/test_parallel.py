@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,35 +28,36 @@ CASES: dict[str, dict[str, object]] = {
 Found = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What four ranks have trained."""
-    folder = tmp_path_factory.mktemp("ranks")
+def train_in_ranks(folder: Path) -> Found:
+    """What four ranks train, in every case."""
     command = [sys.executable, "-m", "diloco_worker.launch", "--processes", "4", sys.executable, ranks.__file__]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, str(folder), json.dumps(CASES)], check=True, env=environ, timeout=300)
     return {name: load_file(folder / f"{name}.safetensors") for name in CASES}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_model_in_ranks_is_trained_as_in_one_process(case: str, found: Found) -> None:
+def test_models_in_ranks_are_trained_as_in_one_process(tmp_path: Path) -> None:
+    """One test, so that the ranks are started once."""
+    found = train_in_ranks(tmp_path)
+    for case in CASES:
+        check_case(case, found[case])
+    whole = sum(p.numel() for p in ranks.models.build(ranks.spec_of(), 5).parameters())
+    kept = {name: values["kept"] for name, values in found.items()}
+    assert kept["fsdp"].sum() == whole and kept["fsdp"].max() < 0.3 * whole
+    assert kept["hsdp"].sum() == 2 * whole and kept["ddp"].tolist() == [whole] * 4
+
+
+def check_case(case: str, found: Mapping[str, torch.Tensor]) -> None:
     bfloat16 = case == "bfloat16"
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     model, losses = ranks.train(ranks.spec_of(**CASES[case]), 1, slice(None), dtype)
     start = dict(ranks.models.build(ranks.spec_of(), 5).named_parameters())
     for name, values in ranks.whole_values(model).items():
-        moved, apart = values - start[name].detach(), values - found[case][name]
-        assert apart.norm() < (0.1 if bfloat16 else 1e-4) * moved.norm(), name
+        moved, apart = values - start[name].detach(), values - found[name]
+        assert apart.norm() < (0.1 if bfloat16 else 1e-4) * moved.norm(), (case, name)
     counts = torch.tensor([ranks.models.predictions(part) for part in ranks.trainer.parts(ranks.batch_of(0), 4)])
-    joined = (found[case]["losses"] * counts[:, None]).sum(0) / counts.sum()
-    assert torch.allclose(joined, torch.stack(losses).double(), rtol=1e-2 if bfloat16 else 1e-5)
-
-
-def test_each_rank_holds_its_share(found: Found) -> None:
-    whole = sum(p.numel() for p in ranks.models.build(ranks.spec_of(), 5).parameters())
-    kept = {name: values["kept"] for name, values in found.items()}
-    assert kept["fsdp"].sum() == whole and kept["fsdp"].max() < 0.3 * whole
-    assert kept["hsdp"].sum() == 2 * whole and kept["ddp"].tolist() == [whole] * 4
+    joined = (found["losses"] * counts[:, None]).sum(0) / counts.sum()
+    assert torch.allclose(joined, torch.stack(losses).double(), rtol=1e-2 if bfloat16 else 1e-5), case
 
 
 def test_ranks_of_another_number_are_refused() -> None:
