@@ -21,6 +21,7 @@ from diloco.cluster.client import Cluster, ClusterError, Object, Where, nearest
 from diloco.cluster.render import region_names
 from diloco.console import FAILED, WRONG, print_text
 from diloco.log_lines import LinePrinter, LogOptions
+from diloco_operator.names import GROUP_PODS
 from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
 
 MAX_STREAMS = 64
@@ -43,10 +44,10 @@ class Source:
 
 
 def ordinal(pod: Object) -> int:
-    """A StatefulSet's pod's number; -1: it has none."""
+    """A learner's number in its region, by its pod; -1: it has none. A learner of several pods has as many indices."""
     labels = pod["metadata"].get("labels") or {}
     text = labels.get(LABEL_POD_INDEX) or str(pod["metadata"]["name"]).rpartition("-")[2]
-    return int(text) if str(text).isdigit() else -1
+    return int(text) // int(labels.get(GROUP_PODS, 1)) if str(text).isdigit() else -1
 
 
 def source(pod: Object) -> Source:

@@ -84,6 +84,15 @@ def test_a_region_called_learner_means_itself() -> None:
     assert [one.pod for one in chosen(job, pods, "learner")] == ["tiny-learner-0"]
 
 
+def test_the_pods_of_a_learner_of_several_are_its_own() -> None:
+    """Indices 2 and 3 are learner 1's, where each has two pods."""
+    pods = [pod(f"tiny-west-{index}", "learner", "west", index=str(index)) for index in range(4)]
+    for one in pods:
+        one["metadata"]["labels"]["diloco.io/pods"] = "2"
+    assert labels(None, pods) == ["west-0", "west-0", "west-1", "west-1"]
+    assert [one.pod for one in chosen(JOB, pods, "west-1")] == ["tiny-west-2", "tiny-west-3"]
+
+
 def test_times_sort_though_their_ends_are_cut() -> None:
     stamps = [
         "2026-11-21T07:50:10Z",
