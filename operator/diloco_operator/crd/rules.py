@@ -56,8 +56,11 @@ REGIONS, REGION = (*SPEC, "regions"), (*SPEC, "regions", "[]")
 _SLOTS = "self.regions.map(r, r.learners).sum()"
 _MOST = "(has(r.maxLearners) ? r.maxLearners : r.learners)"
 _RANKS = "((has(r.processes) ? r.processes : self.learners.processes) * (has(r.pods) ? r.pods : self.learners.pods))"
-_PARALLEL = "(has(r.parallel) ? r.parallel : self.training.parallel)"
-_BATCH = "(has(r.batch) ? r.batch : self.training.batch)"
+# Each of a region's, or the job's: both sides of a condition have one type, and two mappings are two types.
+_REPLICATE = "(has(r.parallel) ? r.parallel.replicate : self.training.parallel.replicate)"
+_HAS_SHARD = "(has(r.parallel) ? has(r.parallel.shard) : has(self.training.parallel.shard))"
+_SHARD = "(has(r.parallel) ? r.parallel.shard : self.training.parallel.shard)"
+_SEQUENCES = "(has(r.batch) ? r.batch.sequences : self.training.batch.sequences)"
 _NAMED = "has(self.syncer.cluster) || self.regions.exists(r, has(r.cluster))"
 _SPANS = "has(self.syncer.cluster) && self.regions.exists(r, has(r.cluster) && r.cluster != self.syncer.cluster)"
 _SPANNING = "the job spans clusters (syncer.cluster and regions[].cluster differ)"
@@ -235,23 +238,21 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     ),
     Rule(
         SPEC,
-        f"has(self.learners.command) || self.regions.all(r, has({_PARALLEL}.shard) || "
-        f"{_RANKS} % {_PARALLEL}.replicate == 0)",
+        f"has(self.learners.command) || self.regions.all(r, {_HAS_SHARD} || {_RANKS} % {_REPLICATE} == 0)",
         "replicate must divide a learner's ranks (processes × pods) in every region: change it, or give the region its "
         "own parallel",
         ".training.parallel.replicate",
     ),
     Rule(
         SPEC,
-        f"has(self.learners.command) || self.regions.all(r, !has({_PARALLEL}.shard) || "
-        f"{_PARALLEL}.shard * {_PARALLEL}.replicate == {_RANKS})",
+        f"has(self.learners.command) || self.regions.all(r, !{_HAS_SHARD} || {_SHARD} * {_REPLICATE} == {_RANKS})",
         "shard times replicate must be a learner's ranks (processes × pods) in every region: leave shard out, or give "
         "the region its own parallel",
         ".training.parallel.shard",
     ),
     Rule(
         SPEC,
-        f"has(self.learners.command) || self.regions.all(r, {_BATCH}.sequences % {_RANKS} == 0)",
+        f"has(self.learners.command) || self.regions.all(r, {_SEQUENCES} % {_RANKS} == 0)",
         "must be divisible by a learner's ranks (processes × pods) in every region, which share a batch: change it, or "
         "give the region its own batch",
         ".training.batch.sequences",
