@@ -56,11 +56,6 @@ REGIONS, REGION = (*SPEC, "regions"), (*SPEC, "regions", "[]")
 _SLOTS = "self.regions.map(r, r.learners).sum()"
 _MOST = "(has(r.maxLearners) ? r.maxLearners : r.learners)"
 _RANKS = "((has(r.processes) ? r.processes : self.learners.processes) * (has(r.pods) ? r.pods : self.learners.pods))"
-# Each of a region's, or the job's: both sides of a condition have one type, and two mappings are two types.
-_REPLICATE = "(has(r.parallel) ? r.parallel.replicate : self.training.parallel.replicate)"
-_HAS_SHARD = "(has(r.parallel) ? has(r.parallel.shard) : has(self.training.parallel.shard))"
-_SHARD = "(has(r.parallel) ? r.parallel.shard : self.training.parallel.shard)"
-_SEQUENCES = "(has(r.batch) ? r.batch.sequences : self.training.batch.sequences)"
 _NAMED = "has(self.syncer.cluster) || self.regions.exists(r, has(r.cluster))"
 _SPANS = "has(self.syncer.cluster) && self.regions.exists(r, has(r.cluster) && r.cluster != self.syncer.cluster)"
 _SPANNING = "the job spans clusters (syncer.cluster and regions[].cluster differ)"
@@ -73,6 +68,17 @@ def _source(source: str, field: str, empty: str, example: str) -> Iterator[Rule]
     yield Rule(DATA, f"self.source != '{source}' || !({empty})", missing, f".{field}", reason=_MISSING)
     needless = f"belongs to source {source}: leave it out or set source: {source}"
     yield Rule(DATA, f"self.source == '{source}' || {empty}", needless, f".{field}")
+
+
+def _of_ranks(part: str, rule: str, message: str, field: str) -> tuple[Rule, Rule]:
+    """A rule on the ranks of the built-in trainer's learners, for a part of ``training`` (P in it) that a region may
+    have its own of: named where it stands."""
+    alone = "has(self.learners.command) || self.regions.all(r, "
+    shared, own = (rule.replace("RANKS", _RANKS).replace("P.", f"{one}.{part}.") for one in ("self.training", "r"))
+    return (
+        Rule(SPEC, f"{alone}has(r.{part}) || {shared})", message, f".training{field}"),
+        Rule(SPEC, f"{alone}!has(r.{part}) || {own})", message, ".regions"),
+    )
 
 
 BETWEEN_FIELDS: tuple[Rule, ...] = (
@@ -236,26 +242,26 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         "alone, such as [python, train.py], or leave processes and pods at 1",
         ".learners.command",
     ),
-    Rule(
-        SPEC,
-        f"has(self.learners.command) || self.regions.all(r, {_HAS_SHARD} || {_RANKS} % {_REPLICATE} == 0)",
-        "replicate must divide a learner's ranks (processes × pods) in every region: change it, or give the region its "
-        "own parallel",
-        ".training.parallel.replicate",
+    *_of_ranks(
+        "parallel",
+        "has(P.shard) || RANKS % P.replicate == 0",
+        "parallel.replicate must divide a learner's ranks (processes × pods): change it, or give the region its own "
+        "parallel",
+        ".parallel.replicate",
     ),
-    Rule(
-        SPEC,
-        f"has(self.learners.command) || self.regions.all(r, !{_HAS_SHARD} || {_SHARD} * {_REPLICATE} == {_RANKS})",
-        "shard times replicate must be a learner's ranks (processes × pods) in every region: leave shard out, or give "
-        "the region its own parallel",
-        ".training.parallel.shard",
+    *_of_ranks(
+        "parallel",
+        "!has(P.shard) || P.shard * P.replicate == RANKS",
+        "parallel.shard times replicate must be a learner's ranks (processes × pods): leave shard out, or give the "
+        "region its own parallel",
+        ".parallel.shard",
     ),
-    Rule(
-        SPEC,
-        f"has(self.learners.command) || self.regions.all(r, {_SEQUENCES} % {_RANKS} == 0)",
-        "must be divisible by a learner's ranks (processes × pods) in every region, which share a batch: change it, or "
+    *_of_ranks(
+        "batch",
+        "P.sequences % RANKS == 0",
+        "batch.sequences must be divisible by a learner's ranks (processes × pods), which share a batch: change it, or "
         "give the region its own batch",
-        ".training.batch.sequences",
+        ".batch.sequences",
     ),
     Rule(
         SPEC,
