@@ -249,14 +249,11 @@ class StandaloneLearner:
             )
         seconds = self._metrics.begin_wait() - self._compute_from
         if loss is not None:
-            self._metrics.put_loss(loss)
-        ends = self._signalled or self.progress >= 1.0
-        joined = self._ranks.join_step(tokens, self._metrics.arrived_loss, ends)
-        self._terminated |= self._ranks.size > 1 and joined.told
-        if joined.loss is not None:
-            self._metrics.put_loss(joined.loss)
+            self._metrics.put_loss(loss)  # of this rank: there is nobody to tell the others' to
             if math.isfinite(known := self._metrics.read_loss()):
                 self._losses = [*self._losses[:1], known]
+        joined = self._ranks.join_step(tokens, None, self._signalled or self.progress >= 1.0)
+        self._terminated |= self._ranks.size > 1 and joined.told
         self.step += 1
         self.tokens += joined.tokens
         self._compute_seconds += seconds

@@ -263,3 +263,21 @@ def test_tokens_that_are_no_count_are_refused_at_once(alone: Any, tokens: Any) -
         for _ in alone.batches(TensorDataset(torch.arange(100))):
             alone.after_step(tokens=tokens)
     assert (alone.step, alone.tokens) == (0, 0)
+
+
+def test_a_steps_loss_is_taken_once() -> None:
+    """One that is still on its way from a GPU would be lost with the next."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learner = StandaloneLearner(model, optimizer, standalone.job_alone({}))
+    taken: list[object] = []
+    put_loss = learner._metrics.put_loss
+
+    def put(loss: torch.Tensor | float) -> None:
+        taken.append(loss)
+        put_loss(loss)
+
+    learner._metrics.put_loss = put  # type: ignore[method-assign]
+    for _, loss in zip(learner.steps(), (0.0, 1.0, 2.0), strict=False):
+        learner.after_step(tokens=1, loss=loss)
+    assert taken == [0.0, 1.0, 2.0]
