@@ -67,6 +67,8 @@ LAG_SECONDS = 45.0
 """So long after something has changed an operator may say in a status what was so before."""
 HEARD_SECONDS = 150.0
 """So long an operator whose watch of jobs stands still may act by what the job asked for before."""
+WATCH_SECONDS = 1.5
+"""So long after somebody else's deletion of a pod an operator may not know of it."""
 OLD_VIEW_SECONDS = 20.0
 """By a view of the cluster that is older an operator takes no pod."""
 NAMESPACE = "ns"
@@ -304,6 +306,7 @@ class World:
         self.events: Counter[str] = Counter()
         self.before_resume: set[str] = set()  # UIDs of pods that were there while the job was suspended
         self.taken: set[str] = set()  # places whose silent learner an operator deleted
+        self.deleted: set[str] = set()  # UIDs of pods of an earlier template that operators deleted
         self.rolled: set[str] = set()  # places that a rollout took, whose successor has not taken part yet
         self.completed = False  # the job, by its syncer's word
         self.too_few_since: float | None = None  # that take part
@@ -677,7 +680,9 @@ class World:
             for other in self.pods("learner", region)
             if other["metadata"].get("deletionTimestamp") and other["metadata"]["name"] != name
             if self._always_wanted(other["metadata"]["name"])  # one that somebody scaled up by hand leaves anyway
+            if self._was_heard_to_leave(other)
         ]
+        self.deleted.add(meta["uid"])
         if others and not force and self.programs.taking_part(process):
             self._violated(f"{operator.name}: {name} is taken while {others[0]['metadata']['name']} leaves")
         if not force:
@@ -691,6 +696,12 @@ class World:
         left = self.programs.active() - 1
         if left < required < min(self.wanted(), len(self.programs.store.slots)):
             self._violated(f"{operator.name}: {name} is taken, and {left} are left of {required}")
+
+    def _was_heard_to_leave(self, pod: Object) -> bool:
+        """Whether the operator deleted this pod itself, or a watch has brought it what somebody else did."""
+        meta = pod["metadata"]
+        asked_at = unix_seconds(meta["deletionTimestamp"]) - meta["deletionGracePeriodSeconds"]
+        return meta["uid"] in self.deleted or asked_at < wall() - WATCH_SECONDS
 
     def _judge_order(self, operator: SimulatedOperator, process: Process) -> None:
         """A rollout takes a learner that the syncer hears: that before it in its region takes part again, or its node
