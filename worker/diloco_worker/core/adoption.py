@@ -162,13 +162,15 @@ class _Snapshot:
 
 @dataclass(slots=True)
 class FragmentState:
-    """One fragment's counts. ``sequence`` is the newest used by this process, over all tenures."""
+    """One fragment's counts. ``sequence`` is the newest used by this process, over all tenures; ``last_merged`` is the
+    sequence of the push that was confirmed last, and the version that merged it."""
 
     base: Base | None = None
     marks: list[Mark] = field(default_factory=list)
     snapshots: dict[int, _Snapshot] = field(default_factory=dict)
     sequence: int = 0
     confirmed: int = 0
+    last_merged: tuple[int, int] = (0, 0)
     dropped: dict[Dropped, int] = field(default_factory=lambda: dict.fromkeys(Dropped, 0))
 
     def oldest_version(self, now: Point) -> int | None:
@@ -357,9 +359,12 @@ class Adoption:
         merged: _Snapshot | None = None
         if broadcast.merged_sequence:
             # Versions do not tell whether it is confirmed: a syncer whose store lost versions up to the base merges an
-            # offer, whose base it lost, in a lower one.
+            # offer, whose base it lost, in a lower one. And where it gave out an older version and then found the newer
+            # ones with another learner, a push that was confirmed long ago is told of once more.
             merged = state.snapshots.get(broadcast.merged_sequence)
-            if merged is None and broadcast.merged_version > base.version:
+            sequence, version = state.last_merged
+            known = max(base.version, version if broadcast.merged_sequence <= sequence else 0)
+            if merged is None and broadcast.merged_version > known:
                 what = f"says that push {broadcast.merged_sequence} was merged, which is not outstanding"
                 return self._stop(broadcast, what)
 
@@ -367,6 +372,7 @@ class Adoption:
         since = state.marks
         if merged is not None:
             state.confirmed += merged.point.tokens - since[0].point.tokens
+            state.last_merged = merged.plan.sequence, broadcast.merged_version
             since = _marks_from(since, merged.point)
         alive = [s for s in state.snapshots.values() if _open_after(s, merged, broadcast)]
         state.base, self._adopted_step = Base(broadcast.epoch, broadcast.version, broadcast.full), now.step

@@ -455,6 +455,31 @@ def test_a_merge_of_an_unknown_push_stops_the_learner() -> None:
     assert "push 3" in decision.message
 
 
+def confirmed_once() -> Adoption:
+    """A learner whose push 1 of 10 tokens was merged in version 1, and that has trained 5 tokens since."""
+    adoption = learner()
+    adoption.on_step(10, 1.0)
+    assert adoption.snapshot(0, round=1) is not None
+    adoption.on_step(5, 1.0)
+    assert adoption.on_broadcast(news(1, merged=(1, 1))).merged == 1
+    return adoption
+
+
+def test_a_push_confirmed_before_the_base_went_back_stops_nobody() -> None:
+    # A store that was emptied gives out version 0, until another learner has brought version 1 back.
+    adoption = confirmed_once()
+    assert adoption.on_broadcast(news(0, epoch=2)).kind is Kind.REBASE
+    decision = adoption.on_broadcast(news(1, epoch=3, merged=(1, 1)))
+    assert decision.kind is Kind.REBASE and decision.merged == 0
+    counts = adoption.report().fragments[0]
+    assert (counts.confirmed_tokens, counts.tokens) == (10, 5), "nothing is counted twice, nothing is dropped"
+
+
+def test_a_push_that_is_merged_twice_stops_the_learner() -> None:
+    decision = confirmed_once().on_broadcast(news(2, merged=(1, 2)))
+    assert decision.kind is Kind.STOP and "push 1" in decision.message
+
+
 def test_it_pauses_alone_and_goes_on_with_a_broadcast() -> None:
     adoption = learner(max_steps=3)
     for _ in range(3):
