@@ -7,7 +7,7 @@ from pathlib import Path
 from diloco.local.report import write_text
 from diloco.reports.document import ResultDocument
 from diloco.reports.html import render_html
-from diloco.reports.markdown import render_markdown
+from lab.markdown import render_markdown
 
 NAMES = ("report.json", "report.md", "report.html")
 

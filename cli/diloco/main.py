@@ -522,15 +522,11 @@ def report(
         ),
     ] = None,
     page: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FILE", help="With --html or --markdown: the page.  [default: report.html, report.md in WORKDIR]"
-        ),
+        Path | None, typer.Argument(metavar="FILE", help="With --html: the page.  [default: report.html in WORKDIR]")
     ] = None,
     out: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json, for programs.")] = False,
     html: Annotated[bool, typer.Option("--html", help="Write one HTML page with plots, also during the run.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Write the same as Markdown, plots as tables.")] = False,
     context: Context = [],  # noqa: B006
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
@@ -548,8 +544,8 @@ def report(
         diloco report tiny-gpt -o report.json --context my-cluster
     """
     there = where(context, namespace, kubeconfig)
-    if html or markdown:
-        from diloco.local.report import write_pages
+    if html:
+        from diloco.local.report import write_page
 
         of_job = f"diloco report {what or 'JOB'} -o report.json, then diloco report report.json --html"
         if there.given:
@@ -557,11 +553,11 @@ def report(
         if means_job(what):
             raise CommandError(f"there is no run {what} here; of a job in a cluster: {of_job}")
         if out is not None or as_json:
-            raise CommandError("--html and --markdown go without -o and --json: name the page after --html")
-        write_pages(what, page, html, markdown)
+            raise CommandError("--html goes without -o and --json: name the page after --html")
+        write_page(what, page)
         return
     if page is not None:
-        raise CommandError(f"{page}: a second file is for --html or --markdown")
+        raise CommandError(f"{page}: a second file is for --html")
     from diloco.cluster.fetch import report as report_job
     from diloco.cluster.fetch import show_report
     from diloco.local.status import read_report

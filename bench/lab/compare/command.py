@@ -25,7 +25,6 @@ from diloco.local.report import write_text
 from diloco.processes.worker_specs import learner_names
 from diloco.reports.document import ResultDocument
 from diloco.reports.html import render_html
-from diloco.reports.markdown import render_markdown
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
@@ -44,6 +43,7 @@ from lab.compare.plan import (
     mean_seconds_between_kills,
 )
 from lab.compare.report import document
+from lab.markdown import render_markdown
 
 TELL_SECONDS = 10.0
 

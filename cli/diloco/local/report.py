@@ -1,4 +1,4 @@
-"""``diloco report --html`` and ``--markdown``: pages of a run on this machine, or of a file of figures."""
+"""``diloco report --html``: the page of a run on this machine, or of a file of figures."""
 
 from __future__ import annotations
 
@@ -10,25 +10,19 @@ from diloco.local.status import read_status
 from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, find
 from diloco.reports.document import ReportError, ResultDocument, read_result
 from diloco.reports.html import render_html
-from diloco.reports.markdown import render_markdown
 from diloco.reports.run_report import RunCurves, read_curves, run_report
 from diloco_protocol.common.files import PUBLIC, read_bounded, write_whole
 from diloco_protocol.documents import DocumentError, Report, read_document
 
-RENDERERS = {".html": render_html, ".md": render_markdown}
 
-
-def write_pages(what: str | None, file: Path | None, html: bool, markdown: bool) -> None:
-    """Write the page or both. ``what``: a run's directory or a file; None: the newest run below ./runs. ``file``:
-    the HTML's name, or the Markdown's where that alone is wanted. Raises CommandError."""
+def write_page(what: str | None, file: Path | None) -> None:
+    """Write the page. ``what``: a run's directory or a file; None: the newest run below ./runs. ``file``: the page's
+    name. Raises CommandError."""
     document, default = _result(what)
-    base = file or default
-    for suffix, wanted in ((".html", html), (".md", markdown)):
-        if wanted:
-            path = base if file is not None and not (html and markdown) else base.with_suffix(suffix)
-            if what is not None and path == Path(what):
-                raise CommandError(f"{path} is what the report is made of: name another file")
-            print_text(f"{write_text(path, RENDERERS[suffix](document))}: {document.title}")
+    path = file or default.with_suffix(".html")
+    if what is not None and path == Path(what):
+        raise CommandError(f"{path} is what the report is made of: name another file")
+    print_text(f"{write_text(path, render_html(document))}: {document.title}")
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -42,7 +36,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def _result(what: str | None) -> tuple[ResultDocument, Path]:
-    """The document, and the name of its pages less the suffix's."""
+    """The document, and the name of its page less the suffix's."""
     if what is not None and Path(what).is_file():
         return _from_file(Path(what)), Path(what)
     workdir = find(what)

@@ -126,9 +126,8 @@ def test_the_command_writes_the_page_whole_and_the_same_again(workdir: Path, tmp
     assert code == 0 and str(page) in output.replace(" ", "") and page.stat().st_mode & 0o777 == 0o644
     text = page.read_text()
     assert text.startswith("<!doctype html>") and "<svg" in text and "tiny: report of the run" in text
-    assert diloco("report", workdir, tmp_path / "new" / "page.html", "--html", "--markdown")[0] == 0
+    assert diloco("report", workdir, tmp_path / "new" / "page.html", "--html")[0] == 0
     assert (tmp_path / "new" / "page.html").read_text() == text
-    assert (tmp_path / "new" / "page.md").read_text().startswith("# tiny: report of the run")
     assert json.loads((workdir / "report.json").read_text())["outcome"] == "complete"
 
 
@@ -138,8 +137,8 @@ def test_figures_that_a_measurement_printed_become_a_page(tmp_path: Path) -> Non
     assert diloco("report", figures, tmp_path / "a.html", "--html")[0] == 0
     assert "Bandwidth" in (tmp_path / "a.html").read_text()
     (tmp_path / "alone.json").write_text(report().model_dump_json())
-    assert diloco("report", tmp_path / "alone.json", "--markdown")[0] == 0
-    assert "alone: report of the run" in (tmp_path / "alone.md").read_text()
+    assert diloco("report", tmp_path / "alone.json", "--html")[0] == 0
+    assert "alone: report of the run" in (tmp_path / "alone.html").read_text()
 
 
 def test_what_cannot_be_done_is_said_with_the_cure(workdir: Path, tmp_path: Path) -> None:
@@ -148,10 +147,10 @@ def test_what_cannot_be_done_is_said_with_the_cure(workdir: Path, tmp_path: Path
     for arguments, words in (
         ((wrong, "--html"), "neither a run's report.json nor figures"),
         ((tmp_path, "--html"), "no run's directory"),
-        ((workdir, "page.html"), "for --html or --markdown"),
+        ((workdir, "page.html"), "a second file is for --html"),
         ((workdir, "--html", "--json"), "without -o and --json"),
         ((workdir, workdir, "--html"), "is what the report is made of"),
-        ((workdir, tmp_path, "--markdown"), "cannot be written"),
+        ((workdir, tmp_path, "--html"), "cannot be written"),
         ((workdir, wrong / "x.html", "--html"), f"cannot be written: {wrong} is not a directory"),
         (
             (workdir, "/proc/x.html", "--html"),
@@ -202,7 +201,7 @@ def running(workdir: Path) -> Iterator[Path]:
 
 
 def test_a_run_that_goes_on(running: Path) -> None:
-    assert diloco("report", running, "--markdown")[0] == 0
-    text = (running / "report.md").read_text()
+    assert diloco("report", running, "--html")[0] == 0
+    text = (running / "report.html").read_text()
     assert "tiny: as it stands" in text and "The run continues" in text and "2023-11-14 22:13:20 UTC" in text
     assert "learner 0 joined" in text and "training: all is well" in text

@@ -1,4 +1,4 @@
-"""A report as Markdown: tables for all figures, plots' numbers among them."""
+"""A measurement's report as Markdown: tables for all figures, plots' numbers among them."""
 
 from __future__ import annotations
 
