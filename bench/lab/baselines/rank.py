@@ -18,9 +18,9 @@ from diloco_worker.data.shuffle import step_seed
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.training import models, trainer
 from diloco_worker.training import optimizer as optimizers
-from diloco_worker.training.pace import Pace
 from lab.baselines.settings import BaselineSettings
 from lab.baselines.states import MemoryStates, TrainState
+from lab.pace import StepPace
 
 FLOAT_BYTES = 4
 
@@ -35,7 +35,7 @@ class Rank:
         self.model = models.build(spec, spec.seed)
         self.optimizer = optimizers.build_optimizer(self.model, spec.training.optimizer)
         self.states = MemoryStates(Path(settings.memory), writer)
-        self.pace = Pace.from_environment()
+        self.pace = StepPace.from_environment()
         self._metrics = MetricsFile(settings.steps(settings.learner))
 
     @property

@@ -39,6 +39,7 @@ from lab.compare.arm import ArmError, Record, Tell, hits_of, read_rows, write_jo
 from lab.compare.cpu import CpuMeter, descendants, read_processes
 from lab.compare.measures import StepEnd
 from lab.compare.plan import Comparison
+from lab.pace import VARIABLE
 
 POLL_SECONDS = 0.05
 SAMPLE_SECONDS = 1.0
@@ -116,7 +117,7 @@ class Programs:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         if step_seconds:
-            env["DILOCO_STEP_SECONDS"] = f"{step_seconds:g}"
+            env[VARIABLE] = f"{step_seconds:g}"
         self._server = ForkServerClient(env, job_directory, folder / "forkserver.log", [str(FORK_SERVER)])
 
     async def start(self, settings: BaselineSettings, env: dict[str, str] | None = None) -> Forked:

@@ -1,4 +1,4 @@
-"""Our arm: ``diloco run`` itself, with the schedule as its ``--chaos`` and the pace in its environment."""
+"""Our arm: ``diloco run`` itself, with the schedule as its ``--chaos``, its trainer at the pace (paced_run.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from lab.compare.arm import ArmError, Record, Tell, hits_of, read_rows
 from lab.compare.cpu import CpuMeter
 from lab.compare.measures import StepEnd
 from lab.compare.plan import OURS, Comparison
+from lab.pace import VARIABLE
 
+PACED_RUN = Path(__file__).parents[2] / "paced_run.py"
 SAMPLE_SECONDS = 1.0
 MOST_REPORT_BYTES = 64 << 20
 LATE_SECONDS = 300.0  # beyond the training's time, for the start, the drain and the last score
@@ -34,19 +36,11 @@ async def run_ours(plan: Comparison, folder: Path, tell: Tell) -> Record:
     folder.mkdir(parents=True)
     workdir = Workdir(folder / "run")
     log = folder / "run.log"
-    command = [
-        sys.executable,
-        "-m",
-        "diloco.main",
-        "run",
-        str(plan.job_file.absolute()),
-        "--workdir",
-        str(workdir.path),
-    ]
+    command = [sys.executable, str(PACED_RUN), "run", str(plan.job_file.absolute()), "--workdir", str(workdir.path)]
     command += [word for text in plan.run_overrides() for word in ("--set", text)]
     if plan.schedule:
         command += ["--chaos", text_of(plan.schedule)]
-    env = {**os.environ, "DILOCO_STEP_SECONDS": f"{plan.pace.step_seconds:g}"}
+    env = {**os.environ, VARIABLE: f"{plan.pace.step_seconds:g}"}
     try:
         process = await Child.start(OURS, command, env, log)
     except StartError as error:

@@ -15,7 +15,7 @@ from diloco_protocol.vocabulary import EVALUATOR
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 OF_THE_SYNCER = ("OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")  # threads of which it chooses the number itself
-PASSED_ON = ("DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS")
+PASSED_ON = "DILOCO_LOG_LEVEL"
 
 # Fields below spec that only a cluster reads; *: all of the section's.
 CLUSTER_ONLY = (
@@ -96,8 +96,7 @@ def threads_each(cores: int, learners: int) -> int:
 def base_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     """The runner's own environment without another job's settings (what is not a job's is passed on), with threads
     where the user has not said how many."""
-    env = {key: value for key, value in environ.items() if not key.startswith("DILOCO_")}
-    env |= {name: environ[name] for name in PASSED_ON if environ.get(name)}
+    env = {key: value for key, value in environ.items() if key == PASSED_ON or not key.startswith("DILOCO_")}
     return {**{name: str(threads) for name in THREADS}, **env}
 
 

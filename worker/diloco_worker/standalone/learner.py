@@ -40,9 +40,7 @@ log = logging.getLogger(__name__)
 
 JOB_VARIABLE = "DILOCO_ALONE_JOB"
 # What says nothing of a job: everything else of ours does, and a learner that lacks a part of it must not train alone.
-_OTHER_VARIABLES = frozenset(
-    {JOB_VARIABLE, "DILOCO_LOG_FORMAT", "DILOCO_LOG_LEVEL", "DILOCO_STEP_SECONDS", "DILOCO_THREADS"}
-)
+_OTHER_VARIABLES = frozenset({JOB_VARIABLE, "DILOCO_LOG_FORMAT", "DILOCO_LOG_LEVEL", "DILOCO_THREADS"})
 
 
 def is_alone(environ: Mapping[str, str]) -> bool:

@@ -20,7 +20,6 @@ from diloco_worker.core.progress import schedule_step
 from diloco_worker.learner import Learner
 from diloco_worker.training import models
 from diloco_worker.training import optimizer as optimizers
-from diloco_worker.training.pace import Pace
 from diloco_worker.training.parallel import sharding
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ def train(job: DiLoCoJob) -> int:
     spec = job.spec
     device.configure(spec)
     ranks = sharding.begin_ranks(spec)
-    pace = Pace.from_environment()
     where = device.device(spec)
     dtype = device.precision(spec, where)
     # Data first: a wrong path is said before a large model is built.
@@ -67,7 +65,6 @@ def train(job: DiLoCoJob) -> int:
             rate *= learner.rewarm_scale()
             optimizers.set_learning_rate(optimizer, rate)
             torch.manual_seed(learner.seed)
-            pace.begin()
             nats = step(
                 model,
                 optimizer,
@@ -77,7 +74,6 @@ def train(job: DiLoCoJob) -> int:
                 dtype=dtype,
                 ranks=ranks,
             )
-            pace.end()
             learner.after_step(tokens=tokens, loss=nats, lr=rate)
     return learner.exit_code
 

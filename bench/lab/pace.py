@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Learners that share a few cores slow each other down, so what happens to one would change the speed of all. With
-``DILOCO_STEP_SECONDS`` a step takes that long however little it computes: with cores to spare, learners no longer
+``LAB_STEP_SECONDS`` a step takes that long however little it computes: with cores to spare, learners no longer
 notice each other, and a comparison of programs compares how they meet and recover. Whoever reports figures of a paced
 run says that they are.
 
@@ -17,9 +17,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from typing import Any
 
 from diloco_worker.settings import ConfigurationError
 
+VARIABLE = "LAB_STEP_SECONDS"  # reaches every process of a run: it is no setting of a job
 TICK_SECONDS = 0.005
 STOPPED_SECONDS = 0.05
 MOST_SECONDS = 3600.0
@@ -41,7 +43,7 @@ class MachineClock:
             self.seconds += passed if passed <= STOPPED_SECONDS else TICK_SECONDS
 
 
-class Pace:
+class StepPace:
     """``begin`` and ``end`` stand around a step; ``end`` returns when the step has taken its time. ``step_seconds`` 0:
     it has no pace, and both do nothing."""
 
@@ -51,9 +53,9 @@ class Pace:
         self._begun = 0.0
 
     @classmethod
-    def from_environment(cls) -> Pace:
-        """By ``DILOCO_STEP_SECONDS``; not set: no pace. Raises ConfigurationError."""
-        given = os.environ.get("DILOCO_STEP_SECONDS")
+    def from_environment(cls) -> StepPace:
+        """By ``VARIABLE``; not set: no pace. Raises ConfigurationError."""
+        given = os.environ.get(VARIABLE)
         if not given:
             return cls(0.0)
         try:
@@ -62,7 +64,7 @@ class Pace:
             seconds = -1.0
         if not 0 < seconds <= MOST_SECONDS:
             raise ConfigurationError(
-                f"DILOCO_STEP_SECONDS is {given!r}: it must be a number of seconds above 0, at most {MOST_SECONDS:g};"
+                f"{VARIABLE} is {given!r}: it must be a number of seconds above 0, at most {MOST_SECONDS:g};"
                 " leave it out for steps as fast as they are"
             )
         return cls(seconds)
@@ -77,3 +79,18 @@ class Pace:
             return
         while (left := self._begun + self.step_seconds - self._clock.seconds) > 0:
             time.sleep(max(TICK_SECONDS, left))
+
+
+def pace_trainer() -> None:
+    """Make each step of this process's built-in trainer take its time."""
+    from diloco_worker.training import trainer
+
+    pace, make_step = StepPace.from_environment(), trainer.step
+
+    def step_at_pace(*arguments: Any, **options: Any) -> Any:
+        pace.begin()
+        loss = make_step(*arguments, **options)
+        pace.end()
+        return loss
+
+    trainer.step = step_at_pace
