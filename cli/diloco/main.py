@@ -75,14 +75,6 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="Start the job even if it needs more memory than is free.")
     ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            help="Run the job's own program (learners.command) alone, in this terminal, so that breakpoints work: "
-            "one process with the job's settings, no syncer, nothing saved.",
-        ),
-    ] = False,
     detach: Annotated[
         bool,
         typer.Option(
@@ -111,26 +103,16 @@ def run(
           --chaos 20s:kill:local-1,step=150:cut:local-2:5s,40s:kill:syncer
 
         diloco run examples/tiny-gpt.yaml --detach
-
-        diloco run examples/custom-loop.yaml --debug
     """
     named = job_file(job, file, "diloco run")
-    if detach and (debug or as_json):
-        raise CommandError("--detach returns before there is a report: leave out --debug and --json")
+    if detach and as_json:
+        raise CommandError("--detach returns before there is a report: leave out --json")
     if detach:
         from diloco.local.background import start_detached
         from diloco.validate import read_job_file
 
         changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
         return start_detached(workdir or Path("runs") / read_job_file(named, changes).metadata.name, sys.argv[1:])
-    if debug:
-        from diloco.machines.debug_program import debug_program
-
-        if workdir or report or chaos or as_json:
-            raise CommandError(
-                "--debug saves nothing and breaks nothing: leave out --workdir, --report, --chaos and --json"
-            )
-        return debug_program(named, overrides, seed)
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
 

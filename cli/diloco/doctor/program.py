@@ -13,7 +13,6 @@ from pathlib import Path
 
 from diloco.console import CommandError, print_text
 from diloco.doctor.findings import Finding
-from diloco.machines.debug_program import tells_of_a_job
 from diloco.packages import require_packages
 
 _finding = functools.partial(Finding, "program")
@@ -32,7 +31,7 @@ def check_program(program: Path, arguments: Sequence[str], job: Path | None) -> 
     with tempfile.TemporaryDirectory(prefix="diloco-doctor-") as folder:
         told = Path(folder, "told")
         told.touch()
-        kept = {name: value for name, value in os.environ.items() if not tells_of_a_job(name)}
+        kept = {name: value for name, value in os.environ.items() if not _tells_of_a_job(name)}
         named = {"DILOCO_ALONE_JOB": str(job.absolute())} if job is not None else {}
         command, environment = [sys.executable, str(program), *arguments], {**kept, **named, VARIABLE: str(told)}
         try:
@@ -54,3 +53,8 @@ def check_program(program: Path, arguments: Sequence[str], job: Path | None) -> 
     yield _finding(
         "steps", "ok" if steps else "warning", f"{steps} steps made; {moves} of the model moved as merges do"
     )
+
+
+def _tells_of_a_job(name: str) -> bool:
+    """Whether a variable would tell a program of a job."""
+    return name.startswith("DILOCO_") and not name.startswith("DILOCO_LOG_")
