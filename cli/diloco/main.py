@@ -58,7 +58,6 @@ def run(
     job: JobFile = None,
     file: FileOption = None,
     workdir: RunFolder = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write report.json here too.")] = None,
     chaos: Annotated[
         str,
         typer.Option(
@@ -117,9 +116,7 @@ def run(
     from diloco.local.run import run as run_job
 
     return run_job(
-        RunOptions(
-            named, workdir, report, chaos, seed=seed, overrides=overrides, http=http, force=force, as_json=as_json
-        )
+        RunOptions(named, workdir, chaos, seed=seed, overrides=overrides, http=http, force=force, as_json=as_json)
     )
 
 
@@ -506,7 +503,6 @@ def report(
     page: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="With --html: the page.  [default: report.html in WORKDIR]")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write report.json here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json, for programs.")] = False,
     html: Annotated[bool, typer.Option("--html", help="Write one HTML page with plots, also during the run.")] = False,
     context: Context = [],  # noqa: B006
@@ -523,19 +519,19 @@ def report(
 
         diloco report bandwidth.json --html bandwidth.html
 
-        diloco report tiny-gpt -o report.json --context my-cluster
+        diloco report tiny-gpt --json --context my-cluster > report.json
     """
     there = where(context, namespace, kubeconfig)
     if html:
         from diloco.local.report import write_page
 
-        of_job = f"diloco report {what or 'JOB'} -o report.json, then diloco report report.json --html"
+        of_job = f"diloco report {what or 'JOB'} --json > report.json, then diloco report report.json --html"
         if there.given:
             raise CommandError(f"pages are made of files: {of_job}")
         if means_job(what):
             raise CommandError(f"there is no run {what} here; of a job in a cluster: {of_job}")
-        if out is not None or as_json:
-            raise CommandError("--html goes without -o and --json: name the page after --html")
+        if as_json:
+            raise CommandError("--html goes without --json: name the page after --html")
         write_page(what, page)
         return
     if page is not None:
@@ -546,9 +542,9 @@ def report(
 
     with in_cluster(None if there.given else what):
         if there.given or means_job(what):
-            report_job(there, named_job(what, "diloco report"), out, as_json)
+            report_job(there, named_job(what, "diloco report"), as_json)
             return
-        show_report(read_report(what), what or "the newest run", out, as_json)
+        show_report(read_report(what), as_json)
 
 
 version.add_to(app)

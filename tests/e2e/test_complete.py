@@ -44,9 +44,7 @@ def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_pat
     assert status["phase"] == "Complete"
     assert status["completionTime"] > status["startTime"]
 
-    path = tmp_path / "report.json"
-    cluster.diloco("report", name, "-n", namespace, "-o", str(path))
-    report = json.loads(path.read_text())
+    report = json.loads(cluster.diloco("report", name, "-n", namespace, "--json"))
     assert report["outcome"] == "complete"
     assert report["tokens"]["trained"] >= stop
     assert [row["slot"] for row in report["learners"] if row["merged_pushes"]] == [0, 1, 2], report["learners"]

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
-from diloco.console import FAILED, WRONG, print_text, unwritable_text
+from diloco.console import FAILED, WRONG, print_text
 from diloco.local.summary import summary
 from diloco.syncer_client import SyncerError, fetch_document
 from diloco.text_console import TextConsole
-from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import EXPORT_PORT, HTTP_PORT
 
@@ -112,7 +111,7 @@ class Pages:
 # ------------------------------------------------------------------ report
 
 
-def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
+def report(where: Where, name: str, as_json: bool) -> None:
     """``diloco report``. Raises ClusterError."""
     cluster = where.open_one(": that of the cluster with the syncer")
     job = cluster.job(name)
@@ -120,7 +119,7 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
         document = _fetch_report(cluster, job)
     except ClusterError as error:
         short = (job.get("status") or {}).get("report")
-        if out is not None or not short:
+        if not short:
             raise
         print_text(f"warning: only the short report of the job's status: {error}", file=sys.stderr)
         try:
@@ -128,19 +127,12 @@ def report(where: Where, name: str, out: Path | None, as_json: bool) -> None:
         except DocumentError as wrong:
             raise ClusterError(f"the report in the status of {name}: {wrong}") from wrong
     ended = holds(job, "Complete") or holds(job, "Failed") or holds(job, "Suspended")
-    show_report(document, name, out, as_json, going=not ended)
+    show_report(document, as_json, going=not ended)
 
 
-def show_report(document: Report, name: str, out: Path | None, as_json: bool, going: bool = False) -> None:
-    """Print a report, or write it whole to ``out``. ``going``: the job is not over, and what people see says so.
-    Raises ClusterError."""
-    if out is not None:
-        try:
-            write_whole(out, document.model_dump_json(indent=1).encode() + b"\n", mode=PUBLIC)
-        except OSError as error:
-            raise ClusterError(unwritable_text(out, error), code=WRONG) from error
-        print_text(f"{out}: the report of {name}")
-    elif as_json:
+def show_report(document: Report, as_json: bool, going: bool = False) -> None:
+    """Print a report. ``going``: the job is not over, and what people see says so."""
+    if as_json:
         print_text(json.dumps(json.loads(document.model_dump_json()), indent=1))
     else:
         TextConsole(soft_wrap=True).print(summary(document, "the job continues" if going else ""))

@@ -26,7 +26,7 @@ from diloco.processes.workdir import Workdir, claim, locked
 from diloco.processes.worker_specs import ServeOptions, learner_names, without_meaning
 from diloco.text_console import TextConsole
 from diloco.validate import problems_text, read_job_file
-from diloco_protocol.common.files import PUBLIC, FileError, write_whole
+from diloco_protocol.common.files import write_whole
 from diloco_protocol.common.reach import is_loopback
 from diloco_protocol.documents import Report
 from diloco_protocol.security.credentials import CredentialsError
@@ -41,7 +41,6 @@ LOG_LINES = 12  # shown of the log of what made a run fail
 class RunOptions:
     job: Path
     workdir: Path | None = None
-    report: Path | None = None
     chaos: str = ""
     seed: int | None = None
     overrides: Sequence[str] = field(default_factory=tuple)
@@ -58,7 +57,9 @@ def run(options: RunOptions) -> int:
         schedule = chaos.check(chaos.parse(options.chaos), learner_names(job))
     except chaos.ChaosError as error:
         raise CommandError(str(error)) from error
-    _check_report_path(options)
+    check_listen(options.http)
+    if options.serving is not None:
+        check_listen(options.serving.listen, "--listen")
     _check_packages(job, options.serving)
     path = options.workdir or Path("runs") / job.metadata.name
     is_new = not path.exists()
@@ -85,17 +86,13 @@ def run(options: RunOptions) -> int:
             result = replace(result, ended=replace(result.ended, note="; ".join(notes)))
         report = earlier or complete_report(result, job, workdir.metrics, kept)
         data = report.model_dump_json(indent=1).encode() + b"\n"
-        wanted: list[tuple[Path, int | None]] = [(workdir.report, None)]
-        if options.report is not None:
-            wanted.append((options.report, PUBLIC))
         unwritten = 0
-        for path, mode in wanted:
-            try:
-                path.absolute().parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, data, mode=mode)
-            except (FileError, OSError) as error:
-                print_lasting(f"error: {unwritable_text(path, error)}", sys.stderr)
-                unwritten = 1
+        try:
+            workdir.path.mkdir(parents=True, exist_ok=True)
+            write_whole(workdir.report, data)
+        except OSError as error:
+            print_lasting(f"error: {unwritable_text(workdir.report, error)}", sys.stderr)
+            unwritten = 1
         _tell(result, report, workdir, options.as_json)
         return result.ended.exit_code or unwritten
 
@@ -119,25 +116,6 @@ def _check_packages(job: DiLoCoJob, serving: ServeOptions | None) -> None:
     scores = spec.evaluated and spec.evaluator.command is None and (serving is None or serving.evaluator)
     extras = ["syncer", *(["worker"] if trains or scores else [])]
     require_packages("diloco run" if serving is None else "diloco syncer serve", extras)
-
-
-def _check_report_path(options: RunOptions) -> None:
-    """Check that the report can be written, before anything is started."""
-    if options.report is not None:
-        # Its directory is made with the first write (it may be the workdir itself): the nearest
-        # one that exists has to be writable.
-        try:
-            parent = next(p for p in options.report.absolute().parents if p.exists())
-            unfit = options.report.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK)
-        except OSError:  # a name that is too long, a loop of links
-            unfit = True
-        if unfit:
-            raise CommandError(
-                f"--report {options.report}: it cannot be written; name a file in a directory that can be written"
-            )
-    check_listen(options.http)
-    if options.serving is not None:
-        check_listen(options.serving.listen, "--listen")
 
 
 def check_listen(address: str, option: str = "--http") -> None:

@@ -140,13 +140,11 @@ def test_an_interrupted_job_goes_on_to_its_end_and_what_it_leaves_is_whole(
     assert all(row["reasons"].get("died", 0) == 0 for row in interrupted["ledger"]), interrupted["ledger"]
     steps = interrupted["steps"]
 
-    copy = tmp_path / "copy.json"
-    again = start("--set", f"training.stop.steps={steps + 100}", "--report", str(copy))
+    again = start("--set", f"training.stop.steps={steps + 100}")
     assert again.ends() == 0, again.everything()
     assert re.search(rf"continuing from the checkpoint in \S+: step {steps}, [\d,]+ merges", again.output), again.output
     report = again.report()
     assert report["tokens"]["trained"] > interrupted["tokens"]["trained"]
-    assert report == json.loads(copy.read_text())
     names_are_kept(report)
     assert report["schema"] == 1 and report["outcome"] == "complete" and report["seed"] == 0
     # Steps take 10 ms: how many merges fit between them depends on how busy this machine is.

@@ -82,8 +82,6 @@ def test_wrong_arguments_are_2(arguments: list[str]) -> None:
         (["--set", "nonsense"], "path=value"),
         (["--seed", "-5"], "seed"),
         (["--set", "syncer.shards=2"], "syncer.shards = 2"),
-        (["--report", "/dev/null/report.json"], "name a file in a directory that can be written"),
-        (["--report", "r" * 300], "name a file in a directory that can be written"),
         (["--http", "8080"], "host:port"),
         (["--http", "nowhere.invalid:0"], "there is no such host"),
         (["--http", "127.0.0.1:99999"], "host:port"),

@@ -59,8 +59,8 @@ def test_what_run_status_and_report_show_of_others_is_harmless(capsys: pytest.Ca
     status = status_document(job=HOSTILE, message=HOSTILE, phase="training", slots=[slot_row(region=HOSTILE)])
     for print_it in (
         lambda: show(status),
-        lambda: show_report(job_report(output=output), "tiny", None, False),
-        lambda: show_report(job_report(output=output), "tiny", None, True),
+        lambda: show_report(job_report(output=output), False),
+        lambda: show_report(job_report(output=output), True),
         lambda: Lines().event(HOSTILE),
         lambda: Lines().update(RunView(HOSTILE, None, status)),
     ):

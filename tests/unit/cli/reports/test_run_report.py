@@ -148,7 +148,7 @@ def test_what_cannot_be_done_is_said_with_the_cure(workdir: Path, tmp_path: Path
         ((wrong, "--html"), "neither a run's report.json nor figures"),
         ((tmp_path, "--html"), "no run's directory"),
         ((workdir, "page.html"), "a second file is for --html"),
-        ((workdir, "--html", "--json"), "without -o and --json"),
+        ((workdir, "--html", "--json"), "--html goes without --json"),
         ((workdir, workdir, "--html"), "is what the report is made of"),
         ((workdir, tmp_path, "--html"), "cannot be written"),
         ((workdir, wrong / "x.html", "--html"), f"cannot be written: {wrong} is not a directory"),
@@ -157,7 +157,7 @@ def test_what_cannot_be_done_is_said_with_the_cure(workdir: Path, tmp_path: Path
             "error: cannot write /proc/x.html: the file system of /proc takes no new",
         ),
         ((wrong, wrong, "--html"), "wrong.json"),
-        (("a-job", "--html"), "diloco report a-job -o report.json"),
+        (("a-job", "--html"), "diloco report a-job --json > report.json"),
     ):
         code, output = diloco("report", *arguments)
         assert code == 2 and words in output, (arguments, output)
