@@ -27,8 +27,7 @@ def run() -> None:
     from diloco.local.runner import runner
     from diloco.processes.launch import ForkServerClient
 
-    paced = functools.partial(ForkServerClient, program=(__file__,))
-    runner.ForkServerClient = paced  # type: ignore[assignment, misc]
+    vars(runner)["ForkServerClient"] = functools.partial(ForkServerClient, program=(__file__,))
     main.main()
 
 

@@ -167,15 +167,14 @@ def chaos(
 
         diloco chaos job.yaml --mtbf 120 --minutes 10 --context my-cluster
     """
-    from diloco.local.chaos.draw import DrawOptions, draw_faults
+    from diloco.local.chaos.draw import draw_faults
     from diloco.local.chaos.random_faults import schedule_document, text_of
 
     named = job_file(job, file, "diloco chaos")
-    options = DrawOptions(
-        job=named, overrides=overrides, chaos=spec, mtbf=mtbf, repair=repair, minutes=minutes, seed=seed
-    )
     there = where(context, namespace, kubeconfig)
-    name, schedule = draw_faults(options, kills_alone=there.given)
+    name, schedule = draw_faults(
+        named, overrides, chaos=spec, mtbf=mtbf, repair=repair, minutes=minutes, seed=seed, kills_alone=there.given
+    )
     if dry_run:
         print_text(json.dumps(schedule_document(schedule)) if as_json else text_of(schedule))
         return 0

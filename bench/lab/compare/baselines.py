@@ -28,7 +28,7 @@ from typing import Any
 
 from diloco.local.chaos.injector import Injector
 from diloco.local.chaos.schedule import FaultSchedule
-from diloco.local.run import tail
+from diloco.processes.exit_errors import tail
 from diloco.processes.launch import Forked, ForkServerClient, StartError
 from diloco.processes.worker_specs import base_environment, threads_each, worker_specs
 from diloco_protocol.common.files import write_whole

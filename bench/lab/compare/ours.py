@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from diloco.local.chaos.random_faults import text_of
-from diloco.local.run import tail
+from diloco.processes.exit_errors import tail
 from diloco.processes.launch import Child, StartError, end_all
 from diloco.processes.supervisor import Kind
 from diloco.processes.workdir import Workdir

@@ -92,10 +92,10 @@ def doctor(
     found += check_cluster(there) if has_kubeconfig(there) else [no_kubeconfig()]
     if job is not None:
         from diloco.doctor.job import check_job
-        from diloco.doctor.links import LinkOptions, check_links
+        from diloco.doctor.links import check_links
 
         found += check_job(job, overrides, torch, absent)
-        found += check_links(job, overrides, LinkOptions(credentials, step_seconds))
+        found += check_links(job, overrides, credentials, step_seconds)
     return _show(found, as_json)
 
 

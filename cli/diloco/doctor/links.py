@@ -12,7 +12,6 @@ import functools
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.bandwidth_plan import Conditions, document, fragment_sizes
@@ -31,26 +30,21 @@ HANDSHAKE_SECONDS = 5.0
 _NOT_YET = "expected before the job runs at its hub; else check syncer.endpoint.address, its Service and the firewall"
 
 
-@dataclass(frozen=True, slots=True)
-class LinkOptions:
-    """``credentials``: a learner's folder. ``step_seconds``: of an inner step; None: needs are for one second."""
-
-    credentials: Path | None = None
-    step_seconds: float | None = None
-
-
-def check_links(file: Path, overrides: Sequence[str], options: LinkOptions) -> Iterator[Finding]:
+def check_links(
+    file: Path, overrides: Sequence[str], credentials: Path | None, step_seconds: float | None
+) -> Iterator[Finding]:
     """Nothing for a job file that is wrong (``check_job`` reports that), or whose links are all inside one machine or
-    cluster. Raises CommandError for an impossible ``step_seconds``."""
+    cluster. ``credentials``: a learner's folder. ``step_seconds``: of an inner step; None: needs are for one second.
+    Raises CommandError for an impossible one."""
     try:
         job = load_job(file, overrides)
     except JobError:
         return
     address = job.spec.syncer.endpoint.learner_address
     if address:
-        yield from _endpoint(job, address, options.credentials)
+        yield from _endpoint(job, address, credentials)
     if address or len(job.spec.regions) > 1:
-        yield from _bandwidth(job, file, options.step_seconds)
+        yield from _bandwidth(job, file, step_seconds)
 
 
 def _endpoint(job: DiLoCoJob, address: str, folder: Path | None) -> Iterator[Finding]:

@@ -82,11 +82,6 @@ class LogFile:
         return self._last, self.label, line
 
 
-def is_running(workdir: Workdir) -> bool:
-    """Whether the run's own process is there: it wrote its id into the lock that it holds."""
-    return workdir.runner() is not None
-
-
 def chosen_files(workdir: Workdir, target: str | None) -> Callable[[str], bool]:
     """Which processes ``target`` means: a process by its name (syncer, evaluator, local-1), a region, or learner-N
     (counted over all regions); None: all. Raises CommandError for one that the job does not have."""
@@ -148,7 +143,7 @@ def show_logs(workdir: Workdir, options: LogOptions) -> int:
             f"the run in {workdir.path} has no log{'' if options.target is None else 's of that'} yet", FAILED
         )
     while options.follow:
-        running = is_running(workdir)
+        running = workdir.runner() is not None
         show(LogFile.new_lines)
         if not running:
             print_text(f"the run in {workdir.path} is not running", file=sys.stderr)
@@ -186,7 +181,7 @@ def show_events(workdir: Workdir, watch: bool, as_json: bool) -> None:
     log = LogFile(workdir.log("syncer"))
     shown = 0
     while True:
-        running = is_running(workdir)
+        running = workdir.runner() is not None
         for _, _, line in log.new_lines():
             event = event_in(line)
             if event is None or (not as_json and event["kind"] in QUIET_EVENTS):

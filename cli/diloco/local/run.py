@@ -21,6 +21,7 @@ from diloco.local.runner.runner import Runner
 from diloco.local.screen import make_screen
 from diloco.local.summary import summary
 from diloco.packages import require_packages
+from diloco.processes.exit_errors import tail
 from diloco.processes.launch import check_free
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco.processes.worker_specs import ServeOptions, learner_names, without_meaning
@@ -219,13 +220,3 @@ def next_commands(workdir: Workdir) -> list[str]:
         if workdir.tensorboard.is_dir()
         else commands
     )
-
-
-def tail(path: Path, lines: int, begin: int = 0) -> list[str]:
-    """The last lines of a file that may be large, from its byte ``begin`` on; none if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(begin, path.stat().st_size - 65536))
-            return file.read().decode("utf-8", "replace").splitlines()[-lines:]
-    except OSError:
-        return []

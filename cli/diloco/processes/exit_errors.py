@@ -121,7 +121,8 @@ class ExitErrors:
         killed = self._unexplained > 0 if self._count_kills() else None
         if killed and _signal(how) == signal.SIGKILL:
             self._unexplained -= 1
-        return error_of_exit(kind, how, self._read_log(name), killed, need=self._memory_need(), joined=joined)
+        log = tail(self._log_of(name), begin=self.log_begin(name))
+        return error_of_exit(kind, how, log, killed, need=self._memory_need(), joined=joined)
 
     def _count_kills(self) -> bool:
         """Take in what the kernel has counted since the last time; False: its counts cannot be read."""
@@ -151,18 +152,18 @@ class ExitErrors:
         else:
             screen.event(f"{name}: {error.text}", "red")
 
-    def _read_log(self, name: str) -> list[str]:
-        path = self._log_of(name)
-        try:
-            with path.open("rb") as file:
-                begin = max(self.log_begin(name), path.stat().st_size - MAX_LOG_BYTES)
-                file.seek(begin)
-                raw = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
-        except OSError:
-            return []
-        return raw.splitlines()
-
 
 def readable(lines: Sequence[str]) -> list[str]:
     """Lines of a log for people: of JSON what it says."""
     return [part for line in lines for part in rendered(line)[0].split("\n")]
+
+
+def tail(path: Path, lines: int = 0, begin: int = 0) -> list[str]:
+    """The last ``lines`` (0: all) of the end of a file that may be large, from its byte ``begin`` on; none if it cannot
+    be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(begin, path.stat().st_size - MAX_LOG_BYTES))
+            return file.read(MAX_LOG_BYTES).decode("utf-8", "replace").splitlines()[-lines:]
+    except OSError:
+        return []

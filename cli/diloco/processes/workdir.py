@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,23 +182,9 @@ def _read_report(path: Path) -> Report | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _LockContent:
-    """``times``: of access and change, in ns; None: now."""
-
-    data: bytes
-    times: tuple[int, int] | None
-
-    @classmethod
-    def read(cls, descriptor: int) -> _LockContent:
-        found = os.fstat(descriptor)
-        return cls(os.pread(descriptor, 64, 0), (found.st_atime_ns, found.st_mtime_ns))
-
-    def write(self, descriptor: int) -> None:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, self.data, 0)
-        if self.times is not None:
-            os.utime(descriptor, ns=self.times)
+def _rewrite(descriptor: int, data: bytes) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, data, 0)
 
 
 @contextlib.contextmanager
@@ -226,21 +211,22 @@ def locked(path: Path) -> Iterator[Workdir]:
             raise WorkdirError(
                 f"workdir {path} is in use by another run{who}: wait for it, stop it, or give another --workdir"
             ) from error
-        before = _LockContent.read(descriptor)
+        before, data = os.fstat(descriptor), os.pread(descriptor, 64, 0)
         try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            _rewrite(descriptor, f"{os.getpid()}\n".encode())
         except OSError as error:
             raise _unusable(path, error) from error
-        ended = _LockContent(b"", None)  # it was not killed
+        refused = False
         try:
             yield workdir
         except CommandError:
-            ended = before  # it was refused: what is known of the run before stays known
+            refused = True
             raise
         finally:
             with contextlib.suppress(OSError):
-                ended.write(descriptor)
+                _rewrite(descriptor, data if refused else b"")  # refused: what is known of the run before stays known
+                if refused:
+                    os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
     finally:
         os.close(descriptor)  # and with it the lock
 

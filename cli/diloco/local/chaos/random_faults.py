@@ -1,13 +1,12 @@
 """A schedule of random faults from a seed, in the grammar of ``--chaos``.
 
-Failures are Poisson: a learner that is well fails at the rate 1 / MTBF. What is broken is drawn with the shares of
-``Mixture``; how long it lasts (a kill: until its machine is back) is exponentiated Weibull (``failures``). A
+Failures are Poisson: a learner that is well fails at the rate 1 / MTBF. What is broken is drawn with the shares
+``SHARES``; how long it lasts (a kill: until its machine is back) is exponentiated Weibull (``failures``). A
 learner that is broken does not break again before that is over. The same arguments give the same schedule.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,31 +17,19 @@ from diloco.local.chaos.schedule import NONE, Fault, parse
 SHAPE, POWER = 0.8, 2.0  # of repair times: most are short, few are long, none takes no time
 SHORTEST_SECONDS = 0.1
 SLOW_SPEED = 0.25
+SHARES = {"kill": 0.55, "pause": 0.15, "cut": 0.15, "slow": 0.15}
+"""How often each action is drawn."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """How often each action is drawn, relative to the others; at least 0, not all 0."""
-
-    kill: float = 0.55
-    pause: float = 0.15
-    cut: float = 0.15
-    slow: float = 0.15
-
-
-def draw_schedule(
-    seed: int, learners: int, mtbf: float, repair: float, seconds: float, mixture: Mixture | None = None
-) -> tuple[Fault, ...]:
+def draw_schedule(seed: int, learners: int, mtbf: float, repair: float, seconds: float) -> tuple[Fault, ...]:
     """Faults of ``learners`` learners within ``seconds``, in order of time.
 
     ``mtbf``: mean seconds until a learner that is well fails; ``repair``: mean seconds that a fault lasts. Raises
     ValueError where one of them is not above 0.
     """
-    mixture = mixture or Mixture()
     random = np.random.default_rng(seed)
     repairs = RepairTimes.with_mean(repair, SHAPE, POWER)
-    actions = [field.name for field in fields(mixture)]
-    shares = np.array([getattr(mixture, action) for action in actions], dtype=np.float64)
+    actions, shares = list(SHARES), np.array(list(SHARES.values()))
     items = []
     for failure in draw_failures(random, learners, mtbf, repairs, until=seconds):
         action = actions[int(random.choice(len(actions), p=shares / shares.sum()))]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from diloco.bandwidth_plan import Conditions, plan
 from diloco.console import CommandError
 from diloco.doctor.findings import Finding
-from diloco.doctor.links import LinkOptions, check_links
+from diloco.doctor.links import check_links
 from diloco.main import app
 from diloco_protocol.common.format_units import bits_text
 from free_ports import closed_port
@@ -38,8 +38,10 @@ def across(address: str, kind: str = "External") -> list[str]:
     ]
 
 
-def links(overrides: list[str], options: LinkOptions | None = None) -> dict[str, Finding]:
-    return {one.about: one for one in check_links(EXAMPLE, overrides, options or LinkOptions())}
+def links(
+    overrides: list[str], credentials: Path | None = None, step_seconds: float | None = None
+) -> dict[str, Finding]:
+    return {one.about: one for one in check_links(EXAMPLE, overrides, credentials, step_seconds)}
 
 
 @contextlib.contextmanager
@@ -94,11 +96,11 @@ def test_with_credentials_both_sides_are_judged(tmp_path: Path) -> None:
     strangers = Parties(tmp_path / "strange", JOB, NAMESPACE, title="theirs")
     mine, theirs = parties.learner(region="far"), strangers.learner(region="far")
     with listening(tls_of(parties.syncer()), b"x") as address:
-        good = links(across(address), LinkOptions(mine))["TLS"]
+        good = links(across(address), mine)["TLS"]
         assert good.level == "ok" and "is the job's syncer, and accepts the certificate" in good.said
-        bad = links(across(address), LinkOptions(theirs))["TLS"]
+        bad = links(across(address), theirs)["TLS"]
         assert bad.level == "error" and "is not trusted" in bad.said
-        absent = links(across(address), LinkOptions(tmp_path / "none"))["TLS"]
+        absent = links(across(address), tmp_path / "none")["TLS"]
         assert absent.level == "error" and "is not a directory" in absent.said
 
 
@@ -129,7 +131,7 @@ def test_a_closed_port_and_a_name_that_does_not_resolve() -> None:
 def test_links_need_what_the_plan_says() -> None:
     overrides = [*across("nosuch.invalid:7700")]
     planned = plan(EXAMPLE, overrides, None, Conditions(0.5))
-    found = links(overrides, LinkOptions(step_seconds=0.5))
+    found = links(overrides, step_seconds=0.5)
     far = next(one for one in planned["regions"] if one["name"] == "far")
     said = found["region far"].said
     assert said == f"needs {bits_text(far['up'])} up and {bits_text(far['down'])} down for 3 learners at 500 ms a step"
@@ -138,7 +140,7 @@ def test_links_need_what_the_plan_says() -> None:
     found = links(overrides)
     assert "at 1 s a step" in found["hub"].said and "--step-seconds S" in found["hub"].fix
     with pytest.raises(CommandError, match="--step-seconds -1"):
-        links(overrides, LinkOptions(step_seconds=-1.0))
+        links(overrides, step_seconds=-1.0)
 
 
 def test_a_program_of_ones_own_has_a_size_that_only_its_user_knows(tmp_path: Path) -> None:

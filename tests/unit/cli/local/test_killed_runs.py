@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from diloco.console import CommandError
 from diloco.local import status
-from diloco.local.log_files import is_running
 from diloco.main import app
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco_protocol.spec.load import parse_job
@@ -44,7 +43,7 @@ def killed_runner(path: Path) -> None:
     """A process that holds the directory as a run does, until it is killed."""
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as runner:
         assert runner.stdout is not None and runner.stdout.readline() == "held\n"
-        assert is_running(Workdir(path))
+        assert Workdir(path).runner() is not None
         runner.send_signal(signal.SIGKILL)
         runner.wait(30)
 

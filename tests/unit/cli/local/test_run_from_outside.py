@@ -18,7 +18,7 @@ import pytest
 from pydantic import RootModel
 from typer.testing import CliRunner
 
-from diloco.local.log_files import event_in, is_running, line_time
+from diloco.local.log_files import event_in, line_time
 from diloco.main import app
 from diloco.processes.workdir import Workdir, claim, locked
 from diloco_protocol.common.http_server import HttpServer, json_page
@@ -183,7 +183,7 @@ def test_a_line_of_a_rank_has_the_time_that_it_says() -> None:
 
 def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
     """In a program of its own, as on another terminal: new lines and new files come as they are written."""
-    assert is_running(run)
+    assert run.runner() is not None
     program = [sys.executable, "-m", "diloco.main", "logs", str(run.path), "-f", "--tail", "1"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None and reader.stderr is not None
@@ -199,7 +199,7 @@ def test_a_run_is_followed_until_its_runner_is_gone(run: Workdir) -> None:
         run.lock.write_text(f"{ended.pid}\n")
         assert reader.wait(30) == 0
         assert "is not running" in reader.stderr.read()
-    assert not is_running(run)
+    assert run.runner() is None
 
 
 # ------------------------------------------------------------------ report

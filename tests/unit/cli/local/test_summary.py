@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.local.run import next_commands, tail
+from diloco.local.run import next_commands
 from diloco.local.summary import dropped_by_reason, share_text, summary
+from diloco.processes.exit_errors import tail
 from diloco.processes.workdir import Workdir
 from diloco_protocol.documents import Report
 from status_documents import job_report
