@@ -188,7 +188,9 @@ def _kubeconfig(source: Path, token: str, path: Path) -> str:
 def requests_counted(api: Api) -> float:
     """Requests of the operator's account since the API server started, as the API server counts."""
     total = 0.0
-    for line in api.read_text("/metrics").splitlines():
+    with api.stream("GET", "/metrics", silence=30.0, total=30.0, accept="*/*") as reply:
+        page = reply.read().decode()
+    for line in page.splitlines():
         if line.startswith("apiserver_flowcontrol_dispatched_requests_total") and f'"{NAMESPACE}"' in line:
             total += float(line.rpartition(" ")[2])
     return total

@@ -356,30 +356,15 @@ def list_jobs(
         Path | None, typer.Argument(metavar="DIR", help="Where the runs are.  [default: ./runs]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object with all of them, for programs.")] = False,
-    everywhere: Everywhere = False,
-    context: Contexts = [],  # noqa: B006
-    namespace: Namespace = None,
-    kubeconfig: Kubeconfig = None,
 ) -> None:
-    """List the runs on this machine, or with --context, -n or -A the jobs of a cluster.
+    """List the runs on this machine. `diloco status -A` lists the jobs of a cluster.
 
     Examples:
 
         diloco list
 
         diloco list /data/runs --json
-
-        diloco list -A
     """
-    there = where(context, namespace, kubeconfig)
-    if there.given or everywhere:
-        if directory is not None:
-            raise CommandError(f"{directory}: a directory holds runs of this machine; leave it out, or the cluster")
-        from diloco.cluster.status import show_status
-
-        with in_cluster():
-            show_status(there, None, everywhere, watch=False, as_json=as_json)
-        return
     from diloco.local.status import list_runs, show_runs
 
     if directory is not None and not directory.is_dir():

@@ -46,7 +46,7 @@ def read_job(obj: Object) -> Job:
     metadata = obj["metadata"]
     spec = obj.get("spec")
     deleted = metadata.get("deletionTimestamp")
-    text = _digestible(spec)
+    text = json.dumps(_whole(spec), sort_keys=True, separators=(",", ":"))
     document, normal_form, problems = _read_spec(metadata["name"], metadata.get("namespace", "default"), text)
     if TOO_DEEP in text:
         said = f"spec: is nested more than {MAX_DEPTH} levels deep, and cannot be read"
@@ -65,10 +65,6 @@ def read_job(obj: Object) -> Job:
         problems=problems,
         normal_form=normal_form,
     )
-
-
-def _digestible(spec: Any) -> str:
-    return json.dumps(_whole(spec), sort_keys=True, separators=(",", ":"))
 
 
 def _whole(value: Any) -> Any:

@@ -110,11 +110,6 @@ class Client:
                 raise _unreadable(method, path, f"{self.host} answered {path} with something that is no JSON object")
             return int(reply.status), document
 
-    def read_text(self, path: str, seconds: float = 30.0) -> str:
-        """A page of the API server that is no JSON, such as ``/metrics``. Raises ApiError."""
-        with self.stream("GET", path, silence=seconds, total=seconds, accept="*/*") as reply:
-            return self._body("GET", path, reply).decode()
-
     @contextlib.contextmanager
     def stream(
         self,

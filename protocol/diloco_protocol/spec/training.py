@@ -13,14 +13,8 @@ Betas = Annotated[list[Beta], Field(min_length=2, max_length=2)]
 
 # `kubectl apply` without --server-side drops nulls from what it creates, and the default would come
 # in their place. So what null says here can be said with a zero too, and both become None.
-
-
-def _none_for_zero(value: float) -> float | None:
-    return value or None
-
-
-def _none_without_fraction(value: EvaluationSpec | None) -> EvaluationSpec | None:
-    return value if value is not None and value.fraction else None
+_NONE_FOR_ZERO = AfterValidator(lambda value: value or None)
+_NONE_WITHOUT_FRACTION = AfterValidator(lambda value: value if value is not None and value.fraction else None)
 
 
 class LoraSpec(Spec):
@@ -166,7 +160,7 @@ class OptimizerSpec(Spec):
     schedule: Literal["cosine", "constant"] = Field(
         "cosine", description="After the warm-up. cosine: decay to 2 % of the peak at the stop; constant: the peak."
     )
-    clip_norm: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_none_for_zero)] | None = Field(
+    clip_norm: Annotated[float, Field(ge=0, le=1e6), _NONE_FOR_ZERO] | None = Field(
         1.0, description="Gradients are clipped to this norm; 0 or null: not clipped."
     )
 
@@ -234,7 +228,7 @@ class TrainingSpec(Spec):
         default_factory=lambda: StopSpec(tokens=2_000_000),
         description="When the job is done: exactly one of steps, tokens, seconds.",
     )
-    evaluation: Annotated[EvaluationSpec | None, AfterValidator(_none_without_fraction)] = Field(
+    evaluation: Annotated[EvaluationSpec | None, _NONE_WITHOUT_FRACTION] = Field(
         default_factory=EvaluationSpec,
         description="Evaluation of the merged model; needs model and data, or evaluator.command. "
         "null or fraction 0: none.",

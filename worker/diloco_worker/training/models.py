@@ -344,7 +344,7 @@ def _check_names(given: Mapping[str, Any], config: Any) -> None:
         path = f"{CONFIG}.{name}"
         if name in _REFUSED:
             problems.append(Problem(path, value, _REFUSED[name]))
-        elif (name.startswith("num_") or name.endswith("_size")) and _below_one(value):
+        elif (name.startswith("num_") or name.endswith("_size")) and type(value) in (int, float) and value < 1:
             problems.append(Problem(path, value, "must be at least 1"))
         elif name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=3)
@@ -413,7 +413,3 @@ def _bad_from(model_spec: ModelSpec, error: Exception) -> JobError:
     return job_error(
         FROM, model_spec.from_, f"no model could be loaded: {one_line(error)}; it must hold config.json and safetensors"
     )
-
-
-def _below_one(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value < 1
