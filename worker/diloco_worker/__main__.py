@@ -43,7 +43,7 @@ def main() -> int:
         return ConfigurationError.exit_code
     except WorkerError as error:
         log.error("%s", error)
-        exit_hooks.write_termination_message(exit_hooks.error_text(error))
+        exit_hooks.write_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         log.warning("interrupted")
@@ -51,7 +51,7 @@ def main() -> int:
     except Exception as error:
         log.exception("failed")
         log.error("failed: %s: %s", type(error).__name__, error)
-        exit_hooks.write_termination_message(exit_hooks.error_text(error))
+        exit_hooks.write_error(error)
         return WorkerError.exit_code
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -13,6 +13,7 @@ program that could not write it, the kubelet keeps the end of the log (FallbackT
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from diloco_protocol.common.program_errors import error_line, last_lines
+from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker.settings import WorkerError
 
 log = logging.getLogger("diloco_worker")
@@ -33,12 +35,21 @@ _DEFAULT_TERMINATION_LOG = "/dev/termination-log"  # made by the kubelet
 _MAX_TERMINATION_BYTES = 4096  # so much of it the kubelet keeps
 
 
-def write_termination_message(text: str, path: Path | None = None) -> None:
-    """Write ``text`` to the pod's termination log; outside of a pod do nothing. Of a long text it is the end."""
+def write_termination_message(text: str, path: Path | None = None, keep: bool = False) -> None:
+    """Write ``text`` to the pod's termination log; outside of a pod do nothing. Of a long text it is the end. ``keep``:
+    leave a message that is there as it is."""
     path = path or Path(os.environ.get(TERMINATION_LOG) or _DEFAULT_TERMINATION_LOG)
-    with contextlib.suppress(OSError):  # then the pod's end is reported without a reason
-        if path.exists():
-            path.write_bytes(text.encode("utf-8", "replace")[-_MAX_TERMINATION_BYTES:])
+    with contextlib.suppress(OSError), path.open("r+b") as file:  # else the pod's end is reported without a reason
+        fcntl.flock(file, fcntl.LOCK_EX)  # the ranks of a pod write into one file
+        if not (keep and file.read(1)):
+            file.truncate(0)
+            os.pwrite(file.fileno(), text.encode("utf-8", "replace")[-_MAX_TERMINATION_BYTES:], 0)
+
+
+def write_error(error: BaseException) -> None:
+    """Leave ``error_text`` as the termination message. That another rank has ended says nothing of the cause, so a
+    rank that ends of it leaves it only where there is no message yet."""
+    write_termination_message(error_text(error), keep=getattr(error, "exit_code", None) == WorkerExit.GROUP)
 
 
 def error_text(error: BaseException) -> str:
@@ -63,7 +74,7 @@ def install(json: bool = False) -> None:
 def _end(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
     if isinstance(value, Exception):
         with contextlib.suppress(Exception):  # an error whose text cannot be made ends the program all the same
-            write_termination_message(error_text(value))
+            write_error(value)
     if isinstance(value, WorkerError):
         log.error("%s", value)
         raise SystemExit(value.exit_code)

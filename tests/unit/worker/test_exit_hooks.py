@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME
 from diloco_worker.exit_hooks import error_text, write_termination_message
 from diloco_worker.settings import ConfigurationError
+from patience import wait_for_end, wait_until
 
 
 def test_a_word_is_left_where_a_kubelet_reads_it_and_nowhere_else(tmp_path: Path) -> None:
@@ -86,3 +88,42 @@ def test_a_program_that_fails_leaves_its_error_where_the_pod_says(
     )
     assert done.returncode == code, done.stderr
     assert left in log.read_text() and log.read_text().strip() == log.read_text()
+
+
+CONSEQUENCE = """
+import diloco_worker.exit_hooks as hooks
+from diloco_protocol.vocabulary import WorkerExit
+from diloco_worker.settings import WorkerError
+class Broken(WorkerError):
+    exit_code = WorkerExit.GROUP
+hooks.install()
+raise Broken("another rank has ended")
+"""
+
+
+def end_as_consequence(log: Path) -> subprocess.Popen[bytes]:
+    """A rank that ends because another has."""
+    return subprocess.Popen([sys.executable, "-c", CONSEQUENCE], env={**os.environ, "DILOCO_TERMINATION_LOG": str(log)})
+
+
+def test_who_ends_because_another_rank_has_leaves_its_message_alone(tmp_path: Path) -> None:
+    """Ranks that torchrun has started, in one pod: a cause takes the place of a consequence, and never the reverse."""
+    log = tmp_path / "termination-log"
+    log.touch()
+    assert wait_for_end(end_as_consequence(log)) == 7
+    assert log.read_text() == "another rank has ended", "of a pod whose ranks all end of another pod's"
+    write_termination_message("the cause", log)
+    assert wait_for_end(end_as_consequence(log)) == 7
+    assert log.read_text() == "the cause"
+
+
+def test_of_two_messages_at_the_same_time_the_cause_stays(tmp_path: Path) -> None:
+    log = tmp_path / "termination-log"
+    with log.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a rank is about to write the cause
+        rank = end_as_consequence(log)
+        waits = f"-> FLOCK  ADVISORY  WRITE {rank.pid} "
+        wait_until(lambda: waits in Path("/proc/locks").read_text(), "the other rank to wait for it", rank)
+        file.write("the cause")
+    assert wait_for_end(rank) == 7
+    assert log.read_text() == "the cause"

@@ -66,6 +66,31 @@ def test_a_rank_that_fails_ends_all_and_its_code_is_the_learners(program: str, c
     assert (found, lines[-1]) == (code, f"word {0 if code == 1 else 1}")
 
 
+SAY = "import signal; from diloco_worker.exit_hooks import write_termination_message as say; "
+FOLLOW = "signal.signal(signal.SIGTERM, lambda *_: [say('another has ended'), sys.exit(1)]); rank or time.sleep(60); "
+
+
+@pytest.mark.parametrize(
+    ("program", "left"),
+    [
+        (FOLLOW + "say('the cause'); sys.exit(1)", "the cause"),
+        (FOLLOW + "os.kill(os.getpid(), 9)", ""),
+        ("rank or say('to be resumed')", "to be resumed"),
+    ],
+    ids=["cause", "killed", "leader"],
+)
+def test_the_pods_message_is_that_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, left: str
+) -> None:
+    log = tmp_path / "termination-log"
+    monkeypatch.setenv("DILOCO_TERMINATION_LOG", str(log))
+    run(SAY + program)
+    assert not log.exists(), "this is no pod"
+    log.touch()
+    run(SAY + program)
+    assert log.read_text() == left
+
+
 def start(program: str, tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
     """A launch of two ranks, once each of them runs the program."""
     ready = f"import pathlib; pathlib.Path({str(tmp_path)!r}, str(rank)).touch(); "

@@ -16,6 +16,7 @@ rank that fails ends all of them: the others have ``CAUSE_SECONDS`` to fail of i
 * No rank outlives this process, whatever ends it: the kernel kills them (PR_SET_PDEATHSIG).
 * The ranks' output is one log: each line of rank r > 0 begins with ``[rank r]``, unless it is JSON, which has a field.
   The last lines of the rank that failed first are repeated at the end, where a reader looks for the error.
+* The pod's termination message is that of the rank that failed first: each has a file in memory for its own.
 * The leader, rank 0, has the learner's status port. In each other pod this process answers probes there.
 
 A replacement of the whole learner is somebody else's to start (the runner, the operator), and no rank is started twice.
@@ -36,6 +37,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diloco_protocol.common.http_server import METRICS_TYPE, AddressError, ThreadedPages, text_page
 from diloco_protocol.common.process import die_with_parent
@@ -48,6 +50,9 @@ LAST_LINES = 25
 MAX_LINE = 64 << 10  # bytes; the rest of a longer line is another
 MASTER_PORT = 29500
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+TERMINATION_LOG = "DILOCO_TERMINATION_LOG"  # as exit_hooks has it, which would load the job's model
+_DEFAULT_TERMINATION_LOG = "/dev/termination-log"
+_MAX_TERMINATION_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +88,12 @@ def rank_environment(base: Mapping[str, str], shape: Shape, local: int) -> dict[
 
 @dataclass
 class Rank:
-    """A rank and its output. ``code``: as Popen has it; None: it runs. ``told``: it ended after it was told to."""
+    """A rank and its output. ``said``: the file in memory that it takes for its pod's termination log. ``code``: as
+    Popen has it; None: it runs. ``told``: it ended after it was told to."""
 
     number: int
     process: subprocess.Popen[bytes]
+    said: int
     last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     code: int | None = None
     told: bool = False
@@ -126,9 +133,11 @@ class Launch:
             signal.signal(number, lambda number, _: self._send(number))
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # one that comes now is for all ranks
         for local in range(shape.processes):
+            said = os.memfd_create("termination-log")
+            own = {TERMINATION_LOG: f"/proc/{here}/fd/{said}"}
             process = subprocess.Popen(
                 command,
-                env=rank_environment(os.environ, shape, local),
+                env=rank_environment(os.environ, shape, local) | own,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -136,7 +145,7 @@ class Launch:
             )
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
-            rank = Rank(shape.pod * shape.processes + local, process)
+            rank = Rank(shape.pod * shape.processes + local, process, said)
             self._ranks.append(rank)
             self._selector.register(process.stdout, selectors.EVENT_READ, rank)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -158,6 +167,7 @@ class Launch:
         while self._selector.get_map() and time.monotonic() < until:
             self._copy_output(LOOK_SECONDS)
         first = self._first_failure()
+        _leave_message((first or self._ranks[0]).said)
         if first is None:
             return 0
         if len(self._ranks) > 1:
@@ -194,6 +204,14 @@ class Launch:
             if rank.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.process.pid, number)
+
+
+def _leave_message(said: int) -> None:
+    """Make a rank's termination message the pod's. Without one the kubelet takes the end of the log."""
+    path = Path(os.environ.get(TERMINATION_LOG) or _DEFAULT_TERMINATION_LOG)
+    with contextlib.suppress(OSError):
+        if path.exists():
+            path.write_bytes(os.pread(said, _MAX_TERMINATION_BYTES, 0))
 
 
 def _write(data: bytes) -> None:
