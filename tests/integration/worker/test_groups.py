@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from forked import fork
 from group_process import start_group
 from learner_process import Syncer
 
+from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_worker import load_merged
+from patience import wait_for_end, wait_until
 
 STEPS = 24
 DETERMINISTIC = {
@@ -68,3 +74,42 @@ def assert_same_as_singles(start: Callable[..., Syncer], forms: Forms, **sync: o
 def test_groups_make_the_model_of_single_processes(forms: Forms, syncer: Callable[..., Syncer]) -> None:
     """Among the ranks some have no memory in common with their leader, as if they were on another host."""
     assert_same_as_singles(syncer, forms)
+
+
+TRAINER = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {name: a}
+spec:
+  learners: {processes: 2}
+  training: {model: {config: {model_type: llama}}, data: {paths: [python-stdlib]}, device: cpu}
+  regions: [{learners: 1}]
+"""
+
+
+@pytest.mark.promise("A rank that waits for the others to be there ends at once when it is told to")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_ends_while_it_waits_for_the_others(tmp_path: Path, rank: int) -> None:
+    """Rank 0 waits for who does not come, rank 1 for the answer of one that hangs."""
+    (tmp_path / "job.json").write_text(job_to_json(parse_job(TRAINER)))
+    with socket.socket() as meeting:
+        meeting.bind(("127.0.0.1", 0))
+        port = meeting.getsockname()[1]
+        meeting.listen() if rank else meeting.close()
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "DILOCO_SYNCER": "127.0.0.1:1"}
+        environ["DILOCO_JOB_FILE"] = str(tmp_path / "job.json")
+        process = fork(["-m", "diloco_worker"], environ, tmp_path / "rank.log")
+        if rank:
+            meeting.settimeout(60)
+            _connection = meeting.accept()
+        else:
+            wait_until(lambda: listens(port), "rank 0 to wait for the others", process, process.log)
+        process.terminate()
+        assert wait_for_end(process, silent=20) == -signal.SIGTERM
+
+
+def listens(port: int) -> bool:
+    """Whether somebody listens there; nobody is connected to."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
