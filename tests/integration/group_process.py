@@ -5,9 +5,11 @@ Not a test: what the tests of groups share.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -81,16 +83,28 @@ def start_learner(
         return subprocess.Popen(command, env=variables, stdout=out, stderr=out), log
 
 
+_taken: list[torch.Tensor] = []
+
+
+def exhaust_memory() -> None:
+    """From now on this process has no block of 128 KiB to give."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+    with contextlib.suppress(RuntimeError):
+        while True:
+            _taken.append(torch.empty(32 << 10))
+
+
 def fail_at(what: str) -> None:
     """COMMAND:TURN:SIGNAL, of rank ``FAILING``: send it to this process when that command comes for that time; the
-    command JOIN is the ranks' sum at a boundary."""
+    command JOIN is the ranks' sum at a boundary. Signal 0: its memory is exhausted."""
     command, turn, number = what.split(":")
     seen = [0]
 
     def count(name: str) -> None:
         seen[0] += name == command
         if name == command and seen[0] == int(turn):
-            os.kill(os.getpid(), int(number))
+            os.kill(os.getpid(), int(number)) if int(number) else exhaust_memory()
 
     tell, hear, join = Group.tell_others, Group.hear, Group.join_step
 
@@ -110,11 +124,20 @@ def fail_at(what: str) -> None:
     Group.tell_others, Group.hear, Group.join_step = telling, hearing, joining  # type: ignore[method-assign, assignment]
 
 
+def build_model() -> torch.nn.Module:
+    """The small model. ``FROZEN``: its first bias is this number and is not trained. ``WIDTH``: of its middle."""
+    model = small_model(width=int(os.environ.get("WIDTH", "16")))
+    if frozen := os.environ.get("FROZEN"):
+        bias = model.get_parameter("0.bias").requires_grad_(False)
+        torch.nn.init.constant_(bias, float(frozen))
+    return model
+
+
 def run_rank(out: Path) -> None:
     """A rank, as a user would write it."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
-    if os.environ.get("FAR"):
+    if os.environ.get("FAR") and os.environ["RANK"] != "0":
         open_area_nowhere()
     form = os.environ["FORM"]
     if form != "single":
@@ -123,8 +146,11 @@ def run_rank(out: Path) -> None:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
         if os.environ.get("FAILING") == str(rank):
             fail_at(os.environ["FAIL_AT"])
-    model = wrap(small_model(), form)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model = wrap(build_model(), form)
+    if os.environ.get("SGD"):
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     pause = float(os.environ.get("PAUSE", "0"))
     steps = 0
     with Learner.from_environment(model, optimizer) as learner:

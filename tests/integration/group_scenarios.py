@@ -22,7 +22,7 @@ from diloco_worker.fragments import Floats, ModelFragments, Vector, build_layout
 from diloco_worker.group.fragments import GroupFragments
 from diloco_worker.group.ranks import Command, Group, GroupBroken, JoinedStep, join_ranks
 from diloco_worker.named_parameters import named_parameters
-from diloco_worker.settings import ConfigurationError
+from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
@@ -187,6 +187,28 @@ def hand_over_state(form: str) -> None:
         for key, values in state_of(scene.model, scene.optimizer, name).items():
             assert torch.equal(values, rows[key]), (name, key)
     train(scene.model, scene.optimizer, 2)
+    part_at_a_state(scene, origin)
+
+
+def part_at_a_state(scene: Scene, origin: Origin) -> None:
+    """The leader has no memory for what it has told: an error that ends it, and the others with it."""
+    if not scene.group.leads:
+        try:
+            GroupOperations(scene.fragments, scene.inner, scene.exchange).carry_out(scene.group.hear())
+            raise AssertionError("the leader's part was not missed")
+        except GroupBroken:
+            return
+
+    def run_out(*_: object) -> None:
+        raise MemoryError("no memory for a window")
+
+    scene.exchange.half = run_out  # type: ignore[assignment]
+    try:
+        optimizer_state.snapshot(scene.inner, origin)
+        raise AssertionError("a part of a state was given")
+    except WorkerError as error:
+        assert "the optimizer's state could not be given by all ranks: MemoryError('no memory" in str(error), error
+    scene.group.close()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> dict[str, torch.Tensor]:

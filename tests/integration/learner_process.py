@@ -145,9 +145,9 @@ class Rows:
         return self.rows[index]
 
 
-def small_model(seed: int = 1) -> torch.nn.Module:
+def small_model(seed: int = 1, width: int = 16) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
 
 
 def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,8 @@ _LOADED_LATER = {
 def _end_when_told() -> None:
     """End on SIGTERM, in the first process of a container. The kernel ignores the signal there until it is handled,
     so a program that still loads its model would be killed only when its grace period is over. A Learner handles
-    SIGTERM itself within its ``with``."""
+    SIGTERM itself within its ``with``. In any other process the default ends it before, wherever it is: no handler of
+    Python's runs while torch waits for the other ranks."""
     first = os.getpid() == 1 and threading.current_thread() is threading.main_thread()
     if first and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

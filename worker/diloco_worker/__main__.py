@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import sys
 
 from diloco_protocol.spec.load import JobError
@@ -23,11 +22,6 @@ log = logging.getLogger("diloco_worker")
 def main() -> int:
     """Run the process's role to its end; returns its exit code. What a user did wrong is said in words,
     what we did wrong with a traceback; in either case the last line of the log says it."""
-    # Until training starts there is nothing to bring to rest. The first process of a container has no default for this
-    # signal, and would be killed only at the end of its grace period. In all others the default ends the process
-    # wherever it is: no handler of Python's runs while torch waits for the other ranks.
-    first = os.getpid() == 1
-    before = signal.signal(signal.SIGTERM, (lambda *_: os._exit(0)) if first else signal.SIG_DFL)
     try:
         logs.configure()
         if os.environ.get(CHECK):
@@ -54,8 +48,6 @@ def main() -> int:
         log.error("failed: %s: %s", type(error).__name__, error)
         exit_hooks.write_error(error)
         return WorkerError.exit_code
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _run(settings: WorkerSettings) -> int:

@@ -11,7 +11,7 @@ rank that fails ends all of them: the others have ``CAUSE_SECONDS`` to fail of i
 
 * The exit code is that of the rank that failed first, or its signal: exit codes tell whether a new start is in vain
   (docs/contracts.md). A rank that fails because another is gone exits with 7, or with 1 where a collective of the
-  program failed first, so a code that says more goes before these.
+  program failed first, so any other code goes before 1, and 1 before 7.
 * SIGTERM goes to every rank and to nothing else. The ranks agree on a step, offer their work and end by themselves.
 * No rank outlives this process, whatever ends it: the kernel kills them (PR_SET_PDEATHSIG).
 * The ranks' output is one log: each line of rank r > 0 begins with ``[rank r]``, unless it is JSON, which has a field.
@@ -37,7 +37,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from diloco_protocol.common.http_server import METRICS_TYPE, AddressError, ThreadedPages, text_page
 from diloco_protocol.common.process import die_with_parent
@@ -50,9 +49,7 @@ LAST_LINES = 25
 MAX_LINE = 64 << 10  # bytes; the rest of a longer line is another
 MASTER_PORT = 29500
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
-TERMINATION_LOG = "DILOCO_TERMINATION_LOG"  # as exit_hooks has it, which would load the job's model
-_DEFAULT_TERMINATION_LOG = "/dev/termination-log"
-_MAX_TERMINATION_BYTES = 4096
+TERMINATION_LOG = "DILOCO_TERMINATION_LOG"  # as exit_hooks has it, which loads more than a start needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +174,8 @@ class Launch:
 
     def _first_failure(self) -> Rank | None:
         failed = [rank for rank in self._ended if rank.code]
-        causes = [rank for rank in failed if not rank.told and rank.code not in (1, WorkerExit.GROUP)]
-        return next(iter([*causes, *failed]), None)
+        says = lambda rank: (rank.told, rank.code == WorkerExit.GROUP, rank.code == 1)  # noqa: E731
+        return min(failed, key=says, default=None)
 
     def _look_for_ends(self, told: bool) -> None:
         for rank in self._ranks:
@@ -208,10 +205,10 @@ class Launch:
 
 def _leave_message(said: int) -> None:
     """Make a rank's termination message the pod's. Without one the kubelet takes the end of the log."""
-    path = Path(os.environ.get(TERMINATION_LOG) or _DEFAULT_TERMINATION_LOG)
-    with contextlib.suppress(OSError):
-        if path.exists():
-            path.write_bytes(os.pread(said, _MAX_TERMINATION_BYTES, 0))
+    if text := os.pread(said, MAX_LINE, 0).decode("utf-8", "replace"):
+        from diloco_worker.exit_hooks import write_termination_message
+
+        write_termination_message(text)
 
 
 def _write(data: bytes) -> None:

@@ -8,7 +8,8 @@ are; any other is not handed over (a factor of Adafactor's under FSDP, an 8-bit 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from diloco_worker.group.exchange import Exchange, Feed, Form
 from diloco_worker.group.ranks import Command
 from diloco_worker.named_parameters import local_tensor
 from diloco_worker.net.tensor_file import begin_file
+from diloco_worker.settings import WorkerError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers, Number
 
 SEPARATOR = "|"  # between a parameter's name and its state's
@@ -42,8 +44,8 @@ def is_sharded_alike(tensors: Mapping[str, torch.Tensor], inner: InnerOptimizers
 def collect_state(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], folder: Path | None, exchange: Exchange
 ) -> Bytes:
-    """As the leader: a safetensors file of a state's whole tensors, of the parts of all ranks. Raises OSError and
-    GroupBroken."""
+    """As the leader: a safetensors file of a state's whole tensors, of the parts of all ranks. Raises OSError, and
+    WorkerError if the ranks have parted."""
     forms = [
         Form(label, label.rpartition(SEPARATOR)[0] if hasattr(t, "placements") else "", t.numel(), t.dtype.itemsize)
         for label, t in tensors.items()
@@ -53,8 +55,9 @@ def collect_state(
     def write_window(at: int, window: torch.Tensor) -> None:
         data[start + at : start + at + window.numel()] = window.numpy()
 
-    exchange.group.tell_others(Command.STATE_OUT, forms=forms)
-    exchange.collect_bytes({label: local_tensor(tensor) for label, tensor in tensors.items()}, forms, write_window)
+    with _whole("given"):
+        exchange.group.tell_others(Command.STATE_OUT, forms=forms)
+        exchange.collect_bytes({label: local_tensor(tensor) for label, tensor in tensors.items()}, forms, write_window)
     return data
 
 
@@ -70,7 +73,7 @@ def give_state(forms: list[list[Any]], inner: InnerOptimizers, exchange: Exchang
 
 def spread_state(rows: _Rows, groups: Mapping[str, Number], inner: InnerOptimizers, exchange: Exchange) -> None:
     """As the leader: put a state in place in all ranks. ``rows``: by parameter and key, whole tensors on the CPU, and
-    numbers; ``groups``: the numbers of the optimizers' groups. Raises GroupBroken."""
+    numbers; ``groups``: the numbers of the optimizers' groups. Raises WorkerError if the ranks have parted."""
     words: dict[str, dict[str, Any]] = {}
     flat = []
     for name, row in rows.items():
@@ -81,8 +84,21 @@ def spread_state(rows: _Rows, groups: Mapping[str, Number], inner: InnerOptimize
                 flat.append(value)
             else:
                 words[name][key] = value
-    exchange.group.tell_others(Command.STATE_IN, rows=words, groups=dict(groups))
-    take_state(words, groups, inner, exchange, whole=flat)
+    with _whole("taken"):
+        exchange.group.tell_others(Command.STATE_IN, rows=words, groups=dict(groups))
+        take_state(words, groups, inner, exchange, whole=flat)
+
+
+@contextlib.contextmanager
+def _whole(deed: str) -> Iterator[None]:
+    """What the leader has told it does to the end: the others wait for what is left out. So an error within, such as
+    one for want of memory, ends the learner."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except Exception as error:
+        raise WorkerError(f"the optimizer's state could not be {deed} by all ranks: {error!r}") from error
 
 
 def take_state(

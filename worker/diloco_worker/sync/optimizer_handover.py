@@ -33,6 +33,7 @@ from diloco_protocol.wire import limits
 from diloco_worker.core.adoption import Adoption
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import StateDownloaded
+from diloco_worker.settings import WorkerError
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin, ReceivedState, StateRefused
@@ -171,6 +172,8 @@ class OptimizerHandover:
                 return
             except StateRefused as error:
                 why = str(error)
+            except WorkerError:
+                raise  # the ranks have parted
             except Exception as error:  # of whatever kind: somebody else made these bytes
                 optimizer_state.clear_state(self.inner)  # it may lie there in part
                 self._trained = 0
@@ -262,6 +265,8 @@ class OptimizerHandover:
             origin = self.checkpoint.origin(self.adoption.now.step, held, self._trained)
             try:
                 encode = optimizer_state.snapshot(self.inner, origin, self.checkpoint.folder)
+            except WorkerError:
+                raise  # the ranks have parted
             except Exception as error:
                 log.warning("the optimizer's state is not given to a newcomer: it cannot be copied: %s", error)
         if encode is None:
@@ -277,6 +282,8 @@ class OptimizerHandover:
         origin = self.checkpoint.origin(self.adoption.now.step, held(), self._trained)
         try:
             encode = optimizer_state.snapshot(self.inner, origin, self.checkpoint.folder)
+        except WorkerError:
+            raise  # the ranks have parted
         except Exception as error:  # of whatever kind, as no memory for the copy: training is worth more
             self.checkpoint.report_failure(f"the optimizer's state cannot be copied: {error}")
             return

@@ -15,6 +15,7 @@ from diloco_protocol.wire import limits
 from diloco_protocol.wire.records import Announcement, Payload
 from diloco_worker.core.adoption import Adoption, AdoptionConfig
 from diloco_worker.net import inbox
+from diloco_worker.settings import WorkerError
 from diloco_worker.sync import optimizer_handover, optimizer_state
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_handover import JOB, OWN, PEER, OptimizerHandover
@@ -231,6 +232,29 @@ def test_a_state_that_cannot_be_copied_is_declined_and_hurts_nobody(
     monkeypatch.undo()
     donor.handover.send_state(8, HELD)
     assert donor.asked.calls == ["declined 7", "sent 8"]
+
+
+def test_ranks_that_have_parted_over_a_state_end(
+    newcomer: Callable[..., Newcomer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their leader would otherwise go on with others that still wait for its part."""
+    one = newcomer()
+    one.handover.request_state(True)
+    one.handover.receive_state(inbox.StateDownloaded(True, state(0.5, None), HELD))
+
+    def part(*_: object) -> None:
+        raise WorkerError("the ranks have parted")
+
+    monkeypatch.setattr(optimizer_state, "restore", part)
+    with pytest.raises(WorkerError, match="parted"):
+        one.handover.apply_when_ready(HELD)
+    monkeypatch.setattr(optimizer_state, "snapshot", part)
+    one.train_a_step()
+    one.checkpoint._next = 0.0  # one is due
+    for give in (lambda: one.handover.send_state(7, HELD), lambda: one.handover.write_checkpoint(lambda: HELD)):
+        with pytest.raises(WorkerError, match="parted"):
+            give()
+    assert one.asked.calls == [PEER]
 
 
 def test_a_learner_that_has_made_no_step_gives_no_state(newcomer: Callable[..., Newcomer]) -> None:
