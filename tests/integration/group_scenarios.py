@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,12 +17,16 @@ import torch.distributed as dist
 from group_process import open_area_nowhere, wrap
 from torch import nn
 
+from diloco_protocol.spec.sync import CompressionSpec
+from diloco_protocol.wire.records import PushPlan, StepReport
 from diloco_worker.core.adoption import Kind
 from diloco_worker.following.operations import GroupOperations, build_parts
 from diloco_worker.fragments import Floats, ModelFragments, Vector, build_layout
 from diloco_worker.group.fragments import GroupFragments
 from diloco_worker.group.ranks import Command, Group, GroupBroken, JoinedStep, join_ranks
 from diloco_worker.named_parameters import named_parameters
+from diloco_worker.net.error_feedback import ErrorFeedback
+from diloco_worker.net.transfers import Push, encode_push
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
@@ -211,6 +216,58 @@ def part_at_a_state(scene: Scene, origin: Origin) -> None:
     scene.group.close()
 
 
+def encode_pushes(form: str) -> None:
+    """The pushes of ranks, with every encoding, are the bytes of one process's with the same parameters; with error
+    feedback over several merges too. Every rank's work is given to it as values, because gradients of ranks are summed
+    in another order."""
+    scene = Scene(form)
+    random = np.random.default_rng(7)
+
+    def play() -> None:
+        for encoding in get_args(CompressionSpec.model_fields["up"].annotation):
+            for feeds_back in (False, True):
+                follow_pushes(scene, random, encoding, feeds_back)
+
+    scene.lead(play)
+
+
+def follow_pushes(scene: Scene, random: np.random.Generator, encoding: str, feeds_back: bool) -> None:
+    """As the leader: three pushes of each fragment, of which the second one is refused."""
+    sides = (scene.fragments, scene.plain_fragments)
+    kept = [ErrorFeedback(len(scene.layout), feeds_back) for _ in sides]
+    carried = False
+    for sequence, merged in ((1, True), (2, False), (3, True)):
+        for fragment in range(len(scene.layout)):
+            base = scene.plain_fragments.snapshot(fragment)
+            work = 0.01 * random.standard_normal(base.array.size, np.float32)
+            encoded = []
+            for one, feedback in zip(sides, kept, strict=True):
+                one.move(fragment, Kind.OVERWRITE, Vector.from_array(base.array + work))
+                feedback.expect_push(fragment, sequence)
+                plan = PushPlan(
+                    fragment,
+                    sequence,
+                    round=1,
+                    epoch=1,
+                    base_version=0,
+                    oldest_version=0,
+                    first_step=1,
+                    last_step=1,
+                    steps=1,
+                    tokens=10,
+                    compute_seconds=0.1,
+                )
+                encoded.append(encode_push(Push(plan, base, one.snapshot(fragment), StepReport()), encoding, feedback))
+                feedback.resolve_pushes(fragment, sequence if merged else 0, [sequence])
+            assert np.array_equal(*encoded), (encoding, feeds_back, fragment, sequence)
+            residuals = [feedback.residual(fragment) for feedback in kept]
+            assert (residuals[0] is not None) == feeds_back
+            if residuals[0] is not None:
+                assert np.array_equal(*residuals)
+                carried |= bool(residuals[0].any())
+    assert carried == (feeds_back and encoding != "float32"), "what an encoding drops goes into the next push"
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> dict[str, torch.Tensor]:
     row = optimizer.state[named_parameters(model)[name]]
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for k, v in row.items()}
@@ -300,7 +357,7 @@ def main(scenario: str, form: str) -> None:
     elif scenario == "commands":
         give_commands()
     else:
-        {"state": hand_over_state, "frozen": share_frozen}[scenario](form)
+        {"state": hand_over_state, "frozen": share_frozen, "pushes": encode_pushes}[scenario](form)
     dist.destroy_process_group()
 
 

@@ -41,6 +41,14 @@ def test_ranks_exchange_what_one_process_would(tmp_path: Path, scenario: str, fo
     play(tmp_path, scenario, form, size, near=near)
 
 
+@pytest.mark.promise("A push of several ranks is, bit for bit, one process's push of the same parameters")
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "near"), [("fsdp", 2), ("ddp", 1)])
+def test_a_push_of_ranks_is_one_processs_push(tmp_path: Path, form: str, near: int) -> None:
+    """Every encoding, with error feedback and without."""
+    play(tmp_path, "pushes", form, 2, near=near)
+
+
 @pytest.mark.promise("The ranks of a learner act by one stream of commands; one that is out of order ends the learner")
 def test_commands_come_whole_and_in_order(tmp_path: Path) -> None:
     play(tmp_path, "commands", "single", 2, near=2)

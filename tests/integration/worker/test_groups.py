@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from group_process import start_group
 from learner_process import Syncer
 
 from diloco_protocol.spec.load import job_to_json, parse_job
+from diloco_protocol.spec.sync import LEAST_OF_MEDIAN, AdoptionSpec, MergeSpec
 from diloco_worker import load_merged
 from patience import wait_for_end, wait_until
 
@@ -27,36 +29,43 @@ DETERMINISTIC = {
     "compression": {"up": "float32", "down": "float32"},
 }
 Forms = list[tuple[str, int, int | None]]  # of each learner: how it is wrapped, its ranks, how many share memory
-SINGLES: Forms = [("single", 1, None), ("single", 1, None)]
+SINGLE: Forms = [("single", 1, None)]
 
 
-def train(start: Callable[..., Syncer], forms: Forms, **sync: object) -> tuple[dict[str, torch.Tensor], Syncer]:
-    """A deterministic job of these learners to its end: the merged model."""
+Trained = tuple[dict[str, torch.Tensor], dict[str, int]]  # the merged model, and what became of the tokens
+
+
+def train(start: Callable[..., Syncer], forms: Forms, **sync: object) -> tuple[Trained, Syncer]:
+    """A deterministic job of these learners to its end."""
     service = start({**DETERMINISTIC, **sync}, {"steps": STEPS}, learners=len(forms))
     started = [start_group(service, ordinal, *form) for ordinal, form in enumerate(forms)]
     for rank in [rank for ranks in started for rank in ranks]:
         assert rank.wait() == 0, rank.log.read_text()
     report = service.last_report()
     assert report["outcome"] == "complete"
-    assert report["tokens"] == {"trained": 1536, "merged": 1536, "pending": 0, "dropped": 0}
-    return load_merged(service.folder), service
+    tokens = report["tokens"]
+    assert tokens["trained"] == 768 * len(forms) == tokens["merged"] + tokens["dropped"]
+    return (load_merged(service.folder), tokens), service
 
 
-_singles: dict[str, dict[str, torch.Tensor]] = {}
+_singles: dict[str, Trained] = {}
 
 
 def assert_same_as_singles(start: Callable[..., Syncer], forms: Forms, **sync: object) -> None:
-    """The groups' model is that of two single processes, to float32 rounding."""
-    key = json.dumps(sync, sort_keys=True)
-    merged, service = train(start, forms, **sync)
+    """The groups' model is that of as many single processes, to float32 rounding, and so are their ledgers."""
+    key = json.dumps([len(forms), sync], sort_keys=True)
+    (merged, tokens), service = train(start, forms, **sync)
     service.stop()
     if key not in _singles:
         for path in service.folder.iterdir():
             path.rename(path.with_name(f"groups-{path.name}"))
-        _singles[key] = train(start, SINGLES, **sync)[0]
-    assert merged.keys() == _singles[key].keys()
+        _singles[key] = train(start, SINGLE * len(forms), **sync)[0]
+    expected, expected_tokens = _singles[key]
+    assert tokens == expected_tokens
+    assert (tokens["dropped"] > 0) == (sync.get("adoption") == {"rule": "overwrite"})
+    assert merged.keys() == expected.keys()
     for name, values in merged.items():
-        torch.testing.assert_close(values, _singles[key][name], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(values, expected[name], rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.promise("A learner of several ranks (DDP, FSDP2, HSDP) makes the model that one process makes")
@@ -113,3 +122,21 @@ def listens(port: int) -> bool:
     """Whether somebody listens there; nobody is connected to."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
+
+
+RULES = get_args(AdoptionSpec.model_fields["rule"].annotation)
+METHODS = [name for name in get_args(MergeSpec.model_fields["method"].annotation) if name != "auto"]  # one of these
+
+
+@pytest.mark.promise("With every merge method and adoption rule several ranks make the model of one process")
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_and_rule_makes_the_model_of_single_processes(
+    method: str, rule: str, syncer: Callable[..., Syncer]
+) -> None:
+    forms: Forms = [("fsdp", 2, None), *SINGLE]
+    sync: dict[str, object] = {"merge": {"method": method}, "adoption": {"rule": rule}}
+    if method == "median":
+        forms, sync["quorum"] = [*forms, *SINGLE], LEAST_OF_MEDIAN
+    assert_same_as_singles(syncer, forms, **sync)
