@@ -15,3 +15,8 @@ from operator_simulation.random_faults import SETTINGS, run_random_faults
 @pytest.mark.parametrize("seed", range(50))
 def test_a_world(seed: int) -> None:
     run_random_faults(seed, **SETTINGS["LIVES"])
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_world_of_groups(seed: int) -> None:
+    run_random_faults(seed, **SETTINGS["GROUPS"])

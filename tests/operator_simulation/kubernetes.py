@@ -40,7 +40,9 @@ class Process:
     pod_uid: str
     pod_name: str
     region: str
-    ordinal: int
+    ordinal: int  # of its learner
+    rank: int  # of its pod in the learner
+    pods: int  # of the learner
     node: Node
     job: Object  # the settings that it read when it started
     started: float
@@ -52,6 +54,8 @@ class Process:
     ends_at: float | None = None  # it has drained by then
     ended: int | None = None  # exit code
     last_line: str = ""
+    group: tuple[Process, ...] = ()  # of a learner of several pods: the processes that found each other, by rank
+    waits_since: float | None = None  # for others of its learner: until they are there, or after they fell silent
 
     @property
     def alive(self) -> bool:
@@ -60,6 +64,12 @@ class Process:
     @property
     def works(self) -> bool:
         return self.alive and not self.hung
+
+    @property
+    def place(self) -> str:
+        """The name of its learner's leading pod; of the syncer's or the evaluator's its own pod's."""
+        holder, _, index = self.pod_name.rpartition("-")
+        return f"{holder}-{int(index) - self.rank}" if self.pods > 1 else self.pod_name
 
 
 @dataclass(eq=False)
@@ -331,7 +341,8 @@ class Kubernetes:
     def _end(self, process: Process) -> None:
         if process.told_to_end is None:
             process.told_to_end = now()
-            process.ends_at = now() + (self._rng.uniform(0.5, 4.0) if not process.hung else 30.0)
+            in_vain = process.hung or (process.group and process.waits_since is not None)
+            process.ends_at = now() + (30.0 if in_vain else self._rng.uniform(0.5, 4.0))
 
     def _sync(self, node: Node, uid: str, pod: Object) -> None:
         process = node.processes.get(uid)
@@ -375,13 +386,16 @@ class Kubernetes:
         if settings is not None:
             node.mounted[uid] = settings["data"]["job.json"]
         main = next(c for c in pod["spec"]["containers"] if c["name"] == labels[LABEL_ROLE])
+        index, pods = int(labels.get(LABEL_POD_INDEX, -1)), int(labels.get(names.GROUP_PODS, 1))
         process = Process(
             id=uid.replace("-", "") + f"{count:04x}",
             role=labels[LABEL_ROLE],
             pod_uid=uid,
             pod_name=pod["metadata"]["name"],
             region=labels.get(LABEL_REGION, ""),
-            ordinal=int(labels.get(LABEL_POD_INDEX, -1)),
+            ordinal=index // pods,
+            rank=index % pods,
+            pods=pods,
             node=node,
             job=json.loads(node.mounted[uid]),
             started=now(),

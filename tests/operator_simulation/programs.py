@@ -1,6 +1,9 @@
 """The job's programs as data: one syncer with its store, and learners, wherever they run.
 
 A learner joins whatever syncer it reaches, trains on alone when it reaches none, and drains when it is told to end.
+A learner of several pods forms when all its processes reach each other; the leading one joins. A process whose
+fellow ends, ends too. One whose fellow is silent (its node is lost or cut off, or it hangs) hangs with it, and ends
+after a while. All drain when one is told to end.
 A syncer counts those that it hears, loses a slot whose learner it has not heard for the heartbeat's time-out, gives
 it to the next that joins, and merges while K take part. What it knows is in its store, which outlives it.
 """
@@ -12,13 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_protocol.vocabulary import ControlMethod
+from diloco_protocol.vocabulary import ControlMethod, WorkerExit
 from operator_simulation.kubernetes import Process, now
 from status_documents import job_report, learner_page, slot_row, status_document
 
 HOLDING = ("active", "suspect", "draining")
 START_SECONDS, JOIN_SECONDS, DRAIN_SECONDS = 1.5, 1.0, 2.0
 HEARTBEAT_SECONDS = 10.0
+STALL_SECONDS, MEETING_SECONDS = 60.0, 150.0
+"""So long a process waits for a silent fellow, and for all its fellows to come."""
 RELEASE_FLAG = "--of-release="
 """A flag that each release of the operator gives to programs; only those of the same release know it."""
 
@@ -85,8 +90,43 @@ class Programs:
         self._train(process)
 
     def run_learner(self, process: Process) -> None:
-        """A learner does what the syncer's side of it shows."""
-        _knows_its_flags(process)
+        """A learner does what the syncer's side of it shows, and its processes what each sees of the others."""
+        if _knows_its_flags(process) and process.pods > 1:
+            process.ready = process.ready or process.rank > 0  # its launcher answers probes
+            if not process.group and process.works and process.told_to_end is None:
+                self._meet(process)
+            elif process.works:
+                self._follow(process)
+
+    def _meet(self, process: Process) -> None:
+        """Form a learner of all its processes, if they are there."""
+        process.waits_since = now() if process.waits_since is None else process.waits_since
+        free = [p for p in self._processes("learner") if p.works and p.told_to_end is None and not p.group]
+        mine = [p for p in free if (p.region, p.ordinal) == (process.region, process.ordinal)]
+        mine = [p for p in mine if self._reaches(p.node.endpoint, process.node.endpoint)]
+        found = tuple(sorted(mine, key=lambda p: p.rank))
+        if [p.rank for p in found] == list(range(process.pods)):
+            for one in found:
+                one.group, one.waits_since = found, None
+        elif now() >= process.waits_since + MEETING_SECONDS:
+            process.ended, process.last_line = WorkerExit.FAILED, "timed out while it waited for other ranks"
+
+    def _follow(self, process: Process) -> None:
+        """What a process does that was with others."""
+        others = [p for p in process.group if p is not process]
+        there = [p for p in others if p.node.up and self._reaches(p.node.endpoint, process.node.endpoint)]
+        draining = [p.ends_at for p in there if p.told_to_end is not None and p.ended is None]
+        if process.ends_at is not None:
+            return
+        if any(p.ended is not None for p in there):
+            process.ended, process.last_line = WorkerExit.GROUP, "connection closed by peer"
+        elif len(there) < len(others) or any(p.hung for p in there):
+            process.waits_since = now() if process.waits_since is None else process.waits_since
+            if now() >= process.waits_since + STALL_SECONDS:
+                process.ended, process.last_line = WorkerExit.STALLED, "no step was made"
+        else:
+            process.waits_since = None
+            process.ends_at = max((end for end in draining if end is not None), default=None)
 
     def run_evaluator(self, process: Process) -> None:
         process.ready = True
@@ -131,10 +171,11 @@ class Programs:
             store.phase, store.message = "waiting", ""
 
     def heard(self, learner: Process) -> bool:
-        """Whether the syncer hears the learner now."""
+        """Whether the syncer hears the process, which leads its learner, now."""
         syncer = self.syncer
         return (
             syncer is not None
+            and learner.rank == 0
             and syncer.works
             and learner.works
             and self._reaches(learner.node.endpoint, syncer.node.endpoint)
@@ -142,7 +183,7 @@ class Programs:
 
     def _members(self, syncer: Process) -> None:
         store = self.store
-        heard = {p.id: p for p in self._processes("learner") if self.heard(p)}
+        heard = {p.id: p for p in self._processes("learner") if self.heard(p) and (p.pods == 1 or p.group)}
         for slot in store.slots:
             if slot.state not in HOLDING:
                 continue
@@ -151,7 +192,7 @@ class Programs:
                     slot.state = "lost"
             elif slot.process in heard:
                 slot.heard = now()
-                if heard[slot.process].told_to_end is not None:
+                if heard[slot.process].ends_at is not None:
                     slot.state = "draining"
             elif slot.state == "draining":
                 slot.process, slot.state = "", "drained"
@@ -159,7 +200,7 @@ class Programs:
                 slot.state = "lost"
         self.standbys = [process for process in self.standbys if process in heard]
         for process in sorted(heard.values(), key=lambda p: p.pod_name):
-            if process.told_to_end is None and now() >= process.started + JOIN_SECONDS:
+            if process.ends_at is None and now() >= process.started + JOIN_SECONDS:
                 self._seat(process, heard)
         if store.phase in ("training", "holding"):
             self._lose_regions({heard[one].region for one in self.standbys}, syncer.job["spec"]["failurePolicy"])

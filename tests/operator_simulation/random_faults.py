@@ -4,6 +4,7 @@
 |---|---|
 | FAULTS | what fails, and what people edit |
 | LIVES | that, and jobs that end, fail, are scaled, go and come again, with any quorum; operators' clocks differ |
+| GROUPS | that, with learners of one to three pods: they lose one, are cut in two, or wait for one |
 """
 
 from __future__ import annotations
@@ -11,24 +12,40 @@ from __future__ import annotations
 import asyncio
 import random
 
+from diloco_operator.model import Object
 from operator_simulation.faults import FAULTS
+from operator_simulation.group_faults import GROUP_FAULTS
 from operator_simulation.kubernetes import now
 from operator_simulation.life_faults import FATAL, LIFE_FAULTS, continue_what_failed
 from operator_simulation.world import World, simulate
 from operator_world import SPREAD, job_object
 
-SETTINGS: dict[str, dict[str, int]] = {"FAULTS": {"faults": 12}, "LIVES": {"faults": 12, "lives": 1}}
+SETTINGS: dict[str, dict[str, int]] = {
+    "FAULTS": {"faults": 12},
+    "LIVES": {"faults": 12, "lives": 1},
+    "GROUPS": {"faults": 12, "lives": 1, "pods": 3},
+}
 
 
-def make_world(seed: int, lives: bool) -> World:
-    """One cluster with a few learners, or two with a region each."""
+def make_world(seed: int, lives: bool, pods: int = 1) -> World:
+    """One cluster with a few learners, or two with a region each. ``pods``: of a learner at most."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
         count = rng.randint(2, 5)
         spec = _draw_spec(rng, count) if lives else {}
-        return World(job_object(count=count, **spec), nodes=4, seed=seed)
+        return World(_with_pods(rng, job_object(count=count, **spec), pods), nodes=4, seed=seed)
     spec = _draw_spec(rng, 3) if lives else {}
-    return World(job_object(**SPREAD, **spec), ("hub", "far"), nodes=3, seed=seed)
+    return World(_with_pods(rng, job_object(**SPREAD, **spec), pods), ("hub", "far"), nodes=3, seed=seed)
+
+
+def _with_pods(rng: random.Random, job: Object, most: int) -> Object:
+    """The job with learners of several pods, in some region or in all."""
+    if most > 1:
+        regions = [{**region, "pods": rng.randint(1, most)} for region in job["spec"]["regions"]]
+        rng.choice(regions)["pods"] = rng.randint(2, most)
+        job["spec"] |= {"regions": regions}
+        job["spec"]["training"] |= {"batch": {"sequences": 12}}
+    return job
 
 
 def _draw_spec(rng: random.Random, learners: int) -> dict[str, object]:
@@ -60,12 +77,14 @@ def is_well(world: World) -> bool:
         return all(world.status(name).get("phase") == "Complete" for name in world.clusters)
     syncer, asked = world.programs.syncer, world.manifest["spec"].get("sync")
     as_asked = syncer is not None and (not asked or syncer.job["spec"]["sync"]["quorum"] == asked["quorum"])
-    return world.whole() and as_asked and len(world.pods("learner")) == world.wanted()
+    counted = world.counts_learners() and len(world.pods("learner")) == world.wanted_pods()
+    return world.whole() and as_asked and counted
 
 
-async def break_and_heal(world: World, faults: int, lives: bool) -> None:
+async def break_and_heal(world: World, faults: int, lives: bool, groups: bool = False) -> None:
     """Random faults, some at once; then all is well again, and stays so."""
     kinds = [*FAULTS.values(), *(2 * [*LIFE_FAULTS.values()] if lives else [])]
+    kinds += 4 * [*GROUP_FAULTS.values()] if groups else []
     world.clocks_differ = lives
     for cluster in world.clusters:
         world.start_operator(cluster)
@@ -92,7 +111,7 @@ async def break_and_heal(world: World, faults: int, lives: bool) -> None:
     if world.programs.lost or is_held(world):  # a claim went with the last learner
         await world.until(is_told_of_the_loss, 120)
         return
-    await world.run(60)
+    await world.run(300 if groups else 60)  # until a rollout is over, of learners that take long to come together
     before, rest = [(one, one.turns, one.api.writes) for one in world.operators], 100 if lives else 300
     await world.run(rest)
     assert is_well(world), world.story()
@@ -101,12 +120,14 @@ async def break_and_heal(world: World, faults: int, lives: bool) -> None:
         assert turns < rest and writes <= rest / 10, f"{operator.name}: {turns} turns, {writes} writes\n{world.story()}"
 
 
-def run_random_faults(seed: int, trace: list[str] | None = None, *, faults: int = 12, lives: int = 0) -> World:
+def run_random_faults(
+    seed: int, trace: list[str] | None = None, *, faults: int = 12, lives: int = 0, pods: int = 1
+) -> World:
     """The world of this seed, with so many faults. ``trace``: gets a line for what happens."""
 
     def make() -> World:
-        world = make_world(seed, lives > 0)
+        world = make_world(seed, lives > 0, pods)
         world.log = world.log if trace is None else trace
         return world
 
-    return simulate(make, lambda world: break_and_heal(world, faults, lives > 0))
+    return simulate(make, lambda world: break_and_heal(world, faults, lives > 0, pods > 1))

@@ -6,6 +6,8 @@ carried out (``_judge_write``, ``_judge_call``) by what is really so, not by wha
 - no learner is deleted that works, that the job wants, and whose template is the present one; one that the syncer
   does not hear, while it hears another of its region, may be, and one at a time;
 - a rollout takes one learner of a region at a time, waits for its successor, and takes none that the quorum needs;
+- of a learner of several pods that is whole none is taken but all, and what waits for a pod is not taken
+  (group_judge.py);
 - no process is said to have ended that has not;
 - no object is touched that is not the job's; a deletion names the UID of what it means, and is judged by what it
   really deletes;
@@ -59,6 +61,7 @@ from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION,
 from diloco_protocol.wire.control_client import ControlError
 from operator_simulation import virtual_time
 from operator_simulation.api_server import SimulatedApi, SimulatedLease, copied, merged, wall
+from operator_simulation.group_judge import GroupJudge, place_of
 from operator_simulation.kubernetes import Kubernetes, Node, Process, now
 from operator_simulation.programs import RELEASE_FLAG, Programs
 
@@ -213,6 +216,13 @@ class SimulatedOperator:
     def _view_age(self, namespace: str, at: float) -> float:
         return max(at - stream.heard_at for stream in self.streams if stream.kind in (POD, STATEFUL_SET, NODE))
 
+    def is_unhindered(self) -> bool:
+        """Whether nothing keeps it from seeing and doing, nor has lately."""
+        since = now() - LAG_SECONDS
+        late = max(stream.stalled_until for stream in self.streams)
+        faults = self.api.loss or self.api.slow > 0.05 or self.kubernetes.server.refusing or not self.reaches_api()
+        return not faults and 0 < self.led_since < since and max(late, self.stands_still_until) < since
+
     def stall(self, kind: Kind, seconds: float) -> None:
         """The stream of a kind brings nothing for so long, and then all of it."""
         next(stream for stream in self.streams if stream.kind is kind).stalled_until = now() + seconds
@@ -280,6 +290,11 @@ def _is_true(rows: dict[str, Object], kind: str) -> bool:
     return rows.get(kind, {}).get("status") == "True"
 
 
+def pods_of(spec: Object, region: Object) -> int:
+    """Of how many pods a learner of the region is."""
+    return int(region.get("pods") or (spec.get("learners") or {}).get("pods") or 1)
+
+
 def _named_secrets(job: Object) -> set[str]:
     """Secrets that a person makes."""
     spec = job["spec"]
@@ -296,6 +311,7 @@ class World:
         self.plan: Any = plan_job
         self.cuts: list[tuple[Callable[[str], bool], Callable[[str], bool]]] = []
         self.clusters = {name: Kubernetes(name, nodes, self.rng, self.reaches) for name in clusters}
+        self.judges = {name: GroupJudge(k, lambda k=k: self._is_calm(k)) for name, k in self.clusters.items()}
         self.programs = Programs(self.processes, self.reaches)
         self.operators: list[SimulatedOperator] = []
         self.operators_made = 0
@@ -434,6 +450,21 @@ class World:
         job = self.job()
         return sum(region["learners"] for region in job["spec"]["regions"]) if job is not None else 0
 
+    def wanted_pods(self) -> int:
+        """How many pods learners have, spares left out."""
+        return sum(region["learners"] * pods_of(self.manifest["spec"], region) for region in self._regions())
+
+    def _regions(self) -> list[Object]:
+        job = self.job()
+        found: list[Object] = job["spec"]["regions"] if job is not None else []
+        return found
+
+    def counts_learners(self) -> bool:
+        """Whether every status has learners in its numbers, however many pods these have."""
+        rows = [row for name in self.clusters for row in self.status(name).get("regions") or ()]
+        asked = {region["name"]: region["learners"] for region in self._regions()}
+        return all(row["desired"] == row["ready"] == asked[row["name"]] for row in rows)
+
     def whole(self) -> bool:
         """Whether every learner takes part, and every cluster's status says so."""
         return self.programs.active() == self.wanted() and all(
@@ -558,7 +589,7 @@ class World:
         phase, hub = self.programs.store.phase, cluster is next(iter(self.clusters.values()))
         if rows.get("Suspended", {}).get("reason") == "Saved" != before and phase != "suspended":
             self._violated(f"{operator.name}: all is said to be saved, and the store's phase is {phase}")
-        if _is_true(rows, "Complete") and not self.completed:
+        if _is_true(rows, "Complete") and not self.completed and phase != "complete":
             self._violated(f"{operator.name}: the job is said to be complete, and its phase is {phase}")
         if not hub:
             return
@@ -588,8 +619,13 @@ class World:
             self.too_few_since = None
         elif self.too_few_since is None:
             self.too_few_since = now()
-        self.rolled -= {p.pod_name for p in self.processes("learner") if p.told_to_end is None and self._is_back(p)}
-        self.taken -= {p.pod_name for p in self.processes("learner") if self.programs.taking_part(p)}
+        self.rolled -= {p.place for p in self.processes("learner") if p.told_to_end is None and self._is_back(p)}
+        self.taken -= {p.place for p in self.processes("learner") if self.programs.taking_part(p)}
+        for name, judge in self.judges.items():
+            judge.watch()
+            left = judge.find_left()
+            if left:
+                self._violated(f"{name}: {left}")
 
     def _is_back(self, process: Process) -> bool:
         """Whether it takes part, as far as its cluster can see: elsewhere a learner's page says that it has a slot."""
@@ -602,7 +638,10 @@ class World:
         recent = [spec for at, spec in self.asked if at >= now() - HEARD_SECONDS]
         earlier = [spec for at, spec in self.asked if at < now() - HEARD_SECONDS]
         for spec in (*earlier[-1:], *recent):
-            wanted = {f"{self.job_name}-{r['name']}": r["learners"] + r.get("spares", 0) for r in spec["regions"]}
+            wanted = {
+                f"{self.job_name}-{r['name']}": (r["learners"] + r.get("spares", 0)) * pods_of(spec, r)
+                for r in spec["regions"]
+            }
             holder, _, ordinal = place.rpartition("-")
             if holder in wanted and int(ordinal) >= wanted[holder]:
                 return False
@@ -646,12 +685,28 @@ class World:
             if held and not goes and process is not None and process.works:
                 self._violated(f"{operator.name}: {kind} {name} gets {replicas} replicas, and {meta['name']} works")
 
+    def _is_calm(self, kubernetes: Kubernetes) -> bool:
+        """Whether the job runs in a cluster, and nothing keeps the operator there from its work."""
+        job, spec = self.job(kubernetes.name), self.manifest["spec"]
+        operators = [one for one in self.operators if one.kubernetes is kubernetes]
+        edited = self.asked[-1][0] > now() - LAG_SECONDS
+        runs = job is not None and not job["metadata"].get("deletionTimestamp") and not spec.get("suspend")
+        runs = runs and not edited and self.status(kubernetes.name).get("phase") in ("Running", "Degraded", "Starting")
+        calm = len(operators) == 1 and operators[0].is_unhindered() and not self.cuts and not kubernetes.server.full
+        return runs and calm and not self.completed
+
+    def _place_named(self, kubernetes: Kubernetes, name: str) -> str:
+        """The learner of a pod, by its name."""
+        pod = kubernetes.server.find(POD.name, NAMESPACE, name)
+        return place_of(pod) if pod is not None else name
+
     def _may_fail(self, kubernetes: Kubernetes, job: Object) -> bool:
         """Whether what happened in this cluster makes the job fail, by the job's own rules."""
         policy = job["spec"].get("failurePolicy") or {}
         fatal = {code for rule in policy.get("rules") or () if rule["action"] == "Fail" for code in rule["exitCodes"]}
         recent = [(place, code) for at, place, code in kubernetes.failures if at >= now() - HEARD_SECONDS]
-        most = max(Counter(place for place, _ in recent).values(), default=0)
+        learners = Counter(self._place_named(kubernetes, name) for name, _ in recent)
+        most = max(learners.values(), default=0)
         return most > policy.get("maxReplacements", 50) or any(code in fatal for _, code in recent)
 
     def _judge_deletion(self, operator: SimulatedOperator, pod: Object, force: bool) -> None:
@@ -672,13 +727,25 @@ class World:
             return
         if force and not process.node.ready:
             return  # it may run on; a volume that two may have is what the plan looks at
+        if process.pods > 1 and meta["labels"][LABEL_ROLE] == "learner":
+            judge = self.judges[kubernetes.name]
+            judge.watch()
+            newest = meta["labels"][names.POD_REVISION] == kubernetes.revision(owner)
+            if not judge.is_whole(process):
+                wrong = judge.find_wrong(pod, process)
+                if wrong and newest and not force:
+                    self._violated(f"{operator.name}: {name} is deleted: {wrong}")
+                return
+            if newest and judge.may_go(pod):
+                return
+            process = process.group[0]  # the one that the syncer hears
         if meta["labels"][names.POD_REVISION] == kubernetes.revision(owner):
             self._judge_silent(operator, process)
             return
         others = [
             other
             for other in self.pods("learner", region)
-            if other["metadata"].get("deletionTimestamp") and other["metadata"]["name"] != name
+            if other["metadata"].get("deletionTimestamp") and place_of(other) != place_of(pod)
             if self._always_wanted(other["metadata"]["name"])  # one that somebody scaled up by hand leaves anyway
             if self._was_heard_to_leave(other)
         ]
@@ -706,12 +773,12 @@ class World:
     def _judge_order(self, operator: SimulatedOperator, process: Process) -> None:
         """A rollout takes a learner that the syncer hears: that before it in its region takes part again, or its node
         is lost."""
-        places = {place for place in self.rolled if place.rpartition("-")[0] == process.pod_name.rpartition("-")[0]}
-        waits = {place for place in places - {process.pod_name} if self._always_wanted(place)}
-        stuck = {p["metadata"]["name"] for p in self.pods("learner") if self._is_on_a_lost_node(p)}
+        places = {place for place in self.rolled if place.rpartition("-")[0] == process.place.rpartition("-")[0]}
+        waits = {place for place in places - {process.place} if self._always_wanted(place)}
+        stuck = {place_of(p) for p in self.pods("learner") if self._is_on_a_lost_node(p)}
         if waits - stuck and self.programs.heard(process):
             self._violated(f"{operator.name}: {process.pod_name} is taken before {sorted(waits - stuck)} takes part")
-        self.rolled.add(process.pod_name)
+        self.rolled.add(process.place)
 
     def _is_on_a_lost_node(self, pod: Object) -> bool:
         found = [k.nodes[pod["spec"]["nodeName"]] for k in self.clusters.values() if k.holds(pod)]
@@ -720,15 +787,15 @@ class World:
     def _judge_silent(self, operator: SimulatedOperator, process: Process) -> None:
         """The deletion of a learner that works, and that the syncer may not hear."""
         heard = [other for other in self.processes("learner") if self.programs.heard(other)]
-        regions = Counter(other.region for other in self.processes("learner"))
+        regions = Counter(other.region for other in self.processes("learner") if other.rank == 0)
         if process in heard:
             self._violated(f"{operator.name}: {process.pod_name} works and is heard, and is deleted")
         if not any(other.region == process.region or regions[process.region] == 1 for other in heard):
             self._violated(f"{operator.name}: {process.pod_name} is deleted, and nobody of its region is heard")
-        others = [place for place in self.taken if place.rpartition("-")[0] == process.pod_name.rpartition("-")[0]]
+        others = [place for place in self.taken if place.rpartition("-")[0] == process.place.rpartition("-")[0]]
         if others:
             self._violated(f"{operator.name}: {process.pod_name} is deleted before {others} takes part again")
-        self.taken.add(process.pod_name)
+        self.taken.add(process.place)
 
     def _judge_leader(self, operator: SimulatedOperator, act: str) -> None:
         """What is done while the Lease names another was done by two at once."""

@@ -100,7 +100,9 @@ def _patch(job: Object, written: Written) -> Object | None:
     patch = merge_patch(there, wanted)
     if not patch:
         return None
-    if not differs_beyond_progress(there, wanted) and time.monotonic() - written.at < PROGRESS_SECONDS:
+    # Of what is written alone: what is empty in two ways, as a report that is over, is no difference for ever.
+    before, now = {key: there.get(key) for key in patch}, {key: wanted.get(key) for key in patch}
+    if not differs_beyond_progress(before, now) and time.monotonic() - written.at < PROGRESS_SECONDS:
         return None
     meta = job["metadata"]
     return {"metadata": {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]}, "status": patch}

@@ -114,6 +114,10 @@ def test_progress_waits_and_everything_else_does_not() -> None:
     assert status_writer._patch(job_with(there), restarted) is not None
     same = status_writer.Written(wanted=there)
     assert status_writer._patch(job_with(there), same) is None
+    resumed = status_writer.Written(at=time.monotonic(), wanted=moved)
+    assert status_writer._patch(job_with({**there, "drain": "Saved"}), resumed) is not None
+    continued = status_writer.Written(at=time.monotonic(), wanted={**moved, "report": {}})
+    assert status_writer._patch(job_with({**there, "report": {"message": ""}}), continued) is None
 
 
 # ------------------------------------------------------------------ refusals
