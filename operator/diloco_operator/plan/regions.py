@@ -198,7 +198,9 @@ def _explain_absence(view: View, region: RegionSpec, ordinal: int, nodes: NodeLo
 
     first = min((index for index, words in enumerate(said) if words), key=rank_of, default=None)
     if first is not None:
-        return said[first] if first == 0 else f"its pod {places[first]}: {said[first]}"
+        words = said[first] if first == 0 else f"its pod {places[first]}: {said[first]}"
+        there = sum(pod is not None for pod in pods)
+        return f"{there} of its {len(pods)} pods are made; {words}" if 0 < there < len(pods) else words
     leader = pods[0]
     runs = leader is not None and leader.obstacle is None and not leader.terminating
     return _explain_session(view, leader) if leader is not None and runs else ""

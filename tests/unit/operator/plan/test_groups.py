@@ -153,10 +153,25 @@ def test_half_a_learner_is_pending_and_waits_for_the_other_half() -> None:
     assert uids(world)["job-local-2"] == before["job-local-2"]
 
 
-def _job(**_: object) -> dict[str, object]:
+def _job(count: int = 3, pods: int = 2, **_: object) -> dict[str, object]:
     from operator_world import job_object
 
-    return job_object(count=3, learners={"pods": 2}, training=SHARED)
+    return job_object(count=count, learners={"pods": pods}, training=SHARED)
+
+
+def test_a_quota_that_is_enough_for_half_a_learner_is_told_by_learner() -> None:
+    world = World(_job(count=2, pods=4))
+    world.quota = 1 + 4 + 2  # the syncer, one learner, and half of the other
+    world.until(lambda w: w.status.get("learners") == "1/2", 120)
+    world.run(30)
+    assert causes(world).startswith("job-local-4: 2 of its 4 pods are made; its pod job-local-6: its pod cannot be")
+    assert "raise the namespace's quota" in causes(world)
+    before = uids(world)
+    world.run(120)
+    assert uids(world) == before, "those that are made wait"
+    world.quota = None
+    world.until(World.whole, 120)
+    assert {name: uids(world)[name] for name in before} == before
 
 
 def test_a_program_ends_in_one_pod_and_the_learner_is_counted_once() -> None:
