@@ -195,7 +195,7 @@ def _group_text(found: Mapping[str, Any]) -> str:
     gpu = f"; of its GPU each rank at least {size_text(found['device_memory'])}" if found["device_memory"] else ""
     return (
         f"A learner of region {found['region']} ({ranks} ranks): at least {size_text(found['memory'])} on the host of "
-        f"its leader{others}{gpu}"
+        f"its leader, {size_text(found['shared_memory'])} of it in /dev/shm{others}{gpu}"
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.common.quantities import bytes_of, parse_quantity
+from diloco_protocol.spec.cluster import Group
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.sync import SyncSpec
 
@@ -51,12 +52,13 @@ class Needs:
 @dataclass(frozen=True, slots=True)
 class LearnerNeeds:
     """Bytes that a learner needs at the least, for what the library and an optimizer with two moments keep. ``memory``:
-    of the host of its first pod, whose first rank leads. ``other_memory``: of each other pod's. ``device_memory``: of
-    each rank's GPU, 0 where training.device is cpu."""
+    of the host of its first pod, whose first rank leads; ``shared_memory`` of it is in /dev/shm. ``other_memory``: of
+    each other pod's. ``device_memory``: of each rank's GPU, 0 where training.device is cpu."""
 
     memory: int
     other_memory: int
     device_memory: int
+    shared_memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,20 @@ def needs(spec: JobSpec, sizes: Sequence[int]) -> Needs:
 def learner_needs(spec: JobSpec, sizes: Sequence[int], region: str) -> LearnerNeeds:
     """What a learner of the region needs whose fragments have ``sizes`` elements."""
     parameters, group, copies = sum(sizes), spec.group(region), model_copies(spec, region)
-    library, state = library_bytes(spec, sizes), LOOP_BYTES * parameters * copies
+    shared = shared_bytes(group, sizes)
+    library, state = library_bytes(spec, sizes) + shared, LOOP_BYTES * parameters * copies
     if spec.training.device == "cpu":
-        return LearnerNeeds(library + state // group.pods, state // group.pods, 0)
+        return LearnerNeeds(library + state // group.pods, state // group.pods, 0, shared)
     # The built-in trainer's ranks build the model on their host, one after the other.
     built = 4 * parameters if spec.learners.command is None else 0
     moving = 2 * 4 * max(sizes) * copies
-    return LearnerNeeds(library, built, (state + moving) // group.ranks)
+    return LearnerNeeds(library, built, (state + moving) // group.ranks, shared)
+
+
+def shared_bytes(group: Group, sizes: Sequence[int]) -> int:
+    """Of /dev/shm on the leader's host, through which its ranks exchange fragments. In a pod it counts to the
+    container's memory limit, as everything that is written to a volume in memory."""
+    return 2 * 4 * max(sizes) if group.ranks > 1 else 0
 
 
 def library_bytes(spec: JobSpec, sizes: Sequence[int]) -> int:
@@ -197,7 +206,8 @@ def _syncer_shortages(spec: JobSpec, needed: Needs, volume: int | None) -> Itera
 def _learner_shortages(spec: JobSpec, sizes: Sequence[int]) -> Iterator[Shortage]:
     for index, region in enumerate(spec.regions):
         limit, _ = _memory([spec.learners.pod_template, region.pod_template], "learner")
-        needed = learner_needs(spec, sizes, region.name).memory
+        found = learner_needs(spec, sizes, region.name)
+        needed, shared = found.memory, found.shared_memory
         if limit is None or bytes_of(limit) >= needed:
             continue
         own = _memory([region.pod_template], "learner")[0] is not None
@@ -205,8 +215,8 @@ def _learner_shortages(spec: JobSpec, sizes: Sequence[int]) -> Iterator[Shortage
         yield Shortage(
             path + _PATHS.format("learner") + ".limits.memory",
             f"is {limit}, and a learner (region {region.name}) needs at least {_size(needed)}"
-            f"{' in its first pod' * (spec.group(region.name).pods > 1)} for this model: raise it, or it is killed at "
-            "it",
+            f"{' in its first pod' * (spec.group(region.name).pods > 1)} for this model"
+            f"{f', {_size(shared)} of it in /dev/shm' if shared else ''}: raise it, or it is killed at it",
         )
 
 

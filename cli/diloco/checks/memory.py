@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_protocol.common.format_units import size_text
-from diloco_protocol.resources import LOOP_BYTES, library_bytes, model_copies, needs
+from diloco_protocol.resources import LOOP_BYTES, library_bytes, model_copies, needs, shared_bytes
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_worker.training.findings import ModelFacts
 
@@ -55,7 +55,7 @@ def estimate_memory(job: DiLoCoJob, model: ModelFacts, device: str) -> MemoryNee
     each, devices = list[int](), [0]
     for region in spec.regions:
         ranks, copies = spec.group(region.name).ranks, model_copies(spec, region.name)
-        library = library_bytes(spec, model.fragments)
+        library = library_bytes(spec, model.fragments) + shared_bytes(spec.group(region.name), model.fragments)
         loop = (LOOP_BYTES * model.trained + model.bytes - 4 * model.trained) * copies
         # For a GPU a rank builds it on the host, in turn with the others of its learner.
         here = max(library, model.bytes) if device == "cuda" else library + loop
