@@ -16,7 +16,9 @@ from diloco_operator.model import PlanSettings, Ref
 from diloco_operator.objects import manifests, pods
 from diloco_operator.objects.manifests import DefaultImages
 from diloco_protocol.spec.load import job_from_json
+from diloco_protocol.vocabulary import LABEL_POD_INDEX
 from operator_world import job_object
+from repository import ROOT
 
 SETTINGS = PlanSettings(None, "diloco-system", "syncer:1", "worker:1")
 IMAGES = DefaultImages("syncer:1", "worker:1")
@@ -755,6 +757,21 @@ def test_the_pods_of_a_learner_meet_at_its_first_one() -> None:
     ]
     assert stateful["template"]["metadata"]["labels"][names.GROUP_PODS] == "2"
     assert names.GROUP_PODS not in stateful["selector"]["matchLabels"], "a selector cannot be changed"
+
+
+def test_a_regions_pods_have_the_labels_by_which_the_page_keeps_them_together() -> None:
+    text = (ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8")
+    (block,) = [block.split("```")[0] for block in text.split("```yaml\n")[1:] if "podAffinity" in block]
+    regions = yaml.safe_load(block.replace("NAME", "job"))["regions"]
+    given = {"metadata": {"labels": {"gang": "a"}, "annotations": {"of": "4"}}, "spec": {"schedulerName": "gangs"}}
+    made = everything(job(regions=regions, learners={"podTemplate": given}, training={"batch": {"sequences": 8}}))
+    template = made[names.stateful_set("job", "a")]["spec"]["template"]
+    (term,) = template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    labels = template["metadata"]["labels"]
+    assert term["labelSelector"]["matchLabels"].items() <= labels.items(), "the pods are near each other"
+    assert (labels[names.GROUP_PODS], labels["gang"], template["metadata"]["annotations"]["of"]) == ("4", "a", "4")
+    assert template["spec"]["schedulerName"] == "gangs"
+    assert f"`{names.GROUP_PODS}`" in text and f"`{LABEL_POD_INDEX}`" in text, "the page names them"
 
 
 def test_ranks_of_several_pods_reach_each_other() -> None:
