@@ -22,7 +22,7 @@ _SLOT: dict[str, Any] = {
     "heard_seconds_ago": 0.1, "starved": False, "paused": False, "bytes_up": 812000, "bytes_down": 1650000,
     "link": _LINK
     | {"needs_up_bytes_per_second": 65000.0, "needs_down_bytes_per_second": 132000.0, "too_slow": False, "message": ""},
-    "sequences_per_step": 16.0,
+    "sequences_per_step": 16.0, "ranks": 8, "slowest_rank": 5, "slowest_rank_seconds": 0.002,
 }  # fmt: skip
 _ROUND: dict[str, Any] = {
     "fragment": 1, "round": 17, "merging": False, "open_seconds": 0.4, "overdue": False, "message": "",

@@ -127,6 +127,14 @@ class SlotRow(Document):
     sequences_per_step: Number = Field(
         0.0, description="sequences of its leases that its process has read, for each step that it made"
     )
+    ranks: Count = Field(1, description="processes that its learner is made of")
+    slowest_rank: Count | None = Field(
+        None,
+        description="of several ranks the one that comes last to the ends of steps; null: there is one, or no step",
+    )
+    slowest_rank_seconds: Number = Field(
+        None, description="by how much it comes after the first of them, the mean of about the last 16 steps"
+    )
 
     @property
     def held(self) -> bool:

@@ -97,13 +97,15 @@ def exhaust_memory() -> None:
 
 def fail_at(what: str) -> None:
     """COMMAND:TURN:SIGNAL, of rank ``FAILING``: send it to this process when that command comes for that time; the
-    command JOIN is the ranks' sum at a boundary. Signal 0: its memory is exhausted."""
+    command JOIN is the ranks' sum at a boundary. Signal 0: its memory is exhausted; -1: it hangs there."""
     command, turn, number = what.split(":")
     seen = [0]
 
     def count(name: str) -> None:
         seen[0] += name == command
         if name == command and seen[0] == int(turn):
+            if int(number) < 0:
+                time.sleep(100_000)
             os.kill(os.getpid(), int(number)) if int(number) else exhaust_memory()
 
     tell, hear, join = Group.tell_others, Group.hear, Group.join_step
@@ -152,10 +154,12 @@ def run_rank(out: Path) -> None:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     pause = float(os.environ.get("PAUSE", "0"))
+    late = float(os.environ.get("LATE", "0")) if os.environ.get("FAILING") == os.environ.get("RANK", "0") else 0.0
     steps = 0
     with Learner.from_environment(model, optimizer) as learner:
-        for batch in learner.batches(Rows(1024)):
+        for batch in learner.batches(Rows(1024), int(os.environ.get("SEQUENCES", "4"))):
             loss = one_step(model, optimizer, batch)
+            time.sleep(late)
             learner.after_step(tokens=batch.numel(), loss=loss)
             steps += 1
             time.sleep(pause)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import get_args
 
@@ -316,6 +317,11 @@ def give_commands() -> None:
     assert group.join_step(0, math.nan, told=False).loss is None, "of no tokens"
     assert math.isnan(group.join_step(5, math.nan if group.leads else 1.0, told=False).loss or 0.0)
     assert group.seconds > 0
+    last = group.size - 1
+    for _ in range(5):
+        time.sleep(0.1 if group.rank == last else 0.0)
+        group.join_step(1, None, told=False)
+    assert group.slowest is not None and group.slowest[0] == last and 0.01 < group.slowest[1] < 60, group.slowest
     same = Group(data=(group.rank // 2, group.size // 2))  # pairs of tensor-parallel ranks
     assert same.join_step(7, 1.0, told=False).tokens == 7 * group.size // 2, "one of each pair counts"
     for wrong, said in (((0, group.size), "together they must load"), ((group.size, 2), "is (index, shares)")):
@@ -326,7 +332,7 @@ def give_commands() -> None:
             assert said in str(error), error
     group.wait_for_all()
     if group.leads:
-        group._number += 1  # as if a command had been lost
+        group.number += 1  # as if a command had been lost
         group.tell_others(Command.RETURN)
     else:
         try:

@@ -49,7 +49,7 @@ from diloco_protocol.vocabulary import (
     JobPhase,
 )
 from diloco_protocol.wire import sync_pb2
-from diloco_protocol.wire.records import LeaseCursor
+from diloco_protocol.wire.records import LeaseCursor, RanksReport, StepReport
 from diloco_worker import device, exit_hooks, logs
 from diloco_worker.core.stall_rule import FIRST_STEP, LifeSigns
 from diloco_worker.data.map_style import check_map_style, sample_items
@@ -140,7 +140,7 @@ class Learner:
         self._client = SyncerClient(
             settings, self.layout, self._inbox, fragments.pinned, begin_thread=fragments.set_device
         )
-        self._client.report_batches(lambda: self._metrics.batches)
+        self._client.complete_reports(self._complete_report)
         self._synchronizer = Synchronizer(
             spec,
             model,
@@ -155,7 +155,7 @@ class Learner:
             hold=self._hold,
         )
         self._port = open_port(settings)
-        self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs)
+        self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs, self._ranks)
         self._port.attach(lambda: self._client.connection, self._figures, self._watchdog.problem)
 
     @classmethod
@@ -447,6 +447,12 @@ class Learner:
         self._started = True
         self._watchdog.start()
 
+    def _complete_report(self, report: StepReport) -> StepReport:
+        """With what a heartbeat says too, from the client's thread: a loop that never ends a step makes no report."""
+        slowest = self._ranks.slowest
+        ranks = None if self._ranks.size == 1 else RanksReport(self._ranks.size, *(slowest or (0, 0.0)))
+        return replace(report, batches=self._metrics.batches, ranks=ranks)
+
     def _life_signs(self) -> LifeSigns:
         """For the watchdog, from its thread."""
         synchronizer, metrics = self._synchronizer, self._metrics
@@ -459,7 +465,8 @@ class Learner:
         """For the status port, from its thread: nothing here waits, or asks a device."""
         if not self._started:
             return {}
-        return {**self._numbers(self._metrics.known_loss), **self._client.link}
+        slowest = dict(zip(("slowest_rank", "slowest_rank_seconds"), self._ranks.slowest or (), strict=False))
+        return {**self._numbers(self._metrics.known_loss), **self._client.link, "ranks": self._ranks.size, **slowest}
 
     def _numbers(self, loss: float) -> dict[str, float]:
         up, down = self._client.bytes_transferred

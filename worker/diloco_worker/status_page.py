@@ -41,6 +41,9 @@ _METRICS = {
     "bytes_down": ("counter", "received_bytes", "Bulk bytes received from the syncer"),
     "link_up": ("gauge", "link_up_bytes_per_second", "Uploads' speed, until the syncer's answer"),
     "link_down": ("gauge", "link_down_bytes_per_second", "Downloads' speed while their bytes arrived"),
+    "ranks": ("gauge", "ranks", "Processes of the learner"),
+    "slowest_rank": ("gauge", "slowest_rank", "The rank that comes last to the ends of steps"),
+    "slowest_rank_seconds": ("gauge", "slowest_rank_seconds", "By how much it comes after the first, a mean of steps"),
     "round_trip_seconds": ("gauge", "link_round_trip_seconds", "Shortest of the last echoes of reports"),
 }
 _open: dict[str | None, StatusPort] = {}

@@ -35,6 +35,7 @@ LINE_SECONDS = 5.0  # between plain progress lines
 SAME_LINE_SECONDS = 60.0  # while nothing changes
 WAITING_LINE_SECONDS = 15.0  # the same, while the job waits for its learners
 LEAST_STEP_SECONDS = 0.02  # of steps shorter than this it says nothing that a learner is late
+LATE_SHARE = 0.1  # of a step: a rank that comes so much later than the first is named
 NARROW = 85  # columns beside the foot's titles, for long texts: of a terminal of 100
 _LEFT_OUT = (
     "slot",
@@ -44,6 +45,7 @@ _LEFT_OUT = (
     "",
     "tokens",
     "loss",
+    "ranks",
 )  # of the table, in this order, for want of room
 GAP = "   "
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -319,9 +321,11 @@ def _slots_table(view: RunView, slots: Sequence[SlotRow], width: int) -> Table:
     """A row for each slot, with as many columns as there is room for: no number is cut. The slot's number is shown only
     where it is not the learner's own."""
     rows = [_slot_cells(view, slot) for slot in slots]
-    titles = ["learner", "slot", "state", "step", "tokens", "loss", "s/step", "waited", "merged", ""]
+    titles = ["learner", "ranks", "slot", "state", "step", "tokens", "loss", "s/step", "waited", "merged", ""]
     if all(slot.slot == slot.ordinal for slot in slots):
         titles.remove("slot")
+    if all(slot.ranks == 1 for slot in slots):
+        titles.remove("ranks")
     columns = {title: max(len(title), *(row[title].cell_len for row in rows), 0) for title in titles}
     for title in _LEFT_OUT:
         if sum(columns.values()) + 2 * (len(columns) - 1) <= width:
@@ -341,6 +345,7 @@ def _slot_cells(view: RunView, slot: SlotRow) -> dict[str, Text]:
     waited = _waited(slot)
     texts = {
         "learner": name,
+        "ranks": str(slot.ranks),
         "slot": str(slot.slot),
         "step": number(slot.step),
         "tokens": number(slot.tokens),
@@ -367,6 +372,8 @@ def slot_note(slot: SlotRow, fragments: int = 0) -> str:
         return "no step yet"
     if is_late(slot):
         return "late"
+    if slot.slowest_rank is not None and (slot.slowest_rank_seconds or 0.0) > LATE_SHARE * (slot.step_seconds or 0.0):
+        return f"rank {slot.slowest_rank} late"
     if slot.link is None or not slot.link.message:
         return ""
     return "slow link" if slot.link.too_slow else "busy machine"

@@ -28,6 +28,7 @@ MESSAGES: dict[type, type[Message]] = {
     records.FragmentReport: sync_pb2.FragmentReport,
     records.LeaseCursor: sync_pb2.LeaseCursor,
     records.Link: sync_pb2.Link,
+    records.RanksReport: sync_pb2.Ranks,
     records.StepReport: sync_pb2.Report,
     records.Evaluation: sync_pb2.Evaluation,
     records.PushPlan: sync_pb2.Push,

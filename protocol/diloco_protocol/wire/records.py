@@ -65,12 +65,22 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksReport:
+    """The ranks of a learner of several: how many they are, which comes last to the ends of its steps, and how long
+    after the first, the mean of the last steps."""
+
+    count: Count
+    slowest: Count
+    late_seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What a learner says after a step (message Report); without rows of fragments it is a mere heartbeat.
 
     ``slot_step``: of the slot, over all processes; ``trained_*``: of the tenure. ``step_seconds``: moving
-    median. ``paused``: alone beyond staleness.maxSteps. ``link`` and ``echo`` are of a session's reports only;
-    an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite. ``tenure``: the
+    median. ``paused``: alone beyond staleness.maxSteps. ``link``, ``echo`` and ``ranks`` are of a session's reports
+    only; an ``echo`` above 0 asks for an answer. ``diverged``: the last step's loss is NaN or infinite. ``tenure``: the
     seat's, in which all this was counted; 0: not said, and taken for the open one. ``young_optimizer``: the inner
     optimizer began fresh within the job, and is not beyond its warm-up. ``batches``: that the loop was given since its
     last step. ``fresh_optimizer``: why the inner optimizer began fresh in this tenure; empty: it did not.
@@ -93,6 +103,7 @@ class StepReport:
     young_optimizer: bool = False
     batches: Count = 0
     fresh_optimizer: Annotated[str, limits.cut_text(256)] = ""
+    ranks: RanksReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

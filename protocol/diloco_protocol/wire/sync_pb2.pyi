@@ -129,7 +129,7 @@ class Held(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused", "link", "echo", "diverged", "tenure", "young_optimizer", "batches", "fresh_optimizer")
+    __slots__ = ("slot_step", "trained_steps", "trained_tokens", "compute_seconds", "stalled_seconds", "loss", "step_seconds", "fragments", "cursors", "paused", "link", "echo", "diverged", "tenure", "young_optimizer", "batches", "fresh_optimizer", "ranks")
     SLOT_STEP_FIELD_NUMBER: _ClassVar[int]
     TRAINED_STEPS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class Report(_message.Message):
     YOUNG_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     FRESH_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     slot_step: int
     trained_steps: int
     trained_tokens: int
@@ -164,7 +165,18 @@ class Report(_message.Message):
     young_optimizer: bool
     batches: int
     fresh_optimizer: str
-    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ..., diverged: _Optional[bool] = ..., tenure: _Optional[int] = ..., young_optimizer: _Optional[bool] = ..., batches: _Optional[int] = ..., fresh_optimizer: _Optional[str] = ...) -> None: ...
+    ranks: Ranks
+    def __init__(self, slot_step: _Optional[int] = ..., trained_steps: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., stalled_seconds: _Optional[float] = ..., loss: _Optional[float] = ..., step_seconds: _Optional[float] = ..., fragments: _Optional[_Iterable[_Union[FragmentReport, _Mapping]]] = ..., cursors: _Optional[_Iterable[_Union[LeaseCursor, _Mapping]]] = ..., paused: _Optional[bool] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., echo: _Optional[int] = ..., diverged: _Optional[bool] = ..., tenure: _Optional[int] = ..., young_optimizer: _Optional[bool] = ..., batches: _Optional[int] = ..., fresh_optimizer: _Optional[str] = ..., ranks: _Optional[_Union[Ranks, _Mapping]] = ...) -> None: ...
+
+class Ranks(_message.Message):
+    __slots__ = ("count", "slowest", "late_seconds")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SLOWEST_FIELD_NUMBER: _ClassVar[int]
+    LATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    slowest: int
+    late_seconds: float
+    def __init__(self, count: _Optional[int] = ..., slowest: _Optional[int] = ..., late_seconds: _Optional[float] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("down_bytes_per_second", "round_trip_seconds", "missing_fragments")

@@ -354,7 +354,7 @@ class Core:
         if nonsense := find_nonsense(self._state, slot, report):
             raise ev.BadMessage(f"report: {nonsense}")
         slot.holder.heard_at = now
-        slot.reported.batches = report.batches
+        slot.reported.batches, slot.reported.ranks = report.batches, report.ranks
         if apply_report(self._state, self._actions, slot, report, now=now):
             slot.holder.ready = True
 

@@ -104,6 +104,8 @@ def training_loss(state: JobState) -> TrainingLoss | None:
 def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> SlotRow:
     ledger = state.ledger
     bytes_up, bytes_down = shell.slot_bytes(slot.index)
+    ranks = slot.reported.ranks
+    stepped = ranks if slot.reported.advanced else None
     return SlotRow(
         slot=slot.index,
         retired=slot.retired,
@@ -131,6 +133,9 @@ def _slot_row(state: JobState, slot: Slot, now: float, shell: ShellFigures) -> S
         link=shell.links.get(slot.index),
         problem=slot.told.problem,
         sequences_per_step=slot.reported.sequences / max(1, slot.step - slot.reported.step_at_seat),
+        ranks=1 if ranks is None else ranks.count,
+        slowest_rank=None if stepped is None else stepped.slowest,
+        slowest_rank_seconds=None if stepped is None else stepped.late_seconds,
     )
 
 

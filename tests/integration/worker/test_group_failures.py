@@ -128,6 +128,31 @@ def test_a_rank_that_is_gone_ends_its_learner(
 
 
 @pytest.mark.slow
+@pytest.mark.promise("A learner of several ranks says for which rank the others wait: in its status, and when it hangs")
+@pytest.mark.parametrize(
+    ("failing", "number", "words"),
+    [
+        (2, signal.SIGSTOP, "rank 2 of this learner gives no sign"),
+        (2, -1, "the others wait for rank 2: rank 0, 1 at "),
+        (0, signal.SIGSTOP, "rank 0 of this learner, or torchrun, does not answer"),
+    ],
+    ids=["stopped", "hangs", "leader"],
+)
+def test_the_rank_that_the_others_wait_for_is_named(
+    syncer: Callable[..., Syncer], failing: int, number: int, words: str
+) -> None:
+    service = syncer({"fragments": 3, "every": 6, "overlap": 1}, {"steps": STEPS}, stall_seconds=STALL_SECONDS)
+    failure = {"FAILING": str(failing), "FAIL_AT": f"JOIN:60:{int(number)}", "LATE": "0.1", "SEQUENCES": "6"}
+    group, log = start_learner(service, 0, "ddp", 3, **failure)
+    wait_until(lambda: (row(service, 0).get("slowest_rank_seconds") or 0) > 0.05, "a late rank", group, log)
+    found = row(service, 0)
+    assert (found["ranks"], found["slowest_rank"]) == (3, failing)
+    assert wait_for_end(group, log) == WorkerExit.STALLED
+    said = log.read_text()
+    assert words in said.splitlines()[-1], said
+
+
+@pytest.mark.slow
 @pytest.mark.promise("A rank that is told to end drains its whole learner, at one step: no token is dropped")
 @pytest.mark.parametrize("failing", [0, 1], ids=["leader", "follower"])
 @pytest.mark.parametrize("moment", MOMENTS, ids=name_moment)

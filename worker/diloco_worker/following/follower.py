@@ -63,7 +63,7 @@ class Follower:
         self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
         self._metrics = StepMetrics()
         self._guard = BoundaryGuard()
-        self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs)
+        self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs, group)
         self._loader: ShareLoader | None = None
         self._signalled = self._started = self._ended = False
         self._compute_from: float | None = None

@@ -14,7 +14,8 @@ its connections, so the next command fails in all others, and they end too: what
 
 Nothing is pickled: a command is a JSON document and a list of integers.
 
-What is still wrong with it: who has ended is not known by name, only that a connection has.
+What is still wrong with it: who has ended is not known by name, only that a connection has. Who hangs is
+(``rank_watch``), and who is late (``core.rank_delays``), but not in collectives of the program.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from diloco_protocol.vocabulary import WorkerExit
+from diloco_worker.core.rank_delays import RankDelays
 from diloco_worker.named_parameters import world_size
 from diloco_worker.settings import ConfigurationError, WorkerError
 
@@ -88,6 +90,9 @@ class Ranks:
 
     rank, size = 0, 1
     data = (0, 1)
+    slowest: tuple[int, float] | None = (
+        None  # of several: who comes last to the ends of steps, and seconds after the first
+    )
 
     @property
     def leads(self) -> bool:
@@ -144,7 +149,9 @@ class Group(Ranks):
             )
         seconds = step_seconds if step_seconds is not None else _LONGEST_SECONDS
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-        self._number = 0
+        self.number = 0  # of the last command
+        self._waited = 0.0  # at the last step's end, seconds
+        self._delays = RankDelays(self.size)
         self._held_at = time.monotonic()
         self._frame = np.zeros(_FRAME, np.uint8)
         self._shared_frame = torch.from_numpy(self._frame)
@@ -160,7 +167,12 @@ class Group(Ranks):
     def join_step(self, tokens: int, loss: float | None, told: bool) -> JoinedStep:
         said = (tokens, 0.0, 0) if loss is None or not tokens else (tokens, loss * tokens, tokens)
         row = said if self.counts else (0, 0.0, 0)
-        joined, losses, weight, ends = self._sum([*row, float(told)])
+        waits = [self._waited if rank == self.rank else 0.0 for rank in range(self.size)]
+        began = time.monotonic()
+        joined, losses, weight, ends, *waits = self._sum([*row, float(told), *waits])
+        self._waited = time.monotonic() - began
+        self._delays.add_step(waits)
+        self.slowest = self._delays.slowest
         return JoinedStep(round(joined), losses / weight if weight else None, ends > 0)
 
     def tell_others(self, command: Command, items: Sequence[int] = (), **words: Any) -> None:
@@ -169,8 +181,8 @@ class Group(Ranks):
         document = json.dumps(words, separators=(",", ":")).encode() if words else b"{}"
         numbers = np.asarray(items, np.int64)
         body = document + numbers.tobytes()
-        self._number += 1
-        self._frame[: 8 * _HEAD].view(np.int64)[:] = self._number, command, len(document), len(numbers)
+        self.number += 1
+        self._frame[: 8 * _HEAD].view(np.int64)[:] = self.number, command, len(document), len(numbers)
         fits = len(body) <= _FRAME - 8 * _HEAD
         if fits:
             self._frame[8 * _HEAD : 8 * _HEAD + len(body)] = np.frombuffer(body, np.uint8)
@@ -183,9 +195,9 @@ class Group(Ranks):
         """As a follower: wait for the next command. Raises GroupBroken."""
         self._broadcast(self._shared_frame)
         number, command, length, count = map(int, self._frame[: 8 * _HEAD].view(np.int64))
-        self._number += 1
-        if number != self._number:
-            raise GroupBroken(f"command {number} came where {self._number} was due: the ranks' loops have parted")
+        self.number += 1
+        if number != self.number:
+            raise GroupBroken(f"command {number} came where {self.number} was due: the ranks' loops have parted")
         size = length + 8 * count
         body = self._frame[8 * _HEAD : 8 * _HEAD + size]
         if size > _FRAME - 8 * _HEAD:

@@ -113,10 +113,9 @@ class SyncerClient:
 
     # ------------------------------------------------------- called by the training thread
 
-    def report_batches(self, count: Callable[[], int]) -> None:
-        """Have reports say how many batches the loop was given since its last step; ``count`` is asked by another
-        thread."""
-        self._connection.count_batches = count
+    def complete_reports(self, complete: Callable[[StepReport], StepReport]) -> None:
+        """Have reports say what ``complete`` adds to them; it is called by another thread."""
+        self._connection.complete_report = complete
 
     def start(self, sequences: int = 0, samples: Sequence[DataSample] = ()) -> None:
         """Start connecting. ``sequences``: how many the data set has; 0: nothing is leased. ``samples``: of its

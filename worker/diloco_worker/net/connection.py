@@ -88,7 +88,7 @@ class SyncerConnection:
         self.outbox = Outbox()
         self.counts = ByteCounts()
         self.probe = LinkProbe()
-        self.count_batches: Callable[[], int] = lambda: 0  # that the loop was given since its last step
+        self.complete_report: Callable[[StepReport], StepReport] = lambda report: report
         self._credentials = WorkerCredentials(self.settings)
         self._syncer_settings = SyncerSettings.of(self.settings.job.spec)  # in use
         self._heartbeat = sync.heartbeat.interval_seconds
@@ -272,7 +272,7 @@ class SyncerConnection:
         """Complete a report that is about to be sent. A heartbeat counts batches too: a loop that never ends a step
         makes no report."""
         missing = 0 if self._transfers is None else self._transfers.missing_fragments
-        return replace(self.probe.stamp(report, now, every, missing), batches=self.count_batches())
+        return self.complete_report(self.probe.stamp(report, now, every, missing))
 
     # ------------------------------------------------------- messages from the syncer
 

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import exit_hooks
 from diloco_worker.core.stall_rule import LifeSigns, StallRule
+from diloco_worker.group.rank_watch import RankWatch
+from diloco_worker.group.ranks import Group, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -28,25 +30,34 @@ _TELL_SECONDS = 5.0  # for the log; whoever hangs may hold its lock
 
 
 class StallWatchdog:
-    """``observe`` returns the life signs of now, from any thread. ``stall_seconds`` None: no thread is started."""
+    """``observe`` returns the life signs of now, from any thread. ``stall_seconds`` None: no thread is started.
+    ``ranks``: of the learner; of several it says for whom they wait."""
 
-    def __init__(self, stall_seconds: float | None, observe: Callable[[], LifeSigns]) -> None:
+    def __init__(
+        self, stall_seconds: float | None, observe: Callable[[], LifeSigns], ranks: Ranks | None = None
+    ) -> None:
         self._stall_seconds = stall_seconds
         self._interval = min(_LONGEST_INTERVAL, (stall_seconds or 0.0) / 20)
         self._rule = StallRule(stall_seconds, self._interval)
         self._observe = observe
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._ranks = ranks
+        self._rank_watch: RankWatch | None = None
 
     def start(self) -> None:
         """Begin to watch."""
         if self._stall_seconds is not None:
             self._thread = threading.Thread(target=self._watch, name="diloco-watchdog", daemon=True)
             self._thread.start()
+            if isinstance(self._ranks, Group):
+                self._rank_watch = RankWatch(self._ranks, self._interval, lambda: self._rule.suspect)
 
     def stop(self) -> None:
         """Watch no more: the loop is over."""
         self._stopped.set()
+        if self._rank_watch is not None:
+            self._rank_watch.stop()
 
     def problem(self) -> str:
         """What is the matter, from half of the limit on; empty: nothing."""
@@ -69,6 +80,8 @@ class StallWatchdog:
             f"stalled: no step for {self._rule.idle_seconds:.0f} s (learners.stallSeconds). A kernel, a collective or "
             "the data set hangs: the log has the stack traces of all threads. If a step needs so long, raise the field"
         )
+        if self._rank_watch is not None:
+            why = f"{why}. {self._rank_watch.describe()}"
         exit_hooks.write_termination_message(why)
         log.error("stack traces of all threads, the newest call first:\n%s", stack_traces())
         log.error("%s", why)

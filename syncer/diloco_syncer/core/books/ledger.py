@@ -37,7 +37,7 @@ from diloco_protocol.wire import limits
 from diloco_protocol.wire.records import FragmentReport, LeaseCursor, PushHeader, StepReport
 
 PushId = tuple[int, int, int, int]
-_UNSAVED = ("fragments", "loss", "paused", "link", "echo", "diverged")  # of a report; the loss may be NaN
+_UNSAVED = ("fragments", "loss", "paused", "link", "echo", "diverged", "ranks")  # of a report; the loss may be NaN
 _SAVED = tuple(name for name in StepReport.__dataclass_fields__ if name not in _UNSAVED)
 _counts = attrgetter(*FragmentReport.__dataclass_fields__)
 

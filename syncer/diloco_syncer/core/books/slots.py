@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol.vocabulary import HELD_STATES, SlotState
-from diloco_protocol.wire.records import Join
+from diloco_protocol.wire.records import Join, RanksReport
 from diloco_syncer.core.books.pace import Pace
 
 PODS_KEPT = 8  # of one place; an older one has long been gone
@@ -113,6 +113,8 @@ class LastReport:
     """Whether its optimizer's state began fresh within the job and is not beyond its warm-up."""
     fresh_optimizer: str = ""
     """Why its optimizer began fresh in the tenure; empty: it did not."""
+    ranks: RanksReport | None = None
+    """Of a learner of several."""
 
 
 @dataclass(slots=True)

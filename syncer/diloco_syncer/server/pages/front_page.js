@@ -156,7 +156,7 @@ function show(status) {
     ["traffic", size(status.bytes_up) + " up" + up + ", " + size(status.bytes_down) + " down" + down],
   ]);
   fill("learners", status.slots.map((slot) => [
-    slot.region ? slot.region + "-" + slot.ordinal : "-",
+    (slot.region ? slot.region + "-" + slot.ordinal : "-") + (slot.ranks > 1 ? ", " + slot.ranks + " ranks" : ""),
     slot.state + (slot.diverged ? ", diverged" : slot.paused ? ", paused" : ""),
     count(slot.step), count(slot.tokens), loss(slot.loss), slot.step_seconds ? slot.step_seconds.toFixed(3) : "-",
     count(slot.merged_pushes), describe(slot.link),

@@ -38,6 +38,9 @@ _OF_SLOT = (
     ("stalled_seconds", "stalled_seconds", "Time in which training waited for this system"),
     ("merged_pushes", "merged_pushes", "Pushes of the slot that were merged"),
     ("starved", "starved", "1 for a slot that was late in three rounds running"),
+    ("ranks", "ranks", "Processes of the learner"),
+    ("slowest_rank", "slowest_rank", "The rank that comes last to the ends of the learner's steps"),
+    ("slowest_rank_seconds", "slowest_rank_seconds", "By how much it comes after the first rank, a mean of steps"),
 )
 _OF_LINK = (
     ("link_up_bytes_per_second", "The link's speed up, while pushes were arriving"),

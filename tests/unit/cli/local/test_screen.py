@@ -152,6 +152,20 @@ def test_who_has_finished_no_step_is_seen_with_what_its_loop_may_lack() -> None:
     assert "no step yet" in out.getvalue() and "local-0: does it call learner.after_step()?" in out.getvalue()
 
 
+def test_a_learner_of_several_ranks_is_a_row_with_their_number_and_the_late_one() -> None:
+    def shown(**fields: Any) -> str:
+        out = io.StringIO()
+        slots = [slot_row(region="local", state="active", step_seconds=0.5, **fields)]
+        Console(file=out, width=140).print(picture(view(slots=slots), []))
+        return out.getvalue()
+
+    text = shown(ranks=8, slowest_rank=5, slowest_rank_seconds=0.2)
+    (row,) = [line for line in text.splitlines() if "local-0" in line]
+    assert "ranks" in text and row.split()[1] == "8" and "rank 5 late" in row
+    assert "late" not in shown(ranks=8, slowest_rank=5, slowest_rank_seconds=0.02)
+    assert "ranks" not in shown()
+
+
 def test_an_error_stays_above_the_picture_and_obeys_nobody() -> None:
     for screen in (Live, Lines):
         out = io.StringIO()

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.wire import convert, limits, records, sync_pb2
-from diloco_protocol.wire.records import FragmentReport, Lease, LeaseCursor, Link, PushHeader, SlotReceipt, StepReport
+from diloco_protocol.wire.records import (
+    FragmentReport,
+    Lease,
+    LeaseCursor,
+    Link,
+    PushHeader,
+    RanksReport,
+    SlotReceipt,
+    StepReport,
+)
 from example_counts import share_of
 
 # Of the UploadHeader around the message; of the session.
@@ -95,6 +104,7 @@ REPORT = StepReport(
     step_seconds=0.25,
     cursors=(LeaseCursor(1, 3),),
     link=Link(5.0),
+    ranks=RanksReport(4, 2, 0.5),
 )
 
 
