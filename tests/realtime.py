@@ -28,7 +28,12 @@ FILES = (
     *("protocol/arrays/test_kernel_cache.py", "protocol/common/test_http_server.py", "protocol/wire/test_bulk.py"),
     *("protocol/wire/test_channels.py", "syncer/runtime/test_durability.py", "syncer/runtime/test_runtime.py"),
     *("syncer/runtime/test_traffic.py", "syncer/server/test_tls_listener.py", "syncer/store/test_bucket.py"),
-    *("worker/data/test_prefetch.py", "worker/net/test_client.py", "worker/standalone/test_learner.py"),
+    *(
+        "worker/data/test_prefetch.py",
+        "worker/group/test_rank_watch.py",
+        "worker/net/test_client.py",
+        "worker/standalone/test_learner.py",
+    ),
     *("worker/test_exit_hooks.py", "worker/test_launch.py", "worker/training/test_pace.py"),
 )
 # Of other files, these tests, wherever they are.

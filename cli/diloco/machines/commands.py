@@ -132,6 +132,10 @@ def join(
         Path | None,
         typer.Option(metavar="DIR", help="A folder for this learner alone.  [default: learners/JOB-REGION]"),
     ] = None,
+    nnodes: Annotated[int, typer.Option(help="Machines of this learner; run the command on each.", min=1)] = 1,
+    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.", min=0)] = 0,
+    master_addr: Annotated[str, typer.Option(metavar="HOST", help="The machine with --node-rank 0.")] = "",
+    master_port: Annotated[int, typer.Option(help="A free port there, the same on all.", min=1, max=65535)] = 29500,
     overrides: Overrides = [],  # noqa: B006
 ) -> int:
     """Train on this machine for a job that is served elsewhere, until the job is done or you stop it.
@@ -148,6 +152,9 @@ def join(
           --credentials pki/default/job/learners
 
         diloco learner join 127.0.0.1:7700 --join-token-file runs/served/join-token
+
+        diloco learner join hub:7700 --credentials learners/ \\
+          --nnodes 2 --node-rank 1 --master-addr gpu-0
     """
     from diloco.machines.join import JoinOptions
     from diloco.machines.join import join as join_job
@@ -167,6 +174,9 @@ def join(
             workdir=workdir,
             overrides=overrides,
             join_token_file=join_token_file,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master=master_addr and f"{master_addr}:{master_port}",
         )
     )
 

@@ -8,6 +8,9 @@ learner process runs in the foreground: the worker program with the environment 
 it at once. One that fails is started again with backoff, until it fails too
 often before it has lived for long.
 
+A learner may be on several machines (``--nnodes``): the command runs on each and starts that machine's share of the
+ranks, which find each other as torchrun's do. Where one fails all end, and each machine starts its own again.
+
 A place's ordinal is drawn at random and kept in the directory: nobody deals them out, and two processes of one place
 would fence each other.
 """
@@ -65,6 +68,9 @@ class JoinOptions:
     workdir: Path | None = None
     overrides: Sequence[str] = ()
     join_token_file: Path | None = None  # in plaintext
+    nnodes: int = 1  # machines of the learner
+    node_rank: int = 0
+    master: str = ""  # host:port of that with rank 0
 
 
 def join(options: JoinOptions) -> int:
@@ -83,8 +89,11 @@ def join(options: JoinOptions) -> int:
     else:
         job = _without_code(asyncio.run(fetch_job(options.address, credentials)))
     region = _region(job, options.region, named)
+    if (ranks := job.spec.group(region).ranks) % options.nnodes:
+        raise CommandError(f"--nnodes {options.nnodes}: a learner of {region} has {ranks} ranks, in equal shares")
     try:
-        with locked(options.workdir or Path("learners") / f"{job.metadata.name}-{region}") as workdir:
+        node = f"-{options.node_rank}" if options.node_rank else ""
+        with locked(options.workdir or Path("learners") / f"{job.metadata.name}-{region}{node}") as workdir:
             write_whole(workdir.job, job_to_json(job).encode())
             place = _ordinal(workdir)
             print_text(
@@ -99,6 +108,10 @@ def _check(options: JoinOptions) -> None:
     match = _ADDRESS.fullmatch(options.address)
     if match is None or not 0 < int(match[2]) < 65536:
         raise CommandError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
+    if not 0 <= options.node_rank < options.nnodes:
+        raise CommandError(f"--node-rank {options.node_rank}: machines count from 0 to --nnodes - 1")
+    if options.nnodes > 1 and not options.master:
+        raise CommandError("--master-addr is missing: where the other machines find that with --node-rank 0")
     if options.credentials is not None and options.join_token_file is not None:
         raise CommandError("--join-token-file: the folder of --credentials has one; leave one of the two out")
     if options.credentials is None and not options.plaintext and not is_loopback(match[1]):
@@ -193,9 +206,11 @@ class _LearnerProcess:
         self._job = job
         self._directory = (options.job or Path("job.yaml")).absolute().parent
         worker = WorkerSpec("learner", Kind.LEARNER, region, place, ranks=job.spec.group(region).ranks)
-        self._ranks = worker.ranks
+        self._ranks, self._node = worker.ranks // options.nnodes, []
+        if options.nnodes > 1:
+            self._node = ["--pods", str(options.nnodes), "--pod", str(options.node_rank), "--master", options.master]
         self._env = {
-            **base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), worker.ranks)),
+            **base_environment(os.environ, threads_each(len(os.sched_getaffinity(0)), self._ranks)),
             **worker_environment(worker, "", workdir, self._directory, syncer=options.address, gpu=None),
         }
         if options.credentials is not None:
@@ -245,8 +260,9 @@ class _LearnerProcess:
 
     def _once(self) -> int:
         command = self._job.spec.learners.command
+        guard = command is not None or self._ranks > 1 or bool(self._node)
         self._process = subprocess.Popen(
-            guard_command(ranks_command(command, self._ranks), guard=command is not None or self._ranks > 1),
+            guard_command(ranks_command(command, self._ranks, self._node), guard=guard),
             env=self._env,
             stdin=subprocess.DEVNULL,
             process_group=0,

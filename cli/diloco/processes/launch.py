@@ -61,12 +61,13 @@ def resolve_program(command: Sequence[str]) -> list[str]:
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
 
 
-def ranks_command(command: Sequence[str] | None, ranks: int) -> list[str]:
-    """How a learner's program is started here, in so many ranks. ``command``: the job's own; None: the built-in."""
+def ranks_command(command: Sequence[str] | None, ranks: int, node: Sequence[str] = ()) -> list[str]:
+    """How a learner's program is started here, in so many ranks. ``command``: the job's own; None: the built-in.
+    ``node``: words of ``diloco_worker.launch`` for a learner that is on several machines."""
     program = [sys.executable, "-m", "diloco_worker"] if command is None else resolve_program(command)
-    if ranks == 1:
+    if ranks == 1 and not node:
         return program
-    return [sys.executable, "-m", "diloco_worker.launch", "--processes", str(ranks), *program]
+    return [sys.executable, "-m", "diloco_worker.launch", "--processes", str(ranks), *node, *program]
 
 
 def guard_command(command: Sequence[str], guard: bool) -> list[str]:

@@ -300,3 +300,52 @@ def test_without_certificates_the_join_token_keeps_others_out(tmp_path: Path, st
     guest = start("guest", "learner", "join", sync, "--join-token-file", token, "--workdir", "guest")
     assert served.ends() == 0 and guest.ends() == 0, served.output + guest.output
     assert json.loads((tmp_path / "hub" / "report.json").read_bytes())["final_loss"] is not None, "the evaluator too"
+
+
+@pytest.mark.promise(
+    "`diloco learner join --nnodes` makes one learner of several machines; it is lost, and leaves, as one"
+)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_machines_are_one_learner(tmp_path: Path, start: Callable[..., Program]) -> None:
+    (tmp_path / "corpus.txt").write_text(WORDS * 2000)
+    text = JOB.format(steps=1, learners=1).replace("stop: {steps: 1}", "stop: {tokens: 1e12}")
+    text = text.replace("{learners: 1}", "{learners: 1, processes: 2}").replace(
+        "timeoutSeconds: 60", "timeoutSeconds: 3"
+    )
+    job = tmp_path / "job.yaml"
+    job.write_text(text.replace("[corpus.txt]", f"[{tmp_path}/corpus.txt]"))
+    served = start("served", "syncer", "serve", job, "--workdir", "hub", "--listen", "127.0.0.1:0", "--no-evaluator")
+    addresses = tmp_path / "hub" / "address.json"
+    wait_until(addresses.exists, "the address file", served.process, served.log)
+    known = json.loads(addresses.read_text())
+    words = ("learner", "join", known["sync"], "--join-token-file", tmp_path / "hub" / "join-token", "--nnodes", "2")
+    meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    nodes = [start(f"node-{node}", *words, "--node-rank", str(node), *meeting) for node in range(2)]
+
+    def row() -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{known['http']}/status", timeout=60) as page:
+            return dict(json.load(page)["slots"][0])
+
+    def ranks(node: Program) -> list[tuple[str, psutil.Process]]:
+        found = []
+        for one in node.children():
+            with contextlib.suppress(psutil.Error):
+                if "diloco_worker.launch" not in one.cmdline() and (rank := one.environ().get("RANK")):
+                    found.append((rank, one))
+        return found
+
+    wait_until(lambda: row()["merged_pushes"] > 0, "a merge", served.process, own_work, tmp_path)
+    assert row()["ranks"] == 2 and [rank for node in nodes for rank, _ in ranks(node)] == ["0", "1"]
+    ((_, second),) = ranks(nodes[1])
+    second.kill()
+    before = row()["incarnation"]
+    wait_until(lambda: row()["incarnation"] > before, "the learner's return", served.process, own_work, tmp_path)
+    merged = row()["merged_pushes"]
+    wait_until(lambda: row()["merged_pushes"] > merged, "a merge of its", served.process, own_work, tmp_path)
+    nodes[1].process.send_signal(signal.SIGINT)
+    assert [node.ends() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
+    served.process.send_signal(signal.SIGINT)
+    assert served.ends() == 130, served.output
+    tokens = json.loads((tmp_path / "hub" / "report.json").read_bytes())["tokens"]
+    assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"] > 0

@@ -48,6 +48,12 @@ import pathlib, time
 pathlib.Path("ready").touch()
 time.sleep(600)
 """
+RANK = """
+import os, pathlib
+
+names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+pathlib.Path("rank-" + os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
+"""
 
 
 def joined(folder: Path, program: str, told: Callable[[], None]) -> int:
@@ -98,3 +104,19 @@ def test_a_second_signal_later_ends_it_at_once(tmp_path: Path, monkeypatch: pyte
 
 def test_a_signal_before_the_learner_has_a_handler_is_no_failure(tmp_path: Path) -> None:
     assert joined(tmp_path, LOADS, lambda: os.kill(os.getpid(), signal.SIGTERM)) == COMPLETE
+
+
+@pytest.mark.parametrize(
+    ("processes", "ranks"),
+    [(4, {"rank-2": "2 4 2 10.0.0.1 400", "rank-3": "3 4 2 10.0.0.1 400"}), (2, {"rank-1": "1 2 1 10.0.0.1 400"})],
+)
+def test_a_machine_of_several_starts_its_share_of_the_ranks(
+    tmp_path: Path, processes: int, ranks: dict[str, str]
+) -> None:
+    (tmp_path / "program.py").write_text(RANK)
+    job = JOB.replace("learners: 1}", f"learners: 1, processes: {processes}}}")
+    (tmp_path / "job.yaml").write_text(job)
+    options = JoinOptions("127.0.0.1:1", tmp_path / "job.yaml", nnodes=2, node_rank=1, master="10.0.0.1:400")
+    process = joining._LearnerProcess(parse_job(job), Workdir(tmp_path), options, "local", place=1)
+    assert process.run() == COMPLETE
+    assert {path.name: path.read_text() for path in tmp_path.glob("rank-*")} == ranks

@@ -46,6 +46,12 @@ def job(*overrides: str) -> DiLoCoJob:
         (["learner", "join", "hub:99999"], "write the syncer's host:port"),
         (["learner", "join", "hub.example.org:7700"], "--credentials is missing: hub.example.org is another"),
         (["learner", "join", "127.0.0.1:1", "--set", "seed=1"], "give JOB.yaml too"),
+        (["learner", "join", "127.0.0.1:1", GPT, "--nnodes", "2"], "--master-addr is missing"),
+        (["learner", "join", "127.0.0.1:1", GPT, "--nnodes", "2", "--node-rank", "2"], "--node-rank 2: machines count"),
+        (
+            ["learner", "join", "127.0.0.1:1", GPT, "--nnodes", "2", "--master-addr", "a"],
+            "a learner of local has 1 ranks",
+        ),
         (["learner", "join", "127.0.0.1:1", "no.yaml"], "there is no such file"),
         (["learner", "join", "127.0.0.1:1", GPT, "--region", "mars"], "--region mars: the job has local"),
         (["learner", "join", "127.0.0.1:1", "--credentials", "/not/there"], "is not a directory"),
