@@ -120,10 +120,14 @@ MUTANTS_ARGS ?=
 mutants: $(STAMP) $(S3_SERVICE)/.installed ## Break the code on purpose, a line at a time: a test must notice (half an hour; continues where it stopped)
 	$(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
 
+GPU_FOUND = $(BIN)/python -c "import torch; n = torch.cuda.device_count(); print('gpu-check:', \
+    f'a learner of {n} ranks, one on each CUDA device, by NCCL' if n > 1 else 'a learner of 2 ranks that share the CUDA \
+    device, by gloo' if n else 'NO GPU IS CHECKED, torch finds no CUDA device: a learner of 2 ranks on the CPU, by gloo')"
 .PHONY: gpu-check
-gpu-check: $(STAMP) ## Check the worker on a CUDA device (docs/gpu-checklist.md)
-	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('gpu-check: torch finds no CUDA device here')"
-	$(PYTEST) -n 0 -m gpu tests/integration/worker/test_gpu.py $(PYTEST_ARGS)
+gpu-check: $(STAMP) ## Check the worker on all CUDA devices (docs/gpu-checklist.md)
+	@$(GPU_FOUND)
+	$(PYTEST) -n 0 -m gpu tests/integration/worker/test_gpu.py tests/integration/worker/test_gpu_ranks.py $(PYTEST_ARGS)
+	@$(GPU_FOUND)
 
 ##@ Images and clusters
 # The cluster for the next ones: localkube ($LOCALKUBE or on PATH), kind, or current (KUBECONFIG).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -74,6 +75,17 @@ class Run:
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ranks(self, region: str) -> dict[int, psutil.Process]:
+        """The processes of a region's one learner of several ranks, by rank."""
+        found = {}
+        for process in self.children():
+            with contextlib.suppress(psutil.Error):
+                environ = process.environ()
+                here = environ.get("DILOCO_REGION") == region and "diloco_worker.launch" not in process.cmdline()
+                if here and (rank := environ.get("RANK")):
+                    found[int(rank)] = process
+        return found
 
     def status(self) -> dict[str, Any]:
         done = subprocess.run(

@@ -53,18 +53,6 @@ spec:
 """
 
 
-def ranks(run: Run) -> dict[int, psutil.Process]:
-    """The group's processes, by rank: those that the launch has started."""
-    found = {}
-    for process in run.children():
-        try:
-            if "diloco_worker.launch" not in process.cmdline() and (rank := process.environ().get("RANK")):
-                found[int(rank)] = process
-        except psutil.Error:
-            pass
-    return found
-
-
 def ranks_left(run: Run) -> list[int]:
     """Processes of the run that are left after it."""
     found = []
@@ -95,7 +83,7 @@ def is_trained_to_its_end(run: Run) -> None:
 def test_a_group_and_a_single_process_train_one_model(start: Callable[..., Run]) -> None:
     run = start_groups(start, steps=60)
     run.waits_for("first-merge: group-0")
-    assert sorted(ranks(run)) == [0, 1]
+    assert sorted(run.ranks("group")) == [0, 1]
     is_trained_to_its_end(run)
     log = (run.workdir / "logs" / "group-0.log").read_text()
     assert "[rank 1] " in log and "slot 0" in log
@@ -108,11 +96,11 @@ def test_a_rank_that_is_killed_ends_its_learner_which_comes_back_as_one(
 ) -> None:
     run = start_groups(start, steps=400)
     run.waits_for("first-merge: group-0")
-    before = ranks(run)
+    before = run.ranks("group")
     before[rank].send_signal(number)
     run.until(lambda: not any(one.is_running() for one in before.values()), "the ranks' end")
-    run.until(lambda: len(ranks(run)) == 2, "two new ranks")
-    assert not set(ranks(run).values()) & set(before.values())
+    run.until(lambda: len(run.ranks("group")) == 2, "two new ranks")
+    assert not set(run.ranks("group").values()) & set(before.values())
     run.until(lambda: run.output.count("joined: group-0") == 2, "the learner's return")
     is_trained_to_its_end(run)
 
@@ -123,7 +111,9 @@ def test_what_chaos_does_to_a_learner_it_does_to_all_its_ranks(start: Callable[.
     run = start_groups(start, "--chaos", f"step=40:{action}:group-0{lasting}", steps=400)
     run.waits_for(f"chaos: {action} group-0")
     if action == "pause":
-        run.until(lambda: {one.status() for one in ranks(run).values()} == {psutil.STATUS_STOPPED}, "stopped ranks")
+        run.until(
+            lambda: {one.status() for one in run.ranks("group").values()} == {psutil.STATUS_STOPPED}, "stopped ranks"
+        )
     else:
         run.until(lambda: run.output.count("joined: group-0") == 2, "the learner's return")
     is_trained_to_its_end(run)

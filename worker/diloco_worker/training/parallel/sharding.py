@@ -14,6 +14,7 @@ of the ranks' gradients, so a rank's loss is scaled by its share of all predicti
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.core.stall_rule import FIRST_STEP
 from diloco_worker.errors import job_error
 from diloco_worker.settings import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 _HERE = "LOCAL_WORLD_SIZE"
 LONGEST_SECONDS = 7200.0  # of one collective, where learners.stallSeconds bounds no step
@@ -55,6 +58,7 @@ def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
     stall = spec.learners.stall_seconds
     patience = LONGEST_SECONDS if stall is None else FIRST_STEP * stall
     dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+    log.info("rank %s of %d ranks, by %s", env["RANK"], size, backend)
     return size
 
 
