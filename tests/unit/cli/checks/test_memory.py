@@ -36,7 +36,9 @@ def test_the_ranks_of_a_learner_share_what_the_library_keeps_and_divide_the_mode
     one = "regions=[{name: a, learners: 1, processes: 4, parallel: {replicate: 2}}, {name: b, learners: 2}]"
     job = load_job(EXAMPLE, [one, "training.device=auto"])
     need = estimate_memory(job, MILLION, "cpu")
-    group, single = 4 * PROCESS_BYTES + 8_000_000 + 2 * 16_000_000, PROCESS_BYTES + 8_000_000 + 16_000_000
+    shared = 8 * 500_000  # in /dev/shm
+    group = 4 * PROCESS_BYTES + 8_000_000 + shared + 2 * 16_000_000
+    single = PROCESS_BYTES + 8_000_000 + 16_000_000
     assert (need.learner, need.all_learners, need.device) == (group, group + 2 * single, 0)
     assert "for 3 learners" in need.text()
     assert estimate_memory(job, MILLION, "cuda").device == 16_000_000 + 8 * 500_000, "of the single one"
