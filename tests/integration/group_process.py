@@ -149,8 +149,8 @@ def run_rank(out: Path) -> None:
         if os.environ.get("FAILING") == str(rank):
             fail_at(os.environ["FAIL_AT"])
     model = wrap(build_model(), form)
-    if os.environ.get("SGD"):
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    if os.environ.get("ADAM"):
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     pause = float(os.environ.get("PAUSE", "0"))

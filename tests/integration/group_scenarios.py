@@ -5,6 +5,7 @@ Not a test: test_group_parts.py starts them. The leader plays the synchroniser; 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from group_process import open_area_nowhere, wrap
+from learner_process import make_job
 from torch import nn
 
 from diloco_protocol.spec.sync import CompressionSpec
 from diloco_protocol.wire.records import PushPlan, StepReport
+from diloco_worker import exit_hooks
 from diloco_worker.core.adoption import Kind
 from diloco_worker.following.operations import GroupOperations, build_parts
 from diloco_worker.fragments import Floats, ModelFragments, Vector, build_layout
@@ -33,6 +36,7 @@ from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin
+from diloco_worker.training.parallel.sharding import begin_ranks
 
 FRAGMENTS = 4
 
@@ -351,8 +355,27 @@ def give_commands() -> None:
         assert "has ended or is silent, so all of them end" in str(error)
 
 
+def meet(seconds: str) -> None:
+    """Ranks meet as the built-in trainer's do, and act together until one is gone. Then this process takes so many
+    seconds to end."""
+    logging.basicConfig(stream=sys.stdout)
+    exit_hooks.install()
+    begin_ranks(make_job({}, {"steps": 1}).spec)
+    group = join_ranks(os.environ)
+    print("met", flush=True)
+    try:
+        while True:
+            group.join_step(1, None, told=False)
+            time.sleep(0.01)
+    except GroupBroken:
+        time.sleep(float(seconds))
+        raise
+
+
 def main(scenario: str, form: str) -> None:
     torch.set_num_threads(1)
+    if scenario == "meet":
+        meet(form)
     if os.environ.get("FAR"):
         open_area_nowhere()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -42,7 +42,7 @@ MOMENTS = (
     Moment("MOVE:6"),
     Moment("STATE_OUT:2"),
     Moment("STATE_IN:1", late=True),
-    Moment("CLEAR:1", late=True, single={"SGD": "1"}),
+    Moment("CLEAR:1", late=True, single={"ADAM": "1"}),
     Moment("FROZEN_OUT:1", late=True, **FROZEN),  # type: ignore[arg-type]
     Moment("FROZEN_IN:1", late=True, **FROZEN),  # type: ignore[arg-type]
 )

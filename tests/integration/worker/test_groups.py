@@ -11,15 +11,18 @@ from typing import get_args
 
 import pytest
 import torch
-from forked import fork
+from forked import ForkedProcess, fork
 from group_process import start_group
 from learner_process import Syncer
 
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.spec.sync import LEAST_OF_MEDIAN, AdoptionSpec, MergeSpec
+from diloco_protocol.vocabulary import WorkerExit
 from diloco_worker import load_merged
+from free_ports import free_port
 from patience import wait_for_end, wait_until
 
+SCENARIOS = Path(__file__).resolve().parents[1] / "group_scenarios.py"
 STEPS = 24
 DETERMINISTIC = {
     "fragments": 3,
@@ -140,3 +143,34 @@ def test_every_method_and_rule_makes_the_model_of_single_processes(
     if method == "median":
         forms, sync["quorum"] = [*forms, *SINGLE], LEAST_OF_MEDIAN
     assert_same_as_singles(syncer, forms, **sync)
+
+
+@pytest.mark.promise("A rank that finds its learner's former ranks, of which one still ends, joins none of them")
+def test_a_rank_that_finds_the_old_leader_ends(tmp_path: Path) -> None:
+    """As a pod whose predecessor was lost: its learner's first pod is still ending, and shows where ranks were."""
+    port, started = free_port(), 0
+
+    def start(rank: int, seconds: int = 0) -> ForkedProcess:
+        nonlocal started
+        started += 1
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return fork([str(SCENARIOS), "meet", str(seconds)], environ, tmp_path / f"{started}.log")
+
+    def see_them_meet(*ranks: ForkedProcess) -> None:
+        for rank in ranks:
+            wait_until(lambda rank=rank: "met" in rank.log.read_text(), "the ranks to meet", rank, rank.log)
+
+    leader, other = start(0, seconds=600), start(1)
+    see_them_meet(leader, other)
+    other.kill()
+    again = start(1)
+    assert wait_for_end(again, again.log) == WorkerExit.GROUP
+    assert "another process has been rank 1" in again.log.read_text()
+    assert leader.poll() is None
+    leader.kill()
+    leader.wait()
+    leader, other = start(0), start(1)
+    see_them_meet(leader, other)
+    leader.kill()
+    assert wait_for_end(other, other.log) == WorkerExit.GROUP

@@ -56,10 +56,10 @@ def test_the_log_says_whose_a_line_is_and_json_is_left_as_it_is() -> None:
     [
         ("sys.exit(3 * rank)", 3),  # rank 0 ends well
         ("time.sleep(0.2 * rank); sys.exit((1, 6)[rank])", 6),  # who fails of another's end says less than the other
-        ("rank or sys.exit(1); time.sleep(60)", 1),
+        ("rank or sys.exit(1); time.sleep(600)", 1),
         ("time.sleep(0.2 * rank); sys.exit((7, 1)[rank])", 1),  # the cause ended last
-        ("rank and os.kill(os.getpid(), 11); time.sleep(60)", -11),
-        (FOREVER + "rank and sys.exit(2); time.sleep(60)", 2),  # SIGTERM ends none that ignores it
+        ("rank and os.kill(os.getpid(), 11); time.sleep(600)", -11),
+        (FOREVER + "rank and sys.exit(2); time.sleep(600)", 2),  # SIGTERM ends none that ignores it
     ],
 )
 def test_a_rank_that_fails_ends_all_and_its_code_is_the_learners(program: str, code: int) -> None:
@@ -68,7 +68,7 @@ def test_a_rank_that_fails_ends_all_and_its_code_is_the_learners(program: str, c
 
 
 SAY = "import signal; from diloco_worker.exit_hooks import write_termination_message as say; "
-FOLLOW = "signal.signal(signal.SIGTERM, lambda *_: [say('another has ended'), sys.exit(1)]); rank or time.sleep(60); "
+FOLLOW = "signal.signal(signal.SIGTERM, lambda *_: [say('another has ended'), sys.exit(1)]); rank or time.sleep(600); "
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def start(program: str, tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[p
 
 
 def test_sigterm_goes_to_every_rank_and_those_that_leave_well_are_no_failure(tmp_path: Path) -> None:
-    drain = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); READY time.sleep(60)"
+    drain = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); READY time.sleep(600)"
     process, _ = start(drain, tmp_path)
     process.terminate()
     assert process.wait() == 0
 
 
 def test_no_rank_outlives_the_launch(tmp_path: Path) -> None:
-    process, ranks = start(FOREVER + "READY time.sleep(60)", tmp_path)
+    process, ranks = start(FOREVER + "READY time.sleep(600)", tmp_path)
     assert len(ranks) == 2
     process.kill()
     process.wait()

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.core.stall_rule import FIRST_STEP
 from diloco_worker.errors import job_error
+from diloco_worker.group.ranks import claim_rank
 from diloco_worker.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
     stall = spec.learners.stall_seconds
     patience = LONGEST_SECONDS if stall is None else FIRST_STEP * stall
     dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+    claim_rank()
     log.info("rank %s of %d ranks, by %s", env["RANK"], size, backend)
     return size
 
