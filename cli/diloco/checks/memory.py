@@ -57,7 +57,7 @@ def estimate_memory(job: DiLoCoJob, model: ModelFacts, device: str) -> MemoryNee
         ranks, copies = spec.group(region.name).ranks, model_copies(spec, region.name)
         library = library_bytes(spec, model.fragments) + shared_bytes(spec.group(region.name), model.fragments)
         loop = (LOOP_BYTES * model.trained + model.bytes - 4 * model.trained) * copies
-        # For a GPU a rank builds it on the host, in turn with the others of its learner.
+        # For a GPU the first rank builds it on the host.
         here = max(library, model.bytes) if device == "cuda" else library + loop
         each += [PROCESS_BYTES * ranks + here] * (region.learners + region.spares)
         devices += [(loop + 8 * max(model.fragments) * copies) // ranks] * (device == "cuda")

@@ -55,12 +55,7 @@ def build(spec: JobSpec, seed: int, *, directory: Path | None = None) -> nn.Modu
     ``from`` starts. Raises JobError naming the field of ``training.model``.
     """
     model = _construct(spec, seed, directory, pretrained=True)
-    _choose_trained(model, _required(spec))
-    config: Any = model.config
-    config.use_cache = False  # of the attention, which training has no use for
-    if hasattr(config, "output_router_logits"):
-        # A mixture of experts: the router's load-balancing loss is part of the training loss.
-        config.output_router_logits = True
+    _prepare_training(model, _required(spec))
     return model
 
 
@@ -70,11 +65,11 @@ def skeleton(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
 
 
 def outline(spec: JobSpec, *, directory: Path | None = None) -> nn.Module:
-    """The model's names, shapes and dtypes without its values (torch's meta device), frozen where the job says so: what
-    a layout is made from, in no memory, however large the model is. Raises JobError."""
+    """The model of ``build`` without its values (torch's meta device): what a layout is made from, and ranks begin
+    with, in no memory, however large the model is. Raises JobError."""
     with torch.device("meta"):
         model = skeleton(spec, directory=directory)
-    _choose_trained(model, _required(spec))
+    _prepare_training(model, _required(spec))
     return model
 
 
@@ -288,11 +283,16 @@ def _refuse_running_statistics(model_spec: ModelSpec, config: Any, model: nn.Mod
         )
 
 
-def _choose_trained(model: nn.Module, model_spec: ModelSpec) -> None:
-    """Freeze what the job says, and hold it in training.model.frozenDtype."""
+def _prepare_training(model: nn.Module, model_spec: ModelSpec) -> None:
+    """Freeze what the job says, hold it in training.model.frozenDtype, and configure the model for training."""
     _freeze(model, model_spec.freeze)
     if model_spec.frozen_dtype == "bfloat16":
         _convert_frozen(model, torch.bfloat16)
+    config: Any = model.config
+    config.use_cache = False  # of the attention, which training has no use for
+    if hasattr(config, "output_router_logits"):
+        # A mixture of experts: the router's load-balancing loss is part of the training loss.
+        config.output_router_logits = True
 
 
 def _freeze(model: nn.Module, patterns: list[str]) -> None:

@@ -37,9 +37,9 @@ def train(job: DiLoCoJob) -> int:
     dtype = device.precision(spec, where)
     # Data first: a wrong path is said before a large model is built.
     dataset = data.load(spec)
-    if ranks > 1:
-        models.outline(spec)  # what it imports takes seconds, and ranks build in turn
-    model = sharding.build_in_turn(lambda: models.build(spec, spec.seed), spec, where=where, dtype=dtype, ranks=ranks)
+    model = sharding.build_model(
+        lambda: models.build(spec, spec.seed), lambda: models.outline(spec), spec, where=where, dtype=dtype, ranks=ranks
+    )
     models.check_batch(model, dataset[0], spec.training.data.source if spec.training.data else "")
     optimizer = optimizers.build_optimizer(model, spec.training.optimizer)
     log.info(

@@ -25,14 +25,21 @@ CASES: dict[str, dict[str, object]] = {
     "recomputed": {"activationCheckpointing": True},
     "bfloat16": {"precision": "bfloat16"},
 }
+BEGINS: list[dict[str, object]] = [
+    {"parallel": {"replicate": 2}},
+    {"model": {"config": ranks.CONFIG, "lora": {"rank": 2}}},
+    {"model": {"config": {**ranks.CONFIG, "tie_word_embeddings": False}, "freeze": ["*embed*"]}},
+]
 Found = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def train_in_ranks(folder: Path) -> Found:
     """What four ranks train, in every case."""
+    ranks.models.build(ranks.spec_of(), 7).save_pretrained(folder / "start")
+    begins = [{"model": {"from": str(folder / "start")}}, *BEGINS]
     command = [sys.executable, "-m", "diloco_worker.launch", "--processes", "4", sys.executable, ranks.__file__]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(folder), json.dumps(CASES)], check=True, env=environ, timeout=300)
+    subprocess.run([*command, str(folder), json.dumps(CASES), json.dumps(begins)], check=True, env=environ, timeout=300)
     return {name: load_file(folder / f"{name}.safetensors") for name in CASES}
 
 
@@ -77,10 +84,7 @@ def test_blocks_are_what_the_class_says_else_the_items_of_lists() -> None:
 def test_blocks_are_compiled_and_recomputed_where_the_job_says_so() -> None:
     def prepared(**training: bool) -> list[torch.nn.Module]:
         spec = ranks.spec_of(**training)
-        model = sharding.build_in_turn(
-            lambda: ranks.models.build(spec, 5), spec, where=torch.device("cpu"), dtype=torch.float32, ranks=1
-        )
-        return sharding.find_blocks(model)
+        return sharding.find_blocks(ranks.build(spec, 1))
 
     assert [one.gradient_checkpointing for one in prepared(activationCheckpointing=True)] == [True] * 2
     assert [one._compiled_call_impl is not None for one in prepared(compile=True)] == [True] * 2

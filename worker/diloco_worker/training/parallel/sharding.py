@@ -1,9 +1,11 @@
 """The built-in trainer's model in ranks: torch's process group, FSDP2, and what each rank's loss weighs.
 
-Theory of operation. Every rank builds the same model on its host, one rank of a machine after the other, so that a host
-holds one whole model at a time. ``fully_shard`` keeps this rank's rows of it: by blocks, so that no device holds more
-than its shards and one block. The mesh has two dimensions, replicate × shard; with shard 1 each rank has every row, and
-FSDP averages gradients as DDP does. One code path is left to be right.
+Theory of operation. The leader builds the model on its host; the other ranks build it on torch's meta device, without
+values. ``fully_shard`` keeps this rank's rows of it: by blocks, so that no device holds more than its shards and one
+block. The other ranks' rows then come from the leader, by the way on which fragments go (``group.exchange``). So one
+process alone ever holds a whole model, while it begins, and initial values are those of a learner of one process. The
+mesh has two dimensions, replicate × shard; with shard 1 each rank has every row, and FSDP averages gradients as DDP
+does. One code path is left to be right.
 
 Shards are float32, and so are the optimizer's moments. With bfloat16 arithmetic FSDP gathers each block in bfloat16,
 which halves what travels, and sums gradients in float32.
@@ -28,13 +30,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.core.stall_rule import FIRST_STEP
 from diloco_worker.errors import job_error
-from diloco_worker.group.ranks import claim_rank
+from diloco_worker.group.exchange import Exchange, Feed, Form
+from diloco_worker.group.placement import find_parts
+from diloco_worker.group.ranks import Group, claim_rank
+from diloco_worker.named_parameters import local_tensor
 from diloco_worker.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
 
 _HERE = "LOCAL_WORLD_SIZE"
 LONGEST_SECONDS = 7200.0  # of one collective, where learners.stallSeconds bounds no step
+_WINDOW_BYTES = 4 << 20  # in which initial values go to the ranks
 
 
 def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
@@ -56,12 +62,16 @@ def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
         torch.cuda.set_device(local % count)
         # NCCL refuses two ranks on one GPU.
         backend = "cpu:gloo,cuda:nccl" if here <= count else "cpu:gloo,cuda:gloo"
-    stall = spec.learners.stall_seconds
-    patience = LONGEST_SECONDS if stall is None else FIRST_STEP * stall
-    dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+    dist.init_process_group(backend, timeout=timedelta(seconds=_find_patience(spec)))
     claim_rank()
     log.info("rank %s of %d ranks, by %s", env["RANK"], size, backend)
     return size
+
+
+def _find_patience(spec: JobSpec) -> float:
+    """The longest that one collective may take, in seconds."""
+    stall = spec.learners.stall_seconds
+    return LONGEST_SECONDS if stall is None else FIRST_STEP * stall
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
@@ -74,22 +84,47 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     return int(given)
 
 
-def build_in_turn(
-    build: Callable[[], nn.Module], spec: JobSpec, where: torch.device, dtype: torch.dtype, ranks: int
+def build_model(
+    build: Callable[[], nn.Module],
+    outline: Callable[[], nn.Module],
+    spec: JobSpec,
+    *,
+    where: torch.device,
+    dtype: torch.dtype,
+    ranks: int,
 ) -> nn.Module:
-    """The model that ``build`` gives on the CPU, brought to the device ``where``; with several ranks this rank's shards
-    of it, while the others of this machine wait."""
+    """The model that ``build`` gives on the CPU, brought to the device ``where``. With several ranks it is this rank's
+    shards of it: the leader alone builds it, and the others its ``outline`` on the meta device, while it does."""
     if ranks == 1:
         return prepare_blocks(build(), spec).to(where)
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ[_HERE])
+    group = Group(step_seconds=_find_patience(spec))  # before the leader builds: if it ends there, the others notice
     mesh = make_mesh(spec, where, ranks)
-    model: nn.Module | None = None
-    for turn in range(here):
-        if turn == local:
-            model = shard_model(prepare_blocks(build(), spec), mesh, where, dtype)
-        wait_for_ranks()
-    assert model is not None
+    model = build() if group.leads else outline()
+    if any(isinstance(one, torch.Tensor) and one.is_meta for part in model.modules() for one in vars(part).values()):
+        model = build()  # it has values that are neither parameters nor buffers
+    model = prepare_blocks(model, spec)
+    whole = [held.detach() for held in _held_tensors(model).values()] if group.leads else []
+    model = shard_model(model, mesh, where, dtype)
+    _spread_values(model, whole, group)
+    group.close()
     return model
+
+
+def _held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _spread_values(model: nn.Module, whole: Sequence[torch.Tensor], group: Group) -> None:
+    """Give every rank what it holds of the leader's values, ``whole``: those of ``_held_tensors``, in its order."""
+    named, held = dict(model.named_parameters()), _held_tensors(model)
+    forms = [
+        Form(name, name if name in named else "", tensor.numel(), tensor.element_size())
+        for name, tensor in held.items()
+    ]
+    exchange = Exchange(group, find_parts(named, group.leads), _WINDOW_BYTES)
+    own = {name: local_tensor(tensor) for name, tensor in held.items()}
+    exchange.spread_bytes(own, forms, Feed(whole).fill if group.leads else None)
 
 
 def make_mesh(spec: JobSpec, where: torch.device, ranks: int) -> DeviceMesh:
@@ -124,7 +159,8 @@ def prepare_blocks(model: nn.Module, spec: JobSpec) -> nn.Module:
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, where: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Keep this rank's float32 shards of the model's tensors, on the device of the mesh."""
+    """Keep this rank's float32 shards of the model's tensors, on the device of the mesh. Of a model without values they
+    hold no values yet."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
@@ -133,12 +169,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, where: torch.device, dtype: 
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if any(held.is_meta for held in _held_tensors(model).values()):
+        return model.to_empty(device=where)
     return model.to(where)  # buffers, which are no shards
-
-
-def wait_for_ranks() -> None:
-    """Go on when every rank is here."""
-    dist.all_reduce(torch.zeros(1))
 
 
 def loss_weights(counts: Sequence[int], ranks: int, where: torch.device) -> Sequence[float | torch.Tensor]:
