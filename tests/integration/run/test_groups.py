@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from runs import Run, check_ledger
+
+from diloco_worker import load_merged
+from repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -135,3 +139,55 @@ def test_a_loop_of_ones_own_trains_in_ranks(start: Callable[..., Run], tmp_path:
     check_ledger(report, len(report["ledger"]))
     assert report["outcome"] == "complete" and report["tokens"]["merged"] >= 8 * 200
     assert not ranks_left(run)
+
+
+ONE_LEARNER = [
+    "training.stop={steps: 16}",
+    "training.evaluation=null",
+    "regions.0.learners=1",
+    "sync.deterministic=true",
+]
+TWO_RANKS = "learners.processes=2"
+TWO_PASSES = "training.batch={sequences: 4, accumulation: 2}"  # the same batch as the example's, of 8 sequences
+UNCLIPPED = "training.optimizer.clipNorm=null"
+
+
+@pytest.fixture
+def train_example(tmp_path: Path) -> Iterator[Callable[..., dict[str, torch.Tensor]]]:
+    """Train examples/tiny-gpt.yaml with these changes: the merged model."""
+    job = tmp_path / "tiny-gpt.yaml"
+    job.write_text((ROOT / "examples" / "tiny-gpt.yaml").read_text())
+    runs: list[Run] = []
+
+    def train(*changes: str) -> dict[str, torch.Tensor]:
+        words = [word for change in (*ONE_LEARNER, *changes) for word in ("--set", change)]
+        run = Run(job, tmp_path / f"run-{len(runs)}", *words)
+        runs.append(run)
+        assert run.ends() == 0, run.everything()
+        report = run.report()
+        assert report["tokens"]["merged"] == 16 * 8 * 128 and report["merges"] >= 12
+        return load_merged(run.workdir)
+
+    yield train
+    for run in runs:
+        run.ended_whole()
+
+
+@pytest.mark.promise("In deterministic mode two ranks train, bit for bit, what one process does with the joined batch")
+def test_two_ranks_train_what_one_process_does(train_example: Callable[..., dict[str, torch.Tensor]]) -> None:
+    """Bit for bit where one process adds up gradients as the ranks do, in a pass for each share of the batch, and none
+    are clipped: the norm of gradients is a sum in another order where they are divided."""
+    ranks = train_example(TWO_RANKS, UNCLIPPED)
+    alone = train_example(TWO_PASSES, UNCLIPPED)
+    assert ranks.keys() == alone.keys()
+    assert all(torch.equal(ranks[name], alone[name]) for name in ranks)
+
+
+@pytest.mark.promise("Two ranks train what one process does with the joined batch in one pass, to float32 rounding")
+def test_two_ranks_train_the_joined_batch_to_rounding(train_example: Callable[..., dict[str, torch.Tensor]]) -> None:
+    """As the example has it otherwise, but for the exchange in float32: int4 would make steps of what is rounding."""
+    exact = "sync.compression={up: float32, down: float32}"
+    ranks, alone = train_example(TWO_RANKS, exact), train_example(exact)
+    assert ranks.keys() == alone.keys()
+    for name, values in ranks.items():
+        assert (values - alone[name]).norm() < 2e-4 * alone[name].norm(), name
