@@ -36,7 +36,7 @@ from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin
-from diloco_worker.training.parallel.sharding import begin_ranks
+from diloco_worker.training.parallel.sharding import begin_ranks, shard_model
 
 FRAGMENTS = 4
 
@@ -82,6 +82,11 @@ def build(form: str, dtype: torch.dtype = torch.float32, frozen: tuple[str, ...]
         model.get_parameter(name).requires_grad_(False)
     if form == "single":
         return model
+    if form == "masters":  # as the built-in trainer divides it, with bfloat16 arithmetic
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return shard_model(model, mesh, torch.device("cpu"), torch.bfloat16)
     return tensor_parallel(model) if form == "tensor" else wrap(model, form)
 
 
@@ -219,6 +224,32 @@ def part_at_a_state(scene: Scene, origin: Origin) -> None:
     except WorkerError as error:
         assert "the optimizer's state could not be given by all ranks: MemoryError('no memory" in str(error), error
     scene.group.close()
+
+
+def exchange_masters(form: str) -> None:
+    """Of a model that computes in bfloat16 the exchange sees and moves float32 parameters, finer than bfloat16."""
+    scene = Scene(form)
+    train(scene.model, scene.optimizer, 2)
+    for name, values in whole(scene.model).items():
+        scene.plain.get_parameter(name).detach().copy_(values)
+
+    def check_snapshots() -> list[Floats]:
+        taken = [scene.fragments.snapshot(fragment).array for fragment in range(len(scene.layout))]
+        for fragment, values in enumerate(taken):
+            assert np.array_equal(values, scene.plain_fragments.snapshot(fragment).array), fragment
+            assert not np.array_equal(values, torch.from_numpy(values).bfloat16().float().numpy()), fragment
+        return taken
+
+    def play() -> None:
+        for fragment, before in enumerate(check_snapshots()):
+            new, reference = Vector.from_array(before + np.float32(1e-5)), Vector.from_array(before)
+            for one in (scene.fragments, scene.plain_fragments):
+                one.move(fragment, Kind.KEEP, new, reference)
+        check_snapshots()
+
+    scene.lead(play)
+    assert {p.dtype for p in scene.model.parameters()} == {torch.float32}
+    assert not any(view.rounded is not None for views in scene.fragments._views for view in views)
 
 
 def encode_pushes(form: str) -> None:
@@ -386,7 +417,8 @@ def main(scenario: str, form: str) -> None:
     elif scenario == "commands":
         give_commands()
     else:
-        {"state": hand_over_state, "frozen": share_frozen, "pushes": encode_pushes}[scenario](form)
+        plays = {"state": hand_over_state, "frozen": share_frozen, "pushes": encode_pushes, "masters": exchange_masters}
+        plays[scenario](form)
     dist.destroy_process_group()
 
 

@@ -41,6 +41,13 @@ def test_ranks_exchange_what_one_process_would(tmp_path: Path, scenario: str, fo
     play(tmp_path, scenario, form, size, near=near)
 
 
+@pytest.mark.promise("Ranks that compute in bfloat16 hold and exchange float32 parameters and optimizer state")
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["masters", "state"])
+def test_ranks_that_compute_in_bfloat16_exchange_float32(tmp_path: Path, scenario: str) -> None:
+    play(tmp_path, scenario, "masters", 2, near=1)
+
+
 @pytest.mark.promise("A push of several ranks is, bit for bit, one process's push of the same parameters")
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "near"), [("fsdp", 2), ("ddp", 1)])
