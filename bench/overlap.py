@@ -20,17 +20,30 @@ built-in trainer chooses there. Its models have layers of 50.6 million parameter
 in all without ``--millions``), steps of 16 sequences of 512 tokens, and the defaults of
 ``sync``. The processes that train have four cores, the syncer has the others. Each step is
 waited for, so that its time is known.
+
+``--processes N`` measures a learner of N ranks (FSDP2 over gloo, on the CPU, of 50 million parameters without
+``--millions``) beside a learner of one process with the same batch, N sequences. Each has a syncer of its own; all
+share all cores. The two learners take turns. The figures of the ranks are the leader's, and are seconds of its training
+thread inside the library, not a difference of steps. Before each boundary the ranks wait for each other in their own
+process group: who is early there waits for the slower ranks' steps, not for the library. *In commands* is the part of
+these seconds that the leader spends in collectives of the library's own (``Group.seconds``).
+
+Host memory is what a learner's processes hold of anonymous and shared memory, each shared page once (Pss), above what
+they hold when they have trained without the library; what the allocator keeps of freed memory is given back before it
+is counted. The parameters are those of the whole model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +74,7 @@ ON_GPU = (
     "sync.heartbeat.timeoutSeconds=600",
 )
 GPU_MILLIONS = 500
+GROUP_MILLIONS = 50
 GPU_CORES = 4  # of the processes that train
 
 
@@ -68,6 +82,8 @@ def main() -> None:
     common.end_on_sigterm()
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--millions", type=int, help="parameters of the model, in millions (default: the demo's, 0.9)")
+    ranks = "ranks of a learner, beside a learner of one process"
+    parser.add_argument("--processes", type=common.whole_number(2), metavar="N", help=ranks)
     parser.add_argument("--device", choices=tuple(LAYERS), default="cpu", help="what trains (default: cpu)")
     args = parser.parse_args()
     turns, steps = (3, 12) if args.quick else (12, 72)  # 72: each fragment six times
@@ -76,6 +92,12 @@ def main() -> None:
         parser.error(f"--millions is {args.millions}: expected 1 or more")
     if on_gpu and not common.finds_gpu():
         parser.error("--device cuda: torch finds no CUDA device here")
+    if args.processes:
+        if on_gpu:
+            parser.error("--processes is measured on the CPU: leave --device out")
+        millions = args.millions or (2 if args.quick else GROUP_MILLIONS)
+        compare_group(args.processes, millions, args.quick, args.json)
+        return
     millions = args.millions or (GPU_MILLIONS if on_gpu else None)
     if millions is not None:
         turns, steps = (2, 12) if args.quick else (4 if on_gpu else 6, 24)
@@ -135,11 +157,13 @@ def larger_model(millions: int | None, device: str) -> tuple[str, ...]:
 
 
 class Turn(NamedTuple):
-    """What came of a turn: seconds of a step (median, mean), and the share of the time that was stalled."""
+    """What came of a turn: seconds of a step (median, mean), and the share of the time that was stalled; of ranks, also
+    the share that was spent in commands."""
 
     median: float = 0.0
     mean: float = 0.0
     stalled: float = 0.0
+    commands: float = 0.0
 
 
 def figures(measured: dict[str, list[Turn]]) -> list[common.Row]:
@@ -166,14 +190,22 @@ def ask(pipe: Connection, steps: int, children: list[Any]) -> Turn:
 
 
 class Turns:
-    """A training process's side: stands still between turns, and takes the time of each step. ``settle`` waits until
-    all that was queued on the device is done."""
+    """A training process's side: stands still between turns, and takes the time of each step. ``spent``: seconds so
+    far, stalled (and in commands). ``settle`` waits until all that was queued on the device is done; ``trim`` is called
+    at the end of a turn."""
 
-    def __init__(self, pipe: Connection, stalled: Callable[[], float], settle: Callable[[], None]) -> None:
-        self._pipe, self._stalled, self._settle = pipe, stalled, settle
+    def __init__(
+        self,
+        pipe: Connection,
+        spent: Callable[[], Sequence[float]],
+        settle: Callable[[], None],
+        trim: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pipe, self._spent, self._settle, self._trim = pipe, spent, settle, trim
         self._left = 0
         self._seconds: list[float] = []
-        self._began = self._last = self._stalled_before = 0.0
+        self._before: Sequence[float] = ()
+        self._began = self._last = 0.0
 
     def next(self) -> bool:
         """Call between two steps; False: no more."""
@@ -184,24 +216,24 @@ class Turns:
             self._left -= 1
         if not self._left:
             if self._seconds:
-                stalled = self._stalled() - self._stalled_before
                 counted = self._seconds[1:]
-                share = stalled / (now - self._began)
-                self._pipe.send((statistics.median(counted), statistics.fmean(counted), share))
+                shares = [(b - a) / (now - self._began) for a, b in zip(self._before, self._spent(), strict=True)]
+                self._trim()
+                self._pipe.send((statistics.median(counted), statistics.fmean(counted), *shares))
                 self._seconds = []
             else:
                 self._pipe.send(())
             steps = self._pipe.recv()
             if steps < 0:
                 return False
-            self._left, self._stalled_before = steps, self._stalled()
+            self._left, self._before = steps, self._spent()
             now = self._began = time.monotonic()
         self._last = now
         return True
 
 
-def begin(cores: set[int], job_file: str, address: str) -> tuple[DiLoCoJob, Any, Any, Any]:
-    """(job, model, optimizer, data set), as the built-in trainer makes them, on ``cores``."""
+def begin(cores: set[int], job_file: str, address: str, ranks: int = 1) -> tuple[DiLoCoJob, Any, Any, Any]:
+    """(job, model, optimizer, data set), as the built-in trainer makes them in each of so many ranks, on ``cores``."""
     os.sched_setaffinity(0, cores)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["DILOCO_JOB_FILE"], os.environ["DILOCO_SYNCER"] = job_file, address
@@ -212,13 +244,23 @@ def begin(cores: set[int], job_file: str, address: str) -> tuple[DiLoCoJob, Any,
     from diloco_worker import data, device
     from diloco_worker.training import models
     from diloco_worker.training import optimizer as optimizers
+    from diloco_worker.training.parallel import sharding
 
     torch.set_num_threads(1)
     # The allocator keeps what it is given back once it has seen a block so large. The library's
     # own buffers would do this for one process and not for the other.
     torch.ones(31 << 20, dtype=torch.uint8)
     job = job_from_json(Path(job_file).read_text(encoding="utf-8"))
-    model = models.build(job.spec, job.spec.seed).to(device.device(job.spec))
+    sharding.begin_ranks(job.spec)
+    where = device.device(job.spec)
+    model = sharding.build_model(
+        lambda: models.build(job.spec, job.spec.seed),
+        lambda: models.outline(job.spec),
+        job.spec,
+        where=where,
+        dtype=device.precision(job.spec, where),
+        ranks=ranks,
+    )
     return job, model, optimizers.build_optimizer(model, job.spec.training.optimizer), data.load(job.spec)
 
 
@@ -230,15 +272,21 @@ def waiting(model: Any) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(where)) if where.type == "cuda" else lambda: None
 
 
-def trained(job: DiLoCoJob, model: Any, optimizer: Any, batch: Any) -> tuple[int, Any]:
-    """One step of the built-in trainer; (tokens, loss)."""
+def trained(job: DiLoCoJob, model: Any, optimizer: Any, batch: Any, ranks: int = 1) -> tuple[int, Any]:
+    """One step of the built-in trainer; (tokens, loss), of this rank."""
     from diloco_worker import data, device
     from diloco_worker.training import trainer
 
     training = job.spec.training
     dtype = device.precision(job.spec, device.device(job.spec))
     loss = trainer.step(
-        model, optimizer, batch, training.batch.accumulation, clip_norm=training.optimizer.clip_norm, dtype=dtype
+        model,
+        optimizer,
+        batch,
+        training.batch.accumulation,
+        clip_norm=training.optimizer.clip_norm,
+        dtype=dtype,
+        ranks=ranks,
     )
     return data.tokens_in(batch), loss
 
@@ -249,7 +297,7 @@ def synchronised(pipe: Connection, cores: set[int], job_file: str, address: str)
     from diloco_worker import Learner
 
     with Learner.from_environment(model, optimizer) as learner:
-        turns = Turns(pipe, lambda: learner.metrics["stalled_seconds"], waiting(model))
+        turns = Turns(pipe, lambda: [learner.metrics["stalled_seconds"]], waiting(model))
         for batch in learner.batches(dataset):
             if not turns.next():
                 break
@@ -263,12 +311,155 @@ def alone(pipe: Connection, cores: set[int], job_file: str, address: str) -> Non
     job, model, optimizer, dataset = begin(cores, job_file, address)
     from torch.utils.data import default_collate
 
-    turns = Turns(pipe, lambda: 0.0, waiting(model))
+    turns = Turns(pipe, lambda: [0.0], waiting(model))
     size, at = job.spec.training.batch.sequences, 0
     while turns.next():
         batch = default_collate([dataset[(at + i) % len(dataset)] for i in range(size)])
         at += size
         trained(job, model, optimizer, batch)
+
+
+# ---------------------------------------------------------------- a learner of several ranks
+
+
+def compare_group(processes: int, millions: int, quick: bool, as_json: bool) -> None:
+    """Measure a learner of so many ranks and one of one process, in turns, and show the figures."""
+    turns, steps = (2, 6) if quick else (5, 12)
+    cores = os.sched_getaffinity(0)
+    overrides = (*OVERRIDES, *larger_model(millions, "cpu"), f"training.batch.sequences={processes}")
+    measured: dict[str, list[Turn]] = {}
+    memory: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, contextlib.ExitStack() as stack:
+        sides: dict[str, Side] = {}
+        for name, ranks in (("ranks", processes), ("alone", 1)):
+            job = load_job(EXAMPLE, (*overrides, f"learners.processes={ranks}"))
+            syncer = stack.enter_context(programs.Syncer(Path(folder) / name, job, cores))
+            sides[name] = Side(syncer, ranks)
+            sides[name].ask(steps)  # warm up; the learner's first merges
+            measured[name] = []
+        for turn in range(turns):
+            for name in ("ranks", "alone") if turn % 2 else ("alone", "ranks"):
+                time.sleep(SETTLE_SECONDS)
+                measured[name].append(sides[name].ask(steps))
+        for name, side in sides.items():
+            memory[name] = side.held_bytes(turns) / side.parameters
+            if not side.syncer.status()["merges"]:
+                raise SystemExit("bench/overlap: nothing was merged, so nothing was measured")
+        merges = [side.syncer.status()["merges"] for side in sides.values()]
+        for side in sides.values():
+            side.end()
+    note = (
+        f"{turns} turns of {steps} steps on the CPU, {sides['ranks'].parameters / 1e6:.1f} million parameters; "
+        f"{processes} ranks, and one process, on {len(cores)} core(s); {merges[0]} and {merges[1]} merges"
+    )
+    common.show(group_figures(measured, memory), as_json, note)
+
+
+def group_figures(measured: dict[str, list[Turn]], memory: dict[str, float]) -> list[common.Row]:
+    rows = []
+    for name, who, of in (
+        ("leader inside the library", "ranks", "stalled"),
+        ("of it in commands", "ranks", "commands"),
+        ("one process inside the library", "alone", "stalled"),
+    ):
+        share = statistics.mean(getattr(turn, of) for turn in measured[who])
+        rows.append(common.Row(name, 100 * share, "%", "the training thread's wall time", baseline=100.0, ratio=share))
+    for name, shares in (("a boundary", True), ("a step", False)):
+        seconds = {who: [turn.mean * (turn.stalled if shares else 1.0) for turn in of] for who, of in measured.items()}
+        value, alone = (1e3 * statistics.mean(seconds[who]) for who in ("ranks", "alone"))
+        rows.append(common.Row(f"{name}, ranks", value, "ms", "one process's", baseline=alone, ratio=value / alone))
+    held, alone = memory["ranks"], memory["alone"]
+    rows.append(common.Row("host memory, all ranks", held, "B", "one process's", baseline=alone, ratio=held / alone))
+    return rows
+
+
+class Side:
+    """A learner's processes. ``parameters``: of its model."""
+
+    def __init__(self, syncer: programs.Syncer, ranks: int) -> None:
+        self.syncer = syncer
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.children: list[Any] = []
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(ranks):
+            pipe, end = context.Pipe()
+            given = (end, rank, ranks, port, str(syncer.job_file), syncer.address)
+            self.children.append(context.Process(target=train_rank, args=given, daemon=True))
+            self.children[-1].start()
+            self.pipes.append(pipe)
+        self.parameters = int(self._answer().median)  # it has trained without the library
+        self._bare = self._now()
+        self._held: list[int] = []
+        self.ask(0)  # ready to take its first step through it
+
+    def ask(self, steps: int) -> Turn:
+        """Have all ranks make ``steps`` steps; what came of it in the leader. 0: let them go on."""
+        for pipe in self.pipes:
+            pipe.send(steps)
+        turn = self._answer()
+        self._held.append(self._now() - self._bare)
+        return turn
+
+    def _answer(self) -> Turn:
+        leader, *_ = [ask(pipe, 0, self.children) for pipe in self.pipes]
+        return leader
+
+    def held_bytes(self, turns: int) -> float:
+        """What the library held in all ranks together: the median of what it was at the ends of the last turns."""
+        return statistics.median(self._held[-turns:])
+
+    def _now(self) -> int:
+        return sum(private_and_shared_bytes(child.pid) for child in self.children)
+
+    def end(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(-1)
+        for child in self.children:
+            child.join(60)
+
+
+def private_and_shared_bytes(pid: int) -> int:
+    """A process's anonymous memory, and its share of what it has in common with others in memory."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(rollup.partition(f"{name}:")[2].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
+
+
+def train_rank(pipe: Connection, rank: int, ranks: int, port: int, job_file: str, address: str) -> None:
+    """One rank of a learner, or its only process: two steps without the library, then turns through it."""
+    if ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    job, model, optimizer, dataset = begin(os.sched_getaffinity(0), job_file, address, ranks)
+    import torch
+    from torch.utils.data import default_collate
+
+    from diloco_worker import Learner, device
+
+    for turn in range(2):
+        trained(job, model, optimizer, default_collate([dataset[turn]]), ranks=ranks)
+    device.return_free_memory()
+    pipe.send([sum(parameter.numel() for parameter in model.parameters())])
+    pipe.recv()
+    optimizer.state.clear()
+    with Learner.from_environment(model, optimizer) as learner:
+        group: Any = learner._ranks if rank == 0 and ranks > 1 else None
+
+        def spent() -> Sequence[float]:
+            stalled = learner.metrics["stalled_seconds"]
+            return (stalled, group.seconds) if group is not None else (stalled,)
+
+        turns = Turns(pipe, spent, waiting(model), device.return_free_memory)
+        for batch in learner.batches(dataset):
+            if not turns.next():
+                break
+            tokens, loss = trained(job, model, optimizer, batch, ranks=ranks)
+            if ranks > 1:
+                torch.distributed.barrier()
+            learner.after_step(tokens=tokens, loss=loss)
+    sys.exit(learner.exit_code)
 
 
 if __name__ == "__main__":
