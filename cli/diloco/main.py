@@ -299,8 +299,8 @@ def status(
         str | None,
         typer.Argument(
             metavar="WORKDIR|ADDRESS|JOB",
-            help="A run's directory, host:port of its status page or its syncer, or the name of a job in a "
-            "cluster.  [default: the newest below ./runs; with --context, -n or -A all jobs there]",
+            help="A run's directory, host:port of its status page, or the name of a job in a cluster.  [default: the "
+            "newest below ./runs; with --context, -n or -A all jobs there]",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole status document, for programs.")] = False,

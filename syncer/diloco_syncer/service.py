@@ -41,7 +41,7 @@ from diloco_protocol.wire import channels, services
 from diloco_syncer import startup
 from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.runtime.driver import RESTART
-from diloco_syncer.server.control import Control, status_handler
+from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.front_page import front_page
 from diloco_syncer.server.pages.metrics import exposition
@@ -52,7 +52,7 @@ from diloco_syncer.syncer import Syncer
 log = logging.getLogger(__name__)
 
 MAX_CONTROL_CONNECTIONS = 64  # of the control port, whose callers are few
-SERVICES = ("", services.SESSION_SERVICE, services.SERVICE, "diloco.v1.Status")
+SERVICES = ("", services.SESSION_SERVICE, services.SERVICE)
 
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -119,7 +119,6 @@ async def _life(options: Options) -> tuple[int, Options]:
         [
             services.session_handler(syncer.sessions.serve),
             services.bulk_handlers(syncer.uploads.upload, syncer.downloads.serve),
-            status_handler(syncer.authorizer, status),
         ]
     )
     private.add_generic_rpc_handlers([control.handler()])

@@ -88,7 +88,7 @@ class Syncer:
         return str(json.loads(self.address_file.read_text(encoding="utf-8"))[name])
 
     def status(self) -> dict[str, Any]:
-        return ask_status(self.address("sync"))
+        return ask_status(self.address("control"), read_key(self.folder / "control.key"))
 
     def report(self) -> dict[str, Any]:
         return ask_report(self.address("control"), read_key(self.folder / "control.key"))

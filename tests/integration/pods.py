@@ -22,7 +22,7 @@ from typing import Any
 
 from documents import conforming
 from forked import ForkedProcess, fork
-from syncer_calls import ask_report, ask_signed_status, ask_status
+from syncer_calls import ask_report, ask_status
 
 from diloco_protocol.documents import LearnerPage
 from diloco_protocol.spec.job import DiLoCoJob
@@ -192,9 +192,7 @@ class Hub(Process):
         return f"127.0.0.1:{self.ports[name]}"
 
     def status(self) -> dict[str, Any]:
-        if self.credentials is not None:
-            return ask_signed_status(self.address("control"), self.key)
-        return ask_status(self.address("listen"))
+        return ask_status(self.address("control"), self.key)
 
     def report(self) -> dict[str, Any]:
         return ask_report(self.address("control"), self.key)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from forked import ForkedProcess, fork
 from grpc import aio
-from syncer_calls import ask_signed_status, ask_status
+from syncer_calls import ask_status
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
@@ -69,7 +69,7 @@ class SyncerProcess:
         self.uri, self.env = uri, env or {}
         self.log = folder / "log"
         self.key = make_key(folder / "key")
-        self.starts, self.secure = 0, False
+        self.starts = 0
         (folder / "job.json").write_text(job_to_json(job))
         self.process: ForkedProcess | None = None
         self.addresses: dict[str, Any] = {}
@@ -80,7 +80,6 @@ class SyncerProcess:
 
     def launch(self, *options: str) -> None:
         self.starts += 1
-        self.secure = "--credentials" in options
         addresses = self.folder / "addresses"
         addresses.unlink(missing_ok=True)
         words = ["--job", self.folder / "job.json", "--store", self.uri or self.store, "--threads", "1"]
@@ -119,9 +118,7 @@ class SyncerProcess:
             self.kill()
 
     def status(self) -> dict[str, Any]:
-        if self.secure:
-            return ask_signed_status(self.addresses["control"], self.key)
-        return ask_status(self.addresses["sync"])
+        return ask_status(self.addresses["control"], self.key)
 
     def get(self, path: str) -> bytes:
         with urllib.request.urlopen(f"http://{self.addresses['http']}{path}", timeout=60) as page:

@@ -34,11 +34,10 @@ class UnansweredRun(CommandError):
 
 
 def read_status(where: str | None) -> StatusDocument | Report:
-    """The status document of the job whose run directory or syncer's address this is.
+    """The status document of the job whose run directory or status page's address this is.
 
-    None: the newest run below ./runs. An address is that of the status page (HTTP) or of
-    the syncer's own port. Of a run that is not going on it is the last report. Raises CommandError, of which
-    UnansweredRun tells of a run that has just begun.
+    None: the newest run below ./runs. Of a run that is not going on it is the last report. Raises CommandError, of
+    which UnansweredRun tells of a run that has just begun.
     """
     if (address := _as_address(where)) is not None:
         return _from_address(address)
@@ -219,34 +218,10 @@ def _status_sample(line: bytes) -> dict[str, Any] | None:
 
 
 def _from_address(address: str) -> StatusDocument:
-    """From the status page, or if that port does not speak HTTP, by gRPC."""
     try:
         return asyncio.run(fetch_document(address, "/status", StatusDocument))
     except SyncerError as error:
-        if why := unreachable(address):
-            raise CommandError(why, FAILED) from error
-        http_error = error
-    import grpc
-
-    from diloco_protocol.security.credentials import Credentials
-    from diloco_protocol.wire import channels, limits, sync_pb2
-
-    by_grpc = {
-        grpc.StatusCode.UNAVAILABLE: "nor does it speak gRPC without certificates",
-        grpc.StatusCode.UNIMPLEMENTED: "by gRPC another service answers",
-        grpc.StatusCode.DEADLINE_EXCEEDED: "by gRPC there is no answer either",
-    }
-    with Credentials.from_directory(None).blocking_channel(address, channels.channel_options()) as channel:
-        try:
-            write, read = sync_pb2.StatusRequest.SerializeToString, sync_pb2.StatusReply.FromString
-            reply = channel.unary_unary(limits.STATUS_PATH, write, read)(sync_pb2.StatusRequest(), timeout=5.0)
-            return read_document(StatusDocument, reply.json)
-        except grpc.RpcError as error:
-            kind = error.code()  # type: ignore[attr-defined]
-            said = by_grpc.get(kind, f"by gRPC: {kind.name.lower().replace('_', ' ')}")
-            raise CommandError(f"no syncer answers on {address}: {http_error}; {said}", FAILED) from error
-        except DocumentError as error:
-            raise CommandError(f"the status of {address}: {error}", FAILED) from error
+        raise CommandError(unreachable(address) or f"no syncer answers on {address}: {error}", FAILED) from error
 
 
 def as_json(document: StatusDocument | Report) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -131,18 +131,11 @@ class Credentials:
 
     def aio_channel(self, address: str, options: Sequence[Option] = ()) -> aio.Channel:
         """A ``grpc.aio`` channel to ``address`` (host:port)."""
-        return cast(aio.Channel, self._channel(aio, address, options))
-
-    def blocking_channel(self, address: str, options: Sequence[Option] = ()) -> grpc.Channel:
-        """A blocking channel to ``address``, for tools without an event loop."""
-        return cast(grpc.Channel, self._channel(grpc, address, options))
-
-    def _channel(self, api: Any, address: str, options: Sequence[Option]) -> Any:
         if not self.secure:
-            return api.insecure_channel(address, options=list(options))
+            return aio.insecure_channel(address, options=list(options))
         made = grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
         named = ("grpc.ssl_target_name_override", self.server_name)
-        return api.secure_channel(address, made, options=[*options, named])
+        return aio.secure_channel(address, made, options=[*options, named])
 
     def bind(self, server: Any, address: str) -> int:
         """Make a server listen on ``address`` (host:port, port 0: any); returns the port.

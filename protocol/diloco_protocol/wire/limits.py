@@ -13,7 +13,6 @@ from typing import TypeVar
 
 FORMAT = 2  # of messages; the present and the previous one are understood
 PREVIOUS_FORMAT = 2  # nothing that was released spoke an earlier one
-STATUS_PATH = "/diloco.v1.Status/Get"
 CONTROL_PATH = "/diloco.v1.Control/Call"
 
 MAX_CONTROL_BYTES = 1 << 20  # any protobuf message

@@ -652,16 +652,6 @@ class DownloadHeader(_message.Message):
     receipt: bytes
     def __init__(self, found: _Optional[bool] = ..., reason: _Optional[str] = ..., total_bytes: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
-class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class StatusReply(_message.Message):
-    __slots__ = ("json",)
-    JSON_FIELD_NUMBER: _ClassVar[int]
-    json: str
-    def __init__(self, json: _Optional[str] = ...) -> None: ...
-
 class SignedCall(_message.Message):
     __slots__ = ("method", "body", "time_ms", "nonce", "signature")
     METHOD_FIELD_NUMBER: _ClassVar[int]

@@ -1,4 +1,4 @@
-"""Control: signed calls of the operator or the local runner. Status: a call for every authorized peer."""
+"""Control: signed calls of the operator or the local runner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.server.pages.status_page import bounded
-from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.connection_limits import RefusalCounter
 
 log = logging.getLogger(__name__)
@@ -110,16 +109,3 @@ class Control:
                 raise BadCall("the report of the job's end is not made yet: call again") from error
             return bounded(document, limits.MAX_REPLY_BYTES - limits.MAX_HEADER_BYTES)
         raise BadCall(f"method {method[:80]!r} is none of {', '.join(ControlMethod)}")
-
-
-def status_handler(authorizer: CallAuthorizer, status: Callable[[], StatusDocument]) -> Any:
-    async def get(raw: bytes, context: Any) -> bytes:
-        if authorizer.secure:  # in plaintext the status page tells everybody the same
-            await authorizer.authorize(context)
-        try:
-            text = bounded(status(), limits.MAX_CONTROL_BYTES - limits.MAX_HEADER_BYTES)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        return sync_pb2.StatusReply(json=text.decode()).SerializeToString()
-
-    return grpc.method_handlers_generic_handler("diloco.v1.Status", {"Get": grpc.unary_unary_rpc_method_handler(get)})
