@@ -44,9 +44,11 @@ def test_a_rank_is_gone_that_tells_nothing_new_and_behind_that_tells_where_it_is
 ) -> None:
     assert watch.describe() == "rank 0 of this learner, or torchrun, does not answer"
     tell(store, 1, command=7)
-    wait_until(lambda: watch.describe().startswith("rank 1 of this learner gives no sign"), "that rank 1 is gone")
+    wait_until(lambda: watch.describe().startswith("rank 1 of this learner gives no sign"), "a silent rank", longest=30)
     tell(store, 2, command=6)
-    wait_until(lambda: watch.describe().startswith("the others wait for rank 1: rank 0 at "), "that rank 1 is behind")
+    wait_until(
+        lambda: watch.describe().startswith("the others wait for rank 1: rank 0 at "), "a rank behind", longest=30
+    )
     assert "rank 1 at loop.py:3 (sleep)" in watch.describe()
     suspects[0] = False  # it goes on: what was read is of no later hang
-    wait_until(lambda: "does not answer" in watch.describe(), "that it is forgotten")
+    wait_until(lambda: "does not answer" in watch.describe(), "an end of it", longest=30)
