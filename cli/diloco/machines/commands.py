@@ -132,10 +132,14 @@ def join(
         Path | None,
         typer.Option(metavar="DIR", help="A folder for this learner alone.  [default: learners/JOB-REGION]"),
     ] = None,
-    nnodes: Annotated[int, typer.Option(help="Machines of this learner; run the command on each.", min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.", min=0)] = 0,
+    nnodes: Annotated[
+        int, typer.Option(metavar="N", help="Machines of this learner; run the command on each.", min=1)
+    ] = 1,
+    node_rank: Annotated[int, typer.Option(metavar="N", help="Which of them this is, from 0.", min=0)] = 0,
     master_addr: Annotated[str, typer.Option(metavar="HOST", help="The machine with --node-rank 0.")] = "",
-    master_port: Annotated[int, typer.Option(help="A free port there, the same on all.", min=1, max=65535)] = 29500,
+    master_port: Annotated[
+        int, typer.Option(metavar="P", help="A free port there, the same on all.", min=1, max=65535)
+    ] = 29500,
     overrides: Overrides = [],  # noqa: B006
 ) -> int:
     """Train on this machine for a job that is served elsewhere, until the job is done or you stop it.
