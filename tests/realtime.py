@@ -34,7 +34,7 @@ FILES = (
         "worker/net/test_client.py",
         "worker/standalone/test_learner.py",
     ),
-    *("worker/test_exit_hooks.py", "worker/test_launch.py", "worker/training/test_pace.py"),
+    *("worker/test_exit_hooks.py", "worker/test_launch.py", "bench/lab/test_pace.py"),
 )
 # Of other files, these tests, wherever they are.
 NAMES = frozenset(
