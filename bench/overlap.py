@@ -334,7 +334,7 @@ def compare_group(processes: int, millions: int, quick: bool, as_json: bool) -> 
         for name, ranks in (("ranks", processes), ("alone", 1)):
             job = load_job(EXAMPLE, (*overrides, f"learners.processes={ranks}"))
             syncer = stack.enter_context(programs.Syncer(Path(folder) / name, job, cores))
-            sides[name] = Side(syncer, ranks)
+            sides[name] = Side(syncer, ranks, stack)
             sides[name].ask(steps)  # warm up; the learner's first merges
             measured[name] = []
         for turn in range(turns):
@@ -374,9 +374,10 @@ def group_figures(measured: dict[str, list[Turn]], memory: dict[str, float]) -> 
 
 
 class Side:
-    """A learner's processes. ``parameters``: of its model."""
+    """A learner's processes, killed at the end of ``stack`` if they are left: SIGTERM alone only asks a learner to end
+    at its next step. ``parameters``: of its model."""
 
-    def __init__(self, syncer: programs.Syncer, ranks: int) -> None:
+    def __init__(self, syncer: programs.Syncer, ranks: int, stack: contextlib.ExitStack) -> None:
         self.syncer = syncer
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
@@ -388,6 +389,7 @@ class Side:
             given = (end, rank, ranks, port, str(syncer.job_file), syncer.address)
             self.children.append(context.Process(target=train_rank, args=given, daemon=True))
             self.children[-1].start()
+            stack.callback(self.children[-1].kill)
             self.pipes.append(pipe)
         self.parameters = int(self._answer().median)  # it has trained without the library
         self._bare = self._now()
