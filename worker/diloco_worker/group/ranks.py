@@ -93,9 +93,8 @@ class Ranks:
 
     rank, size = 0, 1
     data = (0, 1)
-    slowest: tuple[int, float] | None = (
-        None  # of several: who comes last to the ends of steps, and seconds after the first
-    )
+    # Of several ranks: who comes last to the ends of steps, and by how many seconds after the first.
+    slowest: tuple[int, float] | None = None
 
     @property
     def leads(self) -> bool:
