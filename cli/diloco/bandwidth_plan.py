@@ -191,7 +191,7 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
 def _group_text(found: Mapping[str, Any]) -> str:
     """What a learner of several ranks needs, for people."""
     pods, ranks = found["pods"], found["processes"] * found["pods"]
-    others = f", each other of its {pods} pods {size_text(found['other_memory'])}" if pods > 1 else ""
+    others = f", each other of its {pods} pods {size_text(found['other_memory'])}" if found["other_memory"] else ""
     gpu = f"; of its GPU each rank at least {size_text(found['device_memory'])}" if found["device_memory"] else ""
     return (
         f"A learner of region {found['region']} ({ranks} ranks): at least {size_text(found['memory'])} on the host of "

@@ -82,10 +82,8 @@ def learner_needs(spec: JobSpec, sizes: Sequence[int], region: str) -> LearnerNe
     library, state = library_bytes(spec, sizes) + shared, LOOP_BYTES * parameters * copies
     if spec.training.device == "cpu":
         return LearnerNeeds(library + state // group.pods, state // group.pods, 0, shared)
-    # The built-in trainer's ranks build the model on their host, one after the other.
-    built = 4 * parameters if spec.learners.command is None else 0
     moving = 2 * 4 * max(sizes) * copies
-    return LearnerNeeds(library, built, (state + moving) // group.ranks, shared)
+    return LearnerNeeds(library, 0, (state + moving) // group.ranks, shared)
 
 
 def shared_bytes(group: Group, sizes: Sequence[int]) -> int:
