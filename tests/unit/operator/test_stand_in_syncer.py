@@ -45,9 +45,8 @@ class Both:
     def _process(self, name: str, region: str, ordinal: int) -> Process:
         role = "learner" if region else "syncer"
         node = Node("hub", "n0")
-        return Process(
-            name, role, name, name, region=region, ordinal=ordinal, node=node, job={"spec": SPEC}, started=self.now
-        )
+        place = {"region": region, "ordinal": ordinal, "rank": 0, "pods": 1}
+        return Process(name, role, name, name, **place, node=node, job={"spec": SPEC}, started=self.now)
 
     def later(self, seconds: float) -> None:
         """Time passes; whoever works is heard."""
@@ -67,7 +66,7 @@ class Both:
             self.desk.do(ev.InitialModelStored("L", (8,)))
 
     def tell_to_leave(self, name: str) -> None:
-        self.learners[name].told_to_end = self.now
+        self.learners[name].told_to_end, self.learners[name].ends_at = self.now, self.now + 60.0
         self.desk.do(ev.DrainRequested(self.connections[name]))
 
     def leave(self, name: str) -> None:
