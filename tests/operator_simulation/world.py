@@ -63,7 +63,7 @@ from operator_simulation import virtual_time
 from operator_simulation.api_server import SimulatedApi, SimulatedLease, copied, merged, wall
 from operator_simulation.group_judge import GroupJudge, place_of
 from operator_simulation.kubernetes import Kubernetes, Node, Process, now
-from operator_simulation.programs import RELEASE_FLAG, Programs
+from operator_simulation.programs import JOIN_SECONDS, RELEASE_FLAG, Programs
 
 STEP = 0.5
 LAG_SECONDS = 45.0
@@ -72,6 +72,8 @@ HEARD_SECONDS = 150.0
 """So long an operator whose watch of jobs stands still may act by what the job asked for before."""
 WATCH_SECONDS = 1.5
 """So long after somebody else's deletion of a pod an operator may not know of it."""
+ASKED_SECONDS = 6.0
+"""So long ago an operator may have asked the syncer whom it hears."""
 OLD_VIEW_SECONDS = 20.0
 """By a view of the cluster that is older an operator takes no pod."""
 NAMESPACE = "ns"
@@ -788,7 +790,9 @@ class World:
         """The deletion of a learner that works, and that the syncer may not hear."""
         heard = [other for other in self.processes("learner") if self.programs.heard(other)]
         regions = Counter(other.region for other in self.processes("learner") if other.rank == 0)
-        if process in heard:
+        slot = next((slot for slot in self.programs.store.slots if slot.process == process.id), None)
+        back = slot is not None and now() < slot.ready_at - JOIN_SECONDS + ASKED_SECONDS
+        if process in heard and not back:
             self._violated(f"{operator.name}: {process.pod_name} works and is heard, and is deleted")
         if not any(other.region == process.region or regions[process.region] == 1 for other in heard):
             self._violated(f"{operator.name}: {process.pod_name} is deleted, and nobody of its region is heard")
