@@ -141,15 +141,15 @@ def _name_process(pid: int) -> str:
     return f"{pid}-{secrets.token_hex(8)}"
 
 
-def claim_rank() -> None:
-    """Call it when torch's default process group was made. Raises GroupBroken if another process has had this rank.
+def claim_rank(rank: int, store: Any) -> None:
+    """Take a rank in ``store``, torch's. Raises GroupBroken if another process has had this rank.
 
     Then the store is of the learner's former ranks: this process was started anew, as a pod, while the old leader's
     process still ended. It finds their addresses there, and would wait for them, and the new leader for this one."""
-    store, mine = dist.distributed_c10d._get_default_store(), _name_process(os.getpid())
-    if store.compare_set(f"diloco/{dist.get_rank()}", "", mine).decode() != mine:
+    mine = _name_process(os.getpid())
+    if store.compare_set(f"diloco/{rank}", "", mine).decode() != mine:
         raise GroupBroken(
-            f"another process has been rank {dist.get_rank()} of the ranks that were found at MASTER_ADDR: they are "
+            f"another process has been rank {rank} of the ranks that were found at MASTER_ADDR: they are "
             "this learner's former ones, whose leader is still ending. A new start finds the new leader"
         )
 
@@ -168,7 +168,7 @@ class Group(Ranks):
                 f"data_rank={self.data}: it is (index, shares) of the batch that this rank loads, the index from 0 and "
                 f"below the shares, and at most {self.size} shares, one for each rank"
             )
-        claim_rank()
+        claim_rank(self.rank, dist.distributed_c10d._get_default_store())
         seconds = step_seconds if step_seconds is not None else _LONGEST_SECONDS
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         self.number = 0  # of the last command

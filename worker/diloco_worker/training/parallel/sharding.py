@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.core.stall_rule import FIRST_STEP
@@ -62,9 +63,12 @@ def begin_ranks(spec: JobSpec, environ: Mapping[str, str] | None = None) -> int:
         torch.cuda.set_device(local % count)
         # NCCL refuses two ranks on one GPU.
         backend = "cpu:gloo,cuda:nccl" if here <= count else "cpu:gloo,cuda:gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=_find_patience(spec)))
-    claim_rank()
-    log.info("rank %s of %d ranks, by %s", env["RANK"], size, backend)
+    patience = timedelta(seconds=_find_patience(spec))
+    store, rank, _ = next(rendezvous("env://", timeout=patience))
+    store.set_timeout(patience)
+    claim_rank(rank, store)  # before torch connects ranks by what it finds in the store
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    log.info("rank %d of %d ranks, by %s", rank, size, backend)
     return size
 
 
