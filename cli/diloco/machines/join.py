@@ -109,7 +109,7 @@ def _check(options: JoinOptions) -> None:
     if match is None or not 0 < int(match[2]) < 65536:
         raise CommandError(f"{options.address}: write the syncer's host:port, such as hub.example.org:7700")
     if not 0 <= options.node_rank < options.nnodes:
-        raise CommandError(f"--node-rank {options.node_rank}: machines count from 0 to --nnodes - 1")
+        raise CommandError(f"--node-rank {options.node_rank}: machines count from 0, and --nnodes is {options.nnodes}")
     if options.nnodes > 1 and not options.master:
         raise CommandError("--master-addr is missing: where the other machines find that with --node-rank 0")
     if options.credentials is not None and options.join_token_file is not None:
