@@ -46,7 +46,7 @@ E2E = {
     "chaos": ("test_chaos.py", "test_durability.py"),
     "operators": ("test_cuts.py", "test_leadership.py", "test_operator_faults.py", "test_operator_shell.py"),
 }
-REGIONS = ("encodings", "links", "lost", "refusals", "spanning", "ways")
+REGIONS = ("encodings", "groups", "links", "lost", "refusals", "spanning", "ways")
 NOT_CODE = re.compile(r"docs/|[^/]*\.md$|tests/(nightly|unstable|found_seeds)\.jsonl$")
 
 

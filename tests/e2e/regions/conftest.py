@@ -12,7 +12,7 @@ import pytest
 
 from ..clusters import delete_at_end
 from ..jobs import Job
-from .world import EU, HUB, US, RunJob, World
+from .world import EU, HUB, US, Regions, RunJob, World
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,7 +37,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def run_job(world: World) -> Iterator[RunJob]:
     made = []
 
-    def begin(name: str, regions: dict[str, int], *but: str, issue: Sequence[str] = (), **spec: object) -> Job:
+    def begin(name: str, regions: Regions, *but: str, issue: Sequence[str] = (), **spec: object) -> Job:
         made.append(name)
         return world.apply(world.document(name, regions, **spec), *but, issue=issue)  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..jobs import Job, small_job
 
 HUB, EU, US = "hub", "eu-1", "us-1"
 NODE_PORT = 30443
+Regions = Mapping[str, int | dict[str, Any]]
 PROGRAM = str(Path(sys.executable).with_name("diloco"))
 
 
@@ -85,15 +86,17 @@ class World:
     def endpoint(self, port: int = NODE_PORT) -> dict[str, Any]:
         return {"type": "NodePort", "nodePort": port, "address": self.address(port)}
 
-    def document(self, name: str, regions: dict[str, int], port: int = NODE_PORT, **spec: Any) -> dict[str, Any]:
-        """A small job with its syncer in the hub and so many learners in each of the clusters named."""
+    def document(self, name: str, regions: Regions, port: int = NODE_PORT, **spec: Any) -> dict[str, Any]:
+        """A small job with its syncer in the hub and so many learners, or a region's fields, in each of the clusters
+        named."""
         syncer = {"cluster": HUB, "endpoint": self.endpoint(port), "tls": {"secretName": f"{name}-syncer"}} | spec.pop(
             "syncer", {}
         )
         document = small_job(name, syncer=syncer, **spec)
         document["spec"]["learners"]["credentials"] = {"secretName": f"{name}-learner"}
         document["spec"]["regions"] = [
-            {"name": cluster, "cluster": cluster, "learners": learners} for cluster, learners in regions.items()
+            {"name": cluster, "cluster": cluster, **({"learners": there} if isinstance(there, int) else there)}
+            for cluster, there in regions.items()
         ]
         return document
 
@@ -168,4 +171,4 @@ def contributes(job: Job, region: str, timeout: float) -> dict[str, Any]:
 
 RunJob = Callable[..., Job]
 """``run_job(name, {cluster: learners}, *but, issue=(), **spec)``: applied everywhere but there, and deleted
-at the test's end."""
+at the test's end. In place of the number of learners a region's fields may stand."""
