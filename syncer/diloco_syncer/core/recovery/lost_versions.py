@@ -11,8 +11,9 @@ had settled then. With s the store's version, made in epoch m, the learner's ver
 This is decided between a restart and the first merge after it (``can_recover``). When such a version shows up, or
 the tape tells of versions that the store has not, the loss is *announced*, and everything waits (``is_pending``).
 When all learners are back or given up, each missing fragment is requested from a holder of its newest version, one
-request per learner at a time, of several at once. One that sends nothing for ``ANSWER_SECONDS`` is given up, and so is
-one that is slower than a transfer may be. What is not proved to be a version that was announced (``not_believed``) is
+request per learner at a time, of several at once. One that sends nothing for ``ANSWER_SECONDS`` is given up. One whose
+answer takes longer than ``SLOWEST`` would is given up for another that holds the version; where there is none, only
+after ``ALONE`` times as long. What is not proved to be a version that was announced (``not_believed``) is
 not taken, and not asked for again. A version that came whole and makes sense is *accepted*: the store may have it from
 then on, so whatever becomes of its learner, everything waits until its record is durable. If no learner had
 anything, tokens that learners know to be merged beyond the store's versions are dropped (``rolled-back``).
@@ -42,6 +43,7 @@ from diloco_syncer.core.state import JobState
 ANSWER_SECONDS = 60.0  # without a byte of an answer
 RETRY_SECONDS = 10.0  # before a holder that failed is asked again, where nobody else has the version
 SLOWEST = 64 << 10  # elements a second
+ALONE = 16  # times as long as this may the only holder take
 STAND_IN = 0  # the epoch of a version 0 that stands in for a later version: no epoch makes a version in it
 FIRST_EPOCH = 1  # the epoch of a version 0 that a learner gave back: not later than any that a learner holds
 
@@ -52,7 +54,8 @@ class VersionRequest:
     fragment: int
     epoch: int
     version: int
-    deadline: float  # for all of it, decoded
+    deadline: float  # for all of it, decoded, where another holds it too
+    last_deadline: float  # where nobody else does
     idle_until: float  # for its next byte
 
 
@@ -317,7 +320,7 @@ class VersionRecovery:
         """Bytes of an answer have come. ``whole``: all of them, and they are being decoded."""
         request = self._requests.get(fragment)
         if request is not None and request.connection == connection:
-            idle_until = request.deadline if whole else now + ANSWER_SECONDS
+            idle_until = now + ANSWER_SECONDS if not whole else max(request.deadline, now + ANSWER_SECONDS)
             self._requests[fragment] = replace(request, idle_until=idle_until)
 
     def mark_accepted(self, fragment: int) -> None:
@@ -342,7 +345,8 @@ class VersionRecovery:
             self._say_who_holds_the_model()
             return
         for request in list(self._requests.values()):
-            if now >= min(request.deadline, request.idle_until):
+            others = self._find_free_holders(request.fragment, now)
+            if now >= min(request.idle_until, request.deadline if others else request.last_deadline):
                 self.mark_failed(request.connection, request.fragment, now)
         for fragment in range(len(self._made)):
             if fragment not in self._recovered | self._accepted and fragment not in self._requests:
@@ -373,7 +377,8 @@ class VersionRecovery:
             self._rebuild_until = now + state.config.rebuild_seconds
         return now >= self._rebuild_until
 
-    def _request(self, fragment: int, now: float) -> None:
+    def _find_free_holders(self, fragment: int, now: float) -> list[int]:
+        """The connections of those that hold the newest version there is of a fragment and are asked for nothing."""
         holders = {
             connection: (held[fragment].version, held[fragment].epoch, held[fragment].settled)
             for connection, held in self._held.items()
@@ -381,13 +386,23 @@ class VersionRecovery:
         }
         newest = max(holders.values(), default=None)
         busy = {request.connection for request in self._requests.values()}
-        free = [connection for connection, held in holders.items() if held == newest and connection not in busy]
-        if newest is None or not free:
+        return [connection for connection, held in holders.items() if held == newest and connection not in busy]
+
+    def _request(self, fragment: int, now: float) -> None:
+        free = self._find_free_holders(fragment, now)
+        if not free:
             return
-        connection, (version, epoch, _) = min(free), newest
-        deadline = now + ANSWER_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
+        connection = min(free)
+        version, epoch = self._held[connection][fragment].version, self._held[connection][fragment].epoch
+        patience = ANSWER_SECONDS + self._state.fragment_elements[fragment] / SLOWEST
         request = VersionRequest(
-            connection, fragment, epoch, version, deadline=deadline, idle_until=now + ANSWER_SECONDS
+            connection,
+            fragment,
+            epoch,
+            version,
+            deadline=now + patience,
+            last_deadline=now + ALONE * patience,
+            idle_until=now + ANSWER_SECONDS,
         )
         self._requests[fragment] = request
         self._actions.add(ev.RequestVersion(connection, fragment, epoch, version))

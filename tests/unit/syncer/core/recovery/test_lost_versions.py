@@ -15,7 +15,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.rounds import RoundRules
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
-from diloco_syncer.core.recovery.lost_versions import ANSWER_SECONDS, SLOWEST
+from diloco_syncer.core.recovery.lost_versions import ALONE, ANSWER_SECONDS, SLOWEST
 from ledger_balance import imbalances
 from shell_figures import SHELL
 
@@ -339,6 +339,23 @@ def test_a_holder_whose_bytes_stop_is_given_up_long_before_the_slowest_would_be_
                 life.do(ev.LostVersionAdvanced(first.connection, 0))
         assert life.now - began == pytest.approx(waited, abs=1)
         assert {ask.connection for ask in asked} == {11, 12}
+
+
+def test_the_only_holder_is_waited_for_while_its_bytes_come() -> None:
+    """On a slow link a version that nobody else has is not dropped; but who sends a byte a minute is given up."""
+    life = restarted()
+    life.core._state.fragment_elements = (SLOWEST * 400, 8)
+    life.join(11, 0, held=HELD)
+    life.join(12, 1, held=OLD)
+    patience = ANSWER_SECONDS + 400
+    while life.now < ALONE * patience - 2 * ANSWER_SECONDS:
+        stay(life, ANSWER_SECONDS - 1, 11, 12)
+        life.do(ev.LostVersionAdvanced(11, 0))
+    assert life.core.is_recovering
+    while life.now < ALONE * patience + 2 * ANSWER_SECONDS:
+        stay(life, ANSWER_SECONDS - 1, 11, 12)
+        life.do(ev.LostVersionAdvanced(11, 0))
+    assert not life.core.is_recovering and len(of(life.log, ev.RequestVersion)) == 1
 
 
 def test_who_is_gone_is_given_up_for_another_that_holds_the_version() -> None:
