@@ -6,10 +6,11 @@ it does is over. Many are what a person does, who looks at the status and does w
 
 from __future__ import annotations
 
+from diloco_operator import names
 from diloco_operator.model import Object
 from operator_simulation.faults import Fault
 from operator_simulation.kubernetes import now
-from operator_simulation.world import World
+from operator_simulation.world import NAMESPACE, World
 
 MOST_LEARNERS = 6
 FATAL = 77
@@ -82,6 +83,16 @@ async def continue_what_failed(world: World) -> None:
         world.edit(suspend=True)
         await world.sleep(world.rng.uniform(1, 40))
         world.edit(suspend=False)
+
+
+async def label_the_claim(world: World) -> None:
+    """As the status says of a claim whose labels a hand removed while there was no job."""
+    for name, kubernetes in world.clusters.items():
+        if "kubectl label pvc" in (said := str(world.condition("NameConflict", name).get("message"))):
+            labels = dict(word.rstrip(".").split("=") for word in said.split() if "=" in word)
+            world.note(f"a person labels the claim: {labels}")
+            ref = names.claim(world.manifest["metadata"]["name"])
+            kubernetes.server.patch(ref.kind, NAMESPACE, ref.name, {"metadata": {"labels": labels}}, "")
 
 
 async def scale_a_region(world: World) -> None:

@@ -16,7 +16,7 @@ from diloco_operator.model import Object
 from operator_simulation.faults import FAULTS
 from operator_simulation.group_faults import GROUP_FAULTS
 from operator_simulation.kubernetes import now
-from operator_simulation.life_faults import FATAL, LIFE_FAULTS, continue_what_failed
+from operator_simulation.life_faults import FATAL, LIFE_FAULTS, continue_what_failed, label_the_claim
 from operator_simulation.world import World, simulate
 from operator_world import SPREAD, job_object
 
@@ -104,6 +104,7 @@ async def break_and_heal(world: World, faults: int, lives: bool, groups: bool = 
     world.upgrade_job()  # or an edit after an upgrade waits for the user's word
     await world.run(30)
     if lives:
+        await label_the_claim(world)
         healing = asyncio.create_task(continue_what_failed(world))
         while not healing.done():
             await world.run(5.0)

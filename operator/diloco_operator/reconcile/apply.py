@@ -29,8 +29,9 @@ from diloco_operator.kube.errors import ApiError, classify_failure, failing_webh
 from diloco_operator.kube.kinds import BY_NAME, WITH_PODS
 from diloco_operator.logs import about
 from diloco_operator.model import LASTING, ApplyError, Key, Object, Ref
-from diloco_operator.names import GENERATION, is_left_by, is_ours, ref_of
+from diloco_operator.names import GENERATION, JOB_UID, MANAGER, is_left_by, is_ours, ref_of
 from diloco_operator.reconcile.diff import APPLIED, differences, marked, state
+from diloco_protocol.vocabulary import LABEL_JOB
 
 log = logging.getLogger(__name__)
 
@@ -243,6 +244,10 @@ def _conflict(ref: Ref, there: Object, job: str) -> ApplyError:
         cure = (
             f"Delete it (kubectl delete --cascade=orphan {ref.kind.lower()} {ref.name}), or give the job another name"
         )
+    elif ref.kind == "PersistentVolumeClaim" and _annotation(there, JOB_UID) is not None:
+        whose = "was made by an operator, and has lost its labels"
+        labels = f"{LABEL_JOB}={job} app.kubernetes.io/managed-by={MANAGER}"
+        cure = f"To go on from its data: kubectl label pvc {ref.name} {labels}. Else give the job another name"
     return ApplyError(ref, "conflict", f"{ref.kind} {ref.name} {whose}; it is left as it is. {cure}")
 
 

@@ -232,6 +232,16 @@ def test_what_an_earlier_job_of_the_name_left_is_not_touched_and_the_cure_ends_n
     )
 
 
+def test_a_claim_that_lost_its_labels_is_not_touched_and_the_cure_keeps_its_data() -> None:
+    meta = {"name": "job-syncer", "annotations": {JOB_UID: "another"}}
+    told = _conflict(Ref("PersistentVolumeClaim", "job-syncer"), {"metadata": meta}, "job").message
+    assert "Delete" not in told and "kubectl label pvc job-syncer " in told
+    labels = dict(word.rstrip(".").split("=") for word in told.split() if "=" in word)
+    assert is_ours(Ref("PersistentVolumeClaim", "job-syncer"), {"metadata": meta | {"labels": labels}}, "job", UID)
+    stranger = {"metadata": {"name": "job-syncer"}}
+    assert "label" not in _conflict(Ref("PersistentVolumeClaim", "job-syncer"), stranger, "job").message
+
+
 class AnsweringApi(Api):
     """Refuses a deletion, and then has this pod or none."""
 
