@@ -19,6 +19,7 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
@@ -83,7 +84,7 @@ class World:
         self.offer_of: dict[int, PushId] = {}  # by handle
         self.down_until = 0.0
         self.tokens_of: dict[tuple[str, int], int] = {}
-        self.offered: dict[tuple[int, int, int, int], tuple[int, Ids]] = {}  # what was taken: fragment, steps
+        self.offered: dict[PushId, tuple[int, Ids]] = {}  # what was taken: fragment, steps
         self.seen: Counter[str] = Counter()
         self.events = 0  # how many calls there were
         self.trace: list[str] | None = None  # what was said to the syncers and by them; None: it is not written down
@@ -699,8 +700,8 @@ class World:
         assert (p, version) not in self.records
         self.records[p, version] = Record(epoch, ids, [], self.epoch, taken=(epoch, rows))
         self.seen["taken"] += 1
-        # An offer that was taken before may be in that version in part. It is dropped then, and its learner is gone.
-        self.offered = {push_id: (q, ids) for push_id, (q, ids) in self.offered.items() if q != p}
+        for push_id in find_parted_offers({one: offered for one, (_, offered) in self.offered.items()}, p, ids):
+            del self.offered[push_id]
         self.handle(ev.LostVersionStored(p))
 
     def take_seat(self, seat: Seat, process: str) -> None:
@@ -1010,6 +1011,16 @@ def check_liveness(world: World, share: float = 1.0) -> None:
         looked_at = before if len(before) >= world.setup.every else made
         assert not before or any(step in ids for step in looked_at for ids in merged), f"{who} contributed nothing"
     assert not world.seen["drained too late"], world.seen
+
+
+def find_parted_offers(offers: Mapping[PushId, Ids], p: int, there: Ids) -> set[PushId]:
+    """The offers of a fragment of which a version from a learner has a part. They are dropped, for no offer can be
+    divided (docs/algorithm.md, section 8): of each slot one, and those that it replaced."""
+    parted = {push_id for push_id, ids in offers.items() if push_id[2] == p and ids & there and ids - there}
+    for slot in {push_id[0] for push_id in parted}:
+        lost = [offers[push_id] for push_id in parted if push_id[0] == slot]
+        assert max(lost, key=len) == frozenset().union(*lost), f"slot {slot} loses several offers of fragment {p}"
+    return parted
 
 
 NOTHING_MERGED = "and nothing was merged: "  # the end of a job whose merges need more learners than there were

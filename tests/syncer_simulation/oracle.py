@@ -13,7 +13,7 @@ from diloco_syncer.core.books.leases import LeaseBook, order_blocks
 from diloco_syncer.store.checkpoint import offer_name
 from diloco_syncer.store.documents import unpack_document
 from diloco_syncer.store.records import Floats, MergeRecord, parse_record_name
-from syncer_simulation.core_world import Record
+from syncer_simulation.core_world import Record, find_parted_offers
 from syncer_simulation.learners import Ids
 
 PushId = tuple[int, int, int, int]
@@ -108,7 +108,10 @@ class Oracle:
         assert again, f"version {v} of fragment {p} was made twice"
         if v == 0 or record.recovered is not None:
             taken = None if record.recovered is None else (record.recovered.epoch, record.recovered.receipt)
-            self.records[p, v] = Record(record.made_in, self.read_theta(record.theta), [], record.epoch, taken=taken)
+            there = self.read_theta(record.theta)
+            self.records[p, v] = Record(record.made_in, there, [], record.epoch, taken=taken)
+            for push_id in find_parted_offers({one: ids for one, (_, ids) in self.acknowledged.items()}, p, there):
+                del self.acknowledged[push_id]
             return p, v
         after = self.records[p, v - 1].ids
         for push in record.responders:

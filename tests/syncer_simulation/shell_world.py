@@ -288,6 +288,14 @@ class SyncerProcesses(World):
         for kind in TOLD:
             syncer.driver.on_with(kind, lambda: self.capture(syncer.core), lambda a, known: self.tell(life, a, known))
         syncer.driver.on(ev.SetPhase, lambda action: self.set_phase(life, action))
+        emit = syncer.pushes.emit
+
+        def judge(event: ev.Event) -> None:
+            sought = isinstance(event, ev.PushReceived) and syncer.core.is_recovering
+            assert not sought, f"a push is taken while a lost version is sought: {event}"
+            emit(event)
+
+        syncer.pushes.emit = judge
 
     async def stop_servers(self, life: Life) -> None:
         self.end_sessions(life)

@@ -27,6 +27,11 @@ class Actions:
         index, incarnation = (-1, 0) if slot is None else (slot.index, slot.holder.incarnation)
         self.add(RecordEvent(kind, index, incarnation, message, details=dict(details)))
 
+    def record_dropped(self, slot: Slot, tokens: int, reason: str) -> None:
+        """Record that tokens of a slot are in no version and never will be; nothing where there are none."""
+        if tokens:
+            self.record_event(EventKind.DROPPED, slot, f"{tokens} tokens of {slot.learner} dropped ({reason})")
+
     def drain(self) -> list[Action]:
         """Hand over what was collected, and begin anew."""
         collected, self._collected = self._collected, []

@@ -248,7 +248,8 @@ class Core:
         state = self._state
         if state.ledger:
             offers = {header.id for header in self._aggregator.accepted_headers() if header.round == 0}
-            state.ledger.write_off_held(offers)
+            for slot, tokens in zip(state.members.slots, state.ledger.write_off_held(offers), strict=True):
+                self._actions.record_dropped(slot, tokens // len(state.versions), "died")
             receipts.count_unreported_tokens(state.ledger)
         for repair in repair_state(state):
             self.record_event(EventKind.REPAIRED, repair)

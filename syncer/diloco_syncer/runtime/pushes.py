@@ -110,6 +110,8 @@ class ReceivedPushes:
         """Decode a push, whose bytes are all here, and ask the core; returns the reply."""
         loop = asyncio.get_running_loop()
         delta, squares, growth = await loop.run_in_executor(self.decode_thread, self._decode, header, encoded)
+        if self.core.is_recovering:  # since its bytes began to come: a version with a part of its steps may be found
+            raise TooManyUploads
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[bytes] = loop.create_future()

@@ -212,13 +212,17 @@ class Ledger:
         cell.dropped["drain"] += cell.held.pop(header.id, 0)
         book.forget_sums()
 
-    def write_off_held(self, keep: set[PushId]) -> None:
-        """After a restart, drop held pushes whose bytes are not in the store: they died with their learner."""
-        for book in self.books:
+    def write_off_held(self, keep: set[PushId]) -> list[int]:
+        """After a restart, drop held pushes whose bytes are not in the store: they died with their learner. Returns the
+        tokens of each slot."""
+        dropped = [0] * len(self.books)
+        for slot, book in enumerate(self.books):
             for cell in book.cells:
                 for push_id in [i for i in cell.held if i not in keep]:
-                    cell.dropped["died"] += cell.held.pop(push_id)
+                    cell.dropped["died"] += cell.held[push_id]
+                    dropped[slot] += cell.held.pop(push_id)
             book.forget_sums()
+        return dropped
 
     # ------------------------------------------------------------- after a store lost data
 

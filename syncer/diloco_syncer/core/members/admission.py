@@ -322,9 +322,7 @@ class Admission:
         if self.state.ledger is None:
             return
         dropped = self.state.ledger.close_tenure(slot.index, reason, self.accepted_headers())
-        if dropped:
-            tokens = dropped // max(1, len(self.state.versions))
-            self.actions.record_event(EventKind.DROPPED, slot, f"{tokens} tokens of {slot.learner} dropped ({reason})")
+        self.actions.record_dropped(slot, dropped // max(1, len(self.state.versions)), reason)
 
     def connection_lost(self, connection: int) -> None:
         """A session ended. A broken stream alone proves nothing: the slot is suspect, and the timeout, or a party

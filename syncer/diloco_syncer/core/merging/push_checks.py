@@ -31,8 +31,8 @@ hopeless transfer costs nothing:
 When all bytes are here:
 
 14. The checksum of every part is right (``runtime/multipart.py`` ``receive_part``).
-15. Checks 4 to 11 once more, since its round may have closed meanwhile
-    (``core/merging/aggregation.py`` ``receive_push``).
+15. Check 3 once more, since a loss may have been found meanwhile (``runtime/pushes.py`` ``_judge_push``), and checks
+    4 to 11, since its round may have closed (``core/merging/aggregation.py`` ``receive_push``).
 16. All its values are finite (``check_content``).
 17. No piece of it is far larger than the parameters, unless such pushes are usual in the fragment, another
     learner's is as large, or a job's only learner sends them again and again (``check_content``).

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from core_desk import Desk, config, of
+from diloco_protocol.vocabulary import EventKind
 from diloco_protocol.wire.records import LeaseCursor, PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
@@ -53,6 +55,19 @@ def test_data_whose_steps_are_in_a_record_or_an_offer_are_not_leased_again(offer
     fresh = join(again, 2, sequences=1000)  # another program in the slot: the process that trained them is gone
     (lease,) = fresh.leases
     assert not fresh.continuing and (lease.lease, lease.start) == (grant.lease, grant.start + 4)
+
+
+@pytest.mark.promise("Work of an offer that ends in no version is told by an event, as all dropped work is")
+def test_an_offer_that_the_store_has_lost_is_told() -> None:
+    desk = Desk(config(slots=2, quorum=2))
+    desk.begin(2, fragments=2)
+    desk.report(1, 4)
+    desk.push(0, 4, round=0)
+    desk.do(ev.Drained(1))
+    assert desk.core.ledger and desk.core.ledger.pending(0, 0) == 40, "its learner has left, and it waits"
+    again = Desk(config(slots=2, quorum=2), json.loads(json.dumps(desk.core.state(0.0))), 2)
+    told = [event.message for event in of(again.log, ev.RecordEvent) if event.kind is EventKind.DROPPED]
+    assert told == ["20 tokens of r-0 dropped (died)"], "40 of one of two fragments"
 
 
 @pytest.mark.promise("A machine whose clock is weeks ahead does not end a job")

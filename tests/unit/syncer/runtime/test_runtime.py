@@ -157,7 +157,10 @@ class Bench:
         )
         return connection
 
-    async def upload(self, process: str, payload: Any, **what: Any) -> sync_pb2.UploadReply:
+    async def upload(
+        self, process: str, payload: Any, meanwhile: Callable[[], object] = lambda: None, **what: Any
+    ) -> sync_pb2.UploadReply:
+        """``meanwhile``: called when the syncer has begun to read the bytes."""
         if (connection := self.syncer.sessions.find_process(process)) is not None:
             await until(lambda: connection.welcomed)
         data = bytes(bulk.flat(payload))
@@ -173,6 +176,7 @@ class Bench:
 
         async def stream() -> AsyncIterator[bytes]:
             yield header.SerializeToString()
+            meanwhile()
             if data:
                 yield data
 
@@ -335,6 +339,22 @@ async def test_a_succeeded_syncer_acknowledges_no_offer(tmp_path: Path) -> None:
         assert not offer.done() and not list(tmp_path.glob("offers/*"))
     with pytest.raises(asyncio.CancelledError):  # the call ends without an answer: the learner asks the successor
         await offer
+
+
+@pytest.mark.promise(
+    "No offer is taken while a version that the store lost is sought, however early its first bytes came"
+)
+async def test_an_offer_waits_for_a_lost_version_that_shows_up_while_its_bytes_come(tmp_path: Path) -> None:
+    async with Bench(tmp_path, "sync.quorum=2") as bench:
+        bench.connect(1, 0, "a")
+        await bench.initialise("a")
+    async with Bench(tmp_path, "sync.quorum=2") as bench:
+        bench.connect(1, 0, "a", before=1, held=(Held(1, 0, 0),) * 2)
+        fields, delta = bench.offer(1), np.ones(LAYOUT.elements(0), np.float32)
+        newer = Held(1, 3, 0), Held(1, 0, 0)
+        reply = await bench.upload("a", delta, lambda: bench.connect(2, 0, "e", evaluator=True, held=newer), **fields)
+        assert bench.syncer.core.is_recovering
+        assert (reply.accepted, reply.reason) == (False, "busy") and not list(tmp_path.glob("offers/*"))
 
 
 async def test_a_refused_offer_keeps_nobody_waiting(tmp_path: Path) -> None:
