@@ -70,6 +70,11 @@ def checksum(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(flat(data))
 
 
+def checksum_text(data: Any) -> str:
+    """``checksum`` as the digest of a fragment of version 0."""
+    return f"{checksum(data):016x}"
+
+
 def split(total: int, channels: int = 1, most: int | None = None) -> list[tuple[int, int]]:
     """Cut ``total`` bytes into parts ``(offset, bytes)``: as many as channels if they are worth it,
     as many more as ``most`` (``MAX_PART_BYTES``) asks for; an empty payload is one empty part."""
@@ -303,6 +308,8 @@ async def upload(
 
     async def one(channel: aio.Channel, part: Part) -> None:
         nonlocal verdict
+        if verdict is not None:  # the receiver has the payload already
+            return
         head = sync_pb2.UploadHeader()
         head.CopyFrom(header)
         head.format, head.total_bytes = limits.FORMAT, view.nbytes

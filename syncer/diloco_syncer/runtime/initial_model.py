@@ -2,8 +2,12 @@
 
 The learner that was asked uploads the layout, every fragment (float32), the frozen parameters if there are any, and
 ``DONE``. Each part is staged durably as it comes. ``DONE`` puts all of them in force by creating one small document
-exclusively. What a broken upload has staged is never read again, and is removed later. Whatever takes time with the
-model's size (parsing, checking, checksums, encoding) is done in threads: others are served meanwhile.
+exclusively. Whatever takes time with the model's size (parsing, checking, checksums, encoding) is done in threads:
+others are served meanwhile.
+
+An upload that broke is gone on from. What an earlier one has staged of fragments and frozen parameters is accepted
+before its bytes come if its ``digest`` is the same, whoever sends it. What differs is never read again, and is removed
+later.
 
 Where an empty store is rebuilt, each fragment comes with the receipt of the version that it was. It proves that this
 version was announced, of a model with this layout and these frozen parameters (version_tags.py).
@@ -19,7 +23,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,6 +33,7 @@ from diloco_protocol.common.files import Buffer
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, JobPhase, TransferRefusal
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.bulk import allocate as allocate_memory
+from diloco_protocol.wire.bulk import checksum_text
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.version_tags import content_digest
 from diloco_syncer.core import events as ev
@@ -61,6 +66,15 @@ class InitialRefused(UploadRefused):
         self.not_believed = not_believed
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A fragment or the frozen parameters, durable: the digest, the name in the store, and a fragment's values."""
+
+    digest: str = ""
+    name: str = ""
+    theta: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+
+
 @dataclass
 class InitialModelUpload:
     """The one upload of version 0 that is under way. ``job``: its name."""
@@ -79,15 +93,19 @@ class InitialModelUpload:
         self._touched = 0.0  # when an upload of it last was under way; time.monotonic()
         self._under_way = 0  # uploads of parts
         self.attempt = 0
+        self._staged: dict[tuple[int, int], Staged] = {}  # by part and fragment
+        self._earlier: dict[tuple[int, int], Staged] = {}  # in other attempts
+        self._origins: Sequence[int] = ()  # of the attempt's versions, where an empty store is rebuilt
         self._begin_attempt(0)
 
     def _begin_attempt(self, connection: int) -> None:
         self._connection = connection
         self.attempt += 1
         self._layout: Layout | None = None
-        self._layout_name = self._frozen_name = self._frozen_digest = ""
-        self._fragments: dict[int, Floats] = {}
-        self._names: dict[int, str] = {}
+        self._layout_name = ""
+        origins, self._origins = self._origins, self.core.version_0_origins(connection)
+        self._earlier = {} if origins or self._origins else self._earlier | self._staged
+        self._staged = {}
         self._receipts: dict[int, bytes] = {}
 
     async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
@@ -97,15 +115,16 @@ class InitialModelUpload:
         try:
             size = self.check_part(connection, part, fragment, header.total_bytes)
             attempt = self.attempt
+            if self._is_staged(part, fragment, header.initial.digest):
+                return upload_reply(True)
             # Frozen parameters may be larger than all that is trained, and are not needed here.
             allocate = self.spool.allocate if part == FROZEN else allocate_memory
             whole = await read(("initial", header.process, part, fragment), lambda: allocate(size))
             if whole is None:
                 return None
-            if part == FROZEN:
-                self._frozen_digest = header.initial.digest[:MAX_DIGEST]
             self._receipts[fragment] = header.initial.receipt or self._receipts.get(fragment, b"")
-            await self.store_part(connection, attempt, part, fragment, data=whole)
+            digest = header.initial.digest[:MAX_DIGEST]
+            await self.store_part(connection, attempt, part, fragment, data=whole, digest=digest)
             return upload_reply(True)
         except InitialRefused as error:
             self._give_up(connection, str(error), error.not_believed)
@@ -116,6 +135,15 @@ class InitialModelUpload:
         finally:
             self._under_way -= 1
             self._touched = time.monotonic()
+
+    def _is_staged(self, part: int, fragment: int, digest: str) -> bool:
+        """Whether this payload need not come again."""
+        key = part, fragment
+        found = self._staged.get(key) or self._earlier.pop(key, Staged())
+        if not digest or found.digest != digest:
+            return False
+        self._staged[key] = found
+        return True
 
     def check_part(self, connection: int, part: int, fragment: int, size: int) -> int:
         """Check that this part may come now; returns its exact size in bytes. Raises ``InitialRefused``."""
@@ -145,9 +173,11 @@ class InitialModelUpload:
             raise InitialRefused(f"{size} bytes, and this part of version 0 has {expected}")
         return expected
 
-    async def store_part(self, connection: int, attempt: int, part: int, fragment: int, data: Array) -> None:
+    async def store_part(
+        self, connection: int, attempt: int, part: int, fragment: int, data: Array, digest: str = ""
+    ) -> None:
         """Make a part (uint8) durable. ``attempt``: the one under way when the part was checked; a layout begins
-        another. Raises ``InitialRefused``."""
+        another. ``digest``: of frozen parameters. Raises ``InitialRefused``."""
         if connection != self.core.initialiser:
             raise InitialRefused("another learner was asked for version 0 since")
         if part == LAYOUT:
@@ -160,9 +190,10 @@ class InitialModelUpload:
         elif part == FROZEN:
             content = await asyncio.to_thread(content_digest, data)
             self._check_attempt(attempt)
-            self._frozen_name = await self._stage(
+            name = await self._stage(
                 attempt, f"frozen-{content.hex()}.rec", lambda: records.pack("blob", {}, {"blob": data})
             )
+            self._staged[FROZEN, 0] = Staged(digest, name)
         else:
             await self._finish(attempt)
 
@@ -203,9 +234,8 @@ class InitialModelUpload:
             raise InitialRefused(str(error)) from error
         if len(layout) > MAX_FRAGMENTS:
             raise self._fail_job(f"{len(layout)} fragments; at most {MAX_FRAGMENTS} are served")
-        origins = self.core.version_0_origins(self._connection)
-        if origins and len(origins) != len(layout):
-            raise InitialRefused(f"{len(layout)} fragments, and this learner said that it holds {len(origins)}")
+        if self._origins and len(self._origins) != len(layout):
+            raise InitialRefused(f"{len(layout)} fragments, and this learner said that it holds {len(self._origins)}")
         self._check_attempt(attempt)
         name = await self._stage(attempt, "layout.rec", lambda: records.pack("blob", {}, {"blob": data}))
         self._layout_name, self._layout = name, layout
@@ -222,8 +252,10 @@ class InitialModelUpload:
         if not finite:
             raise InitialRefused(f"fragment {fragment} has values that are not finite: check the model's start")
         record = self._records({fragment: theta})[0]
-        self._names[fragment] = await self._stage(attempt, f"f{fragment:05d}.rec", record.pack)
-        self._fragments[fragment] = theta
+        name = await self._stage(attempt, f"f{fragment:05d}.rec", record.pack)
+        digest = await asyncio.to_thread(checksum_text, theta)
+        self._check_attempt(attempt)
+        self._staged[FRAGMENT, fragment] = Staged(digest, name, theta)
 
     def _records(self, fragments: dict[int, Floats]) -> list[MergeRecord]:
         origins = self.core.version_0_origins(self._connection)
@@ -232,26 +264,27 @@ class InitialModelUpload:
     async def _finish(self, attempt: int) -> None:
         layout = self._layout
         assert layout is not None
-        missing = [p for p in range(len(layout)) if p not in self._fragments]
+        missing = [p for p in range(len(layout)) if (FRAGMENT, p) not in self._staged]
         if missing:
             raise InitialRefused(f"fragment {missing[0]} is missing ({len(missing)} in all)")
-        names, frozen = [self._names[p] for p in range(len(layout))], self._frozen_name
+        fragments = [self._staged[FRAGMENT, p] for p in range(len(layout))]
+        frozen = self._staged.get((FROZEN, 0), Staged())
         origins = self.core.version_0_origins(self._connection)
-        newest = self._records(self._fragments)
+        newest = self._records({p: staged.theta for p, staged in enumerate(fragments)})
         broadcasts = await asyncio.to_thread(lambda: [self.model.encode(record, None) for record in newest])
         self._check_attempt(attempt)
         for broadcast, origin in zip(broadcasts, origins, strict=bool(origins)):
             self._check_announced(broadcast, layout, origin)
         commit = self.durability.checkpoints.commit_initial
-        digest = self._frozen_digest if frozen else ""
+        names = [staged.name for staged in fragments]
         try:
-            await self.durability.run_write(commit, self._layout_name, names, frozen, digest)
+            await self.durability.run_write(commit, self._layout_name, names, frozen.name, frozen.digest)
         except (HigherEpoch, RecordMadeMeanwhile) as error:
             self.stop_by(error)  # whoever uploads it next would hear the same
             raise
         if not origins:  # else it may stand in for later versions, and is told to nobody before a restart
-            self.model.begin(layout, newest, frozen, digest, broadcasts)
-        self._fragments = {}
+            self.model.begin(layout, newest, frozen.name, frozen.digest, broadcasts)
+        self._staged, self._earlier = {}, {}
         self.emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))
         log.info("merges: %s", self.model.merging)
@@ -260,8 +293,9 @@ class InitialModelUpload:
         """Raises ``InitialRefused`` unless a fragment that was given back is a version that was announced."""
         fragment = broadcast.fragment
         receipt = self._receipts.get(fragment, b"")
+        frozen = self._staged.get((FROZEN, 0), Staged())
         try:
-            announced = self.model.check_receipt(receipt, fragment, layout, self._frozen_name)
+            announced = self.model.check_receipt(receipt, fragment, layout, frozen.name)
             if announced.digest != broadcast.digest:
                 raise WireError(f"fragment {fragment}: its values are not those that were announced")
             if (origin == STAND_IN) != (announced.version > 0):

@@ -342,6 +342,8 @@ class Transfers:
         for what, payload in payloads:
             if isinstance(payload, Vector):
                 payload = await self.channels.run(lambda vector=payload: vector.array)
+            if what.part == part.FRAGMENT:
+                what.digest = await self.channels.run(bulk.checksum_text, payload)
             reply = await self.channels.upload(payload, initial=what)
             if not reply.accepted:
                 raise bulk.TransferError(f"version 0 was refused ({reply.reason}): {reply.message}", retry=True)

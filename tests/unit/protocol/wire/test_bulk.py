@@ -33,6 +33,8 @@ class Receiver:
         self.got = 0
         self.parts = 0
         self.refuse = ""
+        self.has_all = False  # and accepts every part before its bytes come
+        self.calls = 0
         self.replies: list[str] = []  # the reasons of the next replies to uploads, instead of the true ones
         self.break_part = -1  # the number of the part of an upload that breaks, once
         self.break_at = 0  # after so many bytes the next download breaks
@@ -49,6 +51,9 @@ class Receiver:
         if self.parts == self.break_part:
             self.break_part = -1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
+        self.calls += 1
+        if self.has_all:
+            return sync_pb2.UploadReply(accepted=True).SerializeToString()
         if self.refuse:
             return sync_pb2.UploadReply(accepted=False, reason=self.refuse).SerializeToString()
         if self.buffer is None:
@@ -238,6 +243,17 @@ def test_an_upload_that_breaks_sends_only_the_parts_that_had_no_answer(monkeypat
         reply = await bulk.upload(channels[1:], sync_pb2.UploadHeader(job="j"), payload, sent=sent)
         assert reply.accepted and receiver.parts == 4
         assert receiver.buffer is not None and np.array_equal(receiver.buffer, payload)
+
+    served(test)
+
+
+def test_of_a_payload_that_is_there_already_no_further_part_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_UPLOAD_PART_BYTES", 1000)
+
+    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+        receiver.has_all = True
+        reply = await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), random_bytes(3500))
+        assert reply.accepted and (receiver.calls, receiver.got) == (1, 0)
 
     served(test)
 

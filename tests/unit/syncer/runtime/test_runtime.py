@@ -517,6 +517,39 @@ async def test_bytes_of_an_attempt_that_was_given_up_do_not_get_into_the_next(tm
             await upload.store_part(1, admitted, part.FRAGMENT, 0, np.zeros(4 * LAYOUT.elements(0), np.uint8))
 
 
+@pytest.mark.promise("Version 0 whose upload broke goes on from the fragments that came, whoever sends the rest")
+@pytest.mark.parametrize("left", ["the same", "another model", "an emptied store's"])
+async def test_version_0_goes_on_from_the_fragments_that_a_broken_upload_has_left(tmp_path: Path, left: str) -> None:
+    part, again = sync_pb2.Initial, 2.0 if left == "another model" else 1.0
+    layout, size = LAYOUT.to_json().encode(), LAYOUT.elements(0)
+
+    async def send(bench: Bench, process: str, value: float) -> int:
+        """The frozen parameters, then the first fragment and they again: how many bytes of these two were received."""
+        values = np.full(size, value, np.float32)
+        what = part(part=part.FRAGMENT, digest=bulk.checksum_text(values))
+        assert (await bench.upload(process, layout, initial=part(part=part.LAYOUT))).accepted
+        assert (await bench.upload(process, b"frozen", initial=part(part=part.FROZEN, digest="f"))).accepted
+        before = bench.syncer.traffic.bytes_up
+        assert (await bench.upload(process, values, initial=what)).accepted
+        assert (await bench.upload(process, b"frozen", initial=part(part=part.FROZEN, digest="f"))).accepted
+        return bench.syncer.traffic.bytes_up - before
+
+    async with Bench(tmp_path) as bench:
+        origins = {1: (7, 7)} if left == "an emptied store's" else {}
+        bench.syncer.core.version_0_origins = lambda connection: origins.get(connection, ())  # type: ignore[method-assign]
+        bench.connect(1, 0, "a")
+        assert await send(bench, "a", 1.0) == 4 * size
+        bench.syncer.driver.handle(ev.ConnectionLost(1))
+        bench.connect(2, 1, "b")
+        assert await send(bench, "b", again) == (0 if left == "the same" else 4 * size)
+        rest = np.zeros(LAYOUT.elements(1), np.float32)
+        assert (await bench.upload("b", rest, initial=part(part=part.FRAGMENT, fragment=1))).accepted
+        assert (await bench.upload("b", b"", initial=part(part=part.DONE))).accepted
+        assert bench.syncer.core.initialised and bench.syncer.model.frozen_digest == "f"
+        newest = bench.syncer.model.newest[0]
+        assert set(newest.theta.tolist()) == {again} and newest.recovered is None
+
+
 # ------------------------------------------------------------------ the end
 
 

@@ -136,6 +136,19 @@ def test_version_0_is_tried_again_and_then_left_to_another(monkeypatch: pytest.M
     assert session.box.take_all() == []
 
 
+def test_fragments_of_version_0_are_sent_with_the_digest_of_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it the syncer knows again what an upload that broke has left there."""
+    session, sent, values = Session(), list[sync_pb2.Initial](), np.arange(10, dtype=np.float32)
+
+    async def upload(payload: Any, initial: sync_pb2.Initial) -> sync_pb2.UploadReply:
+        sent.append(initial)
+        return sync_pb2.UploadReply(accepted=True)
+
+    monkeypatch.setattr(session.channels, "upload", upload)
+    asyncio.run(session.one.upload_initial([Vector.from_array(values)], b"frozen", "of names and values"))
+    assert [one.digest for one in sent] == ["", bulk.checksum_text(values), "of names and values", ""]
+
+
 def test_version_0_with_infinities_is_fatal_and_said() -> None:
     start = [Vector.from_array(np.array([1, np.nan], np.float32))]
     with pytest.raises(ConfigurationError, match=r"not finite \(fragment 0\).*check how the model is built"):
