@@ -12,7 +12,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire.records import Announcement, FragmentReport, Pull, PushPlan, Seat, StepReport
 from diloco_worker.core.connection_status import ConnectionStatus
-from diloco_worker.fragments import Vector
+from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.connection import SyncerConnection
 from diloco_worker.net.inbox import Downloaded, Inbox, InitialRequested, StateRequested
 from diloco_worker.net.transfers import Push, Transfers, decline_state
@@ -75,7 +75,15 @@ class StandIn:
     which a push of its own was first merged."""
 
     def __init__(
-        self, folder: Path, address: str, layout: Layout, pace: float, executor: ThreadPoolExecutor, *, ordinal: int = 0
+        self,
+        folder: Path,
+        address: str,
+        layout: Layout,
+        pace: float,
+        executor: ThreadPoolExecutor,
+        *,
+        ordinal: int = 0,
+        to_vector: Callable[[Floats], Vector] = Vector.from_array,
     ) -> None:
         environment = {"DILOCO_JOB_FILE": str(folder / "job.json"), "DILOCO_SYNCER": address}
         settings = WorkerSettings.from_environment(environment | {"DILOCO_ORDINAL": str(ordinal)})
@@ -85,7 +93,7 @@ class StandIn:
             layout,
             self.inbox,
             executor,
-            to_vector=Vector.from_array,
+            to_vector=to_vector,
             eager=True,
             idle=False,
             status=ConnectionStatus(),
@@ -122,9 +130,7 @@ class StandIn:
                     one.pushed.clear()
             self._seat = message
         elif isinstance(message, InitialRequested):
-            start = [
-                Vector.from_array(np.zeros(self._layout.elements(p), np.float32)) for p in range(len(self._layout))
-            ]
+            start = [self._make_start(p) for p in range(len(self._layout))]
             self.connection.start_transfer(Transfers.upload_initial, start, b"")
         elif isinstance(message, Downloaded):
             self._adopt(message)
@@ -205,8 +211,15 @@ class StandIn:
             tokens=steps * TOKENS,
             compute_seconds=self._pace * steps,
         )
-        theta = Vector.from_array(one.base.array - np.float32(STEP_CHANGE * steps))
-        self.connection.push(Push(plan, one.base, theta, self._report()))
+        self.connection.push(Push(plan, *self._make_work(plan, one.base), self._report()))
+
+    def _make_start(self, fragment: int) -> Vector:
+        """The fragment in version 0."""
+        return Vector.from_array(np.zeros(self._layout.elements(fragment), np.float32))
+
+    def _make_work(self, plan: PushPlan, base: Vector) -> tuple[Vector, Vector]:
+        """The fragment's base, and where this learner's steps have led it."""
+        return base, Vector.from_array(base.array - np.float32(STEP_CHANGE * plan.steps))
 
 
 async def run_until_told(folder: Path, address: str, elements: int, pace: float, ordinal: int) -> None:
