@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from diloco.local.screen import LATE_SHARE
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import RELEASE
 from diloco_protocol.documents import StatusDocument
@@ -172,7 +173,8 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     assert len(shown) > 25
     assert not shown - metric_names()
     first_rank = {"tokens_per_second", "eval_loss_nats", "goodput_ratio", "learners_in_merges"}
-    assert not {f"diloco_{name}" for name in first_rank} - shown
+    of_ranks = {"slot_ranks", "slot_slowest_rank", "slot_slowest_rank_seconds"}
+    assert not {f"diloco_{name}" for name in first_rank | of_ranks} - shown
 
 
 def test_alerts_ask_for_metrics_that_there_are() -> None:
@@ -180,6 +182,7 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
     asked = set(re.findall(r"\bdiloco_[a-z_]+\b", rules))
     assert len(asked) > 10
     assert not asked - metric_names()
+    assert f"diloco_slot_slowest_rank_seconds > {LATE_SHARE} * diloco_slot_step_seconds" in rules, "as the screen"
 
 
 def test_the_dashboards_panels_stand_side_by_side() -> None:
