@@ -135,6 +135,19 @@ def build_model() -> torch.nn.Module:
     return model
 
 
+def keep_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Write the optimizer's state, whole, as the slot's checkpoint has it; every rank calls it."""
+    rows = {name: optimizer.state[p] for name, p in named_parameters(model).items()}
+    found = {
+        f"{name}|{key}": value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, row in rows.items()
+        for key, value in row.items()
+    }
+    if int(os.environ.get("RANK", "0")) == 0:
+        save_file(found, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+
+
 def run_rank(out: Path) -> None:
     """A rank, as a user would write it."""
     logging.basicConfig(level=logging.INFO)
@@ -158,6 +171,8 @@ def run_rank(out: Path) -> None:
     steps = 0
     with Learner.from_environment(model, optimizer) as learner:
         for batch in learner.batches(Rows(1024), int(os.environ.get("SEQUENCES", "4"))):
+            if steps == 0 and "FOUND" in os.environ:
+                keep_state(model, optimizer, Path(os.environ["FOUND"]))
             loss = one_step(model, optimizer, batch)
             time.sleep(late)
             learner.after_step(tokens=batch.numel(), loss=loss)

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from group_process import open_area_nowhere, wrap
 from learner_process import make_job
+from safetensors.torch import load_file
 from torch import nn
 
 from diloco_protocol.spec.sync import CompressionSpec
@@ -27,7 +29,7 @@ from diloco_worker.core.adoption import Kind
 from diloco_worker.following.operations import GroupOperations, build_parts
 from diloco_worker.fragments import Floats, ModelFragments, Vector, build_layout
 from diloco_worker.group.fragments import GroupFragments
-from diloco_worker.group.ranks import Command, Group, GroupBroken, JoinedStep, join_ranks
+from diloco_worker.group.ranks import Command, Group, GroupBroken, JoinedStep, Ranks, join_ranks
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.transfers import Push, encode_push
@@ -36,6 +38,7 @@ from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin
+from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
 from diloco_worker.training.parallel.sharding import begin_ranks, shard_model
 
 FRAGMENTS = 4
@@ -107,6 +110,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.zero_grad()
 
 
+def lead_ranks(ranks: Ranks, fragments: ModelFragments, inner: InnerOptimizers, play: Callable[[], None]) -> None:
+    """The leader plays, and the others follow it to the end."""
+    if not isinstance(ranks, Group) or ranks.leads:
+        play()
+        ranks.tell_others(Command.END)
+        return
+    assert isinstance(fragments, GroupFragments) and inner.exchange is not None
+    operations = GroupOperations(fragments, inner, inner.exchange)
+    while (told := ranks.hear()).command is not Command.END:
+        operations.carry_out(told)
+
+
 class Scene:
     """A model in ranks, and the same in one process."""
 
@@ -127,13 +142,7 @@ class Scene:
 
     def lead(self, play: Callable[[], None]) -> None:
         """The leader plays, and the others follow it to the end."""
-        if self.group.leads:
-            play()
-            self.group.tell_others(Command.END)
-            return
-        operations = GroupOperations(self.fragments, self.inner, self.exchange)
-        while (told := self.group.hear()).command is not Command.END:
-            operations.carry_out(told)
+        lead_ranks(self.group, self.fragments, self.inner, play)
 
     def check_same(self) -> None:
         """The ranks' parameters are those of the one process, bit for bit; every rank calls it."""
@@ -203,6 +212,37 @@ def hand_over_state(form: str) -> None:
             assert torch.equal(values, rows[key]), (name, key)
     train(scene.model, scene.optimizer, 2)
     part_at_a_state(scene, origin)
+
+
+def pass_checkpoint(form: str, writes: bool) -> None:
+    """Ranks, or one process, write the slot's own checkpoint, or begin with the one that is there. Either way each rank
+    holds its rows of what the file says."""
+    ranks, model = join_ranks(os.environ), build(form)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    layout = build_layout(model, FRAGMENTS)
+    fragments, inner = build_parts(model, optimizer, layout, ranks)
+    path = Path(os.environ["CHECKPOINT"])
+    checkpoint = SlotCheckpoint(path, "job", layout.digest, 0.0, limit=optimizer_state.max_state_bytes(model))
+
+    def write() -> None:
+        encode = optimizer_state.snapshot(inner, checkpoint.origin(3, [], 3), checkpoint.folder)
+        assert encode is not None
+        checkpoint.start_write(encode, 0.0)
+        checkpoint.close(timeout=600.0)
+
+    def read() -> None:
+        found = checkpoint.load()
+        assert found is not None
+        optimizer_state.restore(found[0], inner)
+
+    if writes:
+        train(model, optimizer, 3)
+    lead_ranks(ranks, fragments, inner, write if writes else read)
+    kept = load_file(path)
+    assert len(kept) == 3 * len(named_parameters(model)), "two moments and a count of steps of each parameter"
+    for name in named_parameters(model):
+        for key, values in state_of(model, optimizer, name).items():
+            assert torch.equal(values, kept[f"{name}|{key}"]), (name, key)
 
 
 def part_at_a_state(scene: Scene, origin: Origin) -> None:
@@ -416,6 +456,8 @@ def main(scenario: str, form: str) -> None:
             exchange_fragments(form, dtype)
     elif scenario == "commands":
         give_commands()
+    elif scenario in ("write", "read"):
+        pass_checkpoint(form, scenario == "write")
     else:
         plays = {"state": hand_over_state, "frozen": share_frozen, "pushes": encode_pushes, "masters": exchange_masters}
         plays[scenario](form)

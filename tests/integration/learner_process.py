@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from forked import ForkedProcess, fork
-from syncer_calls import ask_report, ask_status
+from syncer_calls import announce_end, ask_report, ask_status
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
@@ -92,6 +92,9 @@ class Syncer:
 
     def report(self) -> dict[str, Any]:
         return ask_report(self.address("control"), read_key(self.folder / "control.key"))
+
+    def announce(self, phase: str) -> None:
+        announce_end(self.address("control"), read_key(self.folder / "control.key"), phase)
 
     def last_report(self) -> dict[str, Any]:
         """What the syncer wrote when the job was over."""

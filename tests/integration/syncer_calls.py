@@ -42,8 +42,15 @@ def ask_report(control: str, key: bytes) -> dict[str, Any]:
     return conforming(Report, json.loads(wait_until(ask, "a report that is durable").body))
 
 
-def _call_signed(control: str, key: bytes, method: ControlMethod) -> sync_pb2.CallReply:
-    return sync_pb2.CallReply.FromString(_call(control, limits.CONTROL_PATH, lambda: sign_call(key, method, b"{}")))
+def announce_end(control: str, key: bytes, phase: str) -> None:
+    """Have the job end: suspended, deleted or failed."""
+    reply = _call_signed(control, key, ControlMethod.ANNOUNCE, phase=phase)
+    assert reply.ok, reply.message
+
+
+def _call_signed(control: str, key: bytes, method: ControlMethod, **body: str) -> sync_pb2.CallReply:
+    words = json.dumps(body).encode()
+    return sync_pb2.CallReply.FromString(_call(control, limits.CONTROL_PATH, lambda: sign_call(key, method, words)))
 
 
 _channels: dict[str, grpc.Channel] = {}  # one for each port: a syncer whose loop is late still counts closed ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -14,10 +15,13 @@ import torch
 from forked import ForkedProcess, fork
 from group_process import start_group
 from learner_process import Syncer
+from safetensors.torch import load, load_file
 
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.spec.sync import LEAST_OF_MEDIAN, AdoptionSpec, MergeSpec
 from diloco_protocol.vocabulary import WorkerExit
+from diloco_syncer.store import records
+from diloco_syncer.store.directory import DirectoryStore
 from diloco_worker import load_merged
 from free_ports import free_port
 from patience import wait_for_end, wait_until
@@ -174,3 +178,54 @@ def test_a_rank_that_finds_the_old_leader_ends(tmp_path: Path) -> None:
     see_them_meet(leader, other)
     leader.kill()
     assert wait_for_end(other, other.log) == WorkerExit.GROUP
+
+
+@pytest.mark.promise(
+    "A learner's optimizer state goes to one of any number of ranks, by a peer and by both checkpoints"
+)
+@pytest.mark.slow
+def test_the_state_goes_between_groups_of_any_size(syncer: Callable[..., Syncer]) -> None:
+    """From 8 ranks to 1 by the slot's checkpoint, from 1 to 8 by a peer, from 8 to 16 by the job's checkpoint."""
+    staleness = {"maxSteps": 100_000, "maxVersions": 100_000}
+    sync = {"fragments": 3, "every": 6, "overlap": 1, "quorum": 1, "staleness": staleness}
+    service = syncer(sync, {"steps": 1_000_000}, learners=2, service={"checkpoint": {"everySeconds": 1}})
+    own, found = service.folder / "state" / "local-0.safetensors", service.folder / "found.safetensors"
+
+    def start(ordinal: int, form: str, size: int, source: str) -> list[ForkedProcess]:
+        """The learner, once its first step is before it, with a state of this source."""
+        found.unlink(missing_ok=True)
+        variables = {"FOUND": str(found), "SEQUENCES": "16", "PAUSE": "0.02"}
+        ranks = start_group(service, ordinal, form, size, near=-(-size // 2), **variables)
+        wait_until(found.exists, f"the first step of {size} ranks", ranks[0], ranks[0].log)
+        log = ranks[0].log.read_text()
+        assert f"continues from the state of the {source}" in log or not source, log
+        return ranks
+
+    eight = start(0, "fsdp", 8, "")
+    wait_until(own.exists, "the slot's own checkpoint", eight[0], eight[0].log)
+    for rank in eight:
+        rank.kill()
+    for rank in eight:
+        rank.wait()
+    kept = load_file(own)
+    (single,) = start(0, "single", 1, "slot's own checkpoint")
+    torch.testing.assert_close(load_file(found), kept, rtol=0, atol=0)
+
+    eight = start(1, "fsdp", 8, "peer")
+    assert load_file(found)["0.weight|step"] > kept["0.weight|step"]
+    single.terminate()
+    assert single.wait() == 0, single.log.read_text()
+    wait_until(lambda: service.status()["slots"][1]["steps"] > 0, "a step", eight[0], eight[0].log)
+    service.announce("suspended")
+    for rank in eight:
+        assert rank.wait() == 0, rank.log.read_text()
+    assert service.process is not None and service.process.wait() == 0
+    store = DirectoryStore(service.folder / "store")
+    (name,) = store.list("optimizer")
+    kept = load(records.unpack(store.read(name, records.MAX_FILE), "blob", name)[1]["blob"].tobytes())
+    shutil.rmtree(own.parent)
+    service.start()
+    sixteen = start(1, "fsdp", 16, "job's checkpoint")
+    torch.testing.assert_close(load_file(found), kept, rtol=0, atol=0)
+    for rank in sixteen:
+        rank.kill()
