@@ -17,6 +17,7 @@ import torch
 
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire.records import Announcement
+from diloco_worker import device
 from diloco_worker import learner as learner_module
 from diloco_worker.data import prefetch
 from diloco_worker.learner import Learner
@@ -120,6 +121,7 @@ class WorkerProcess:
         self.answers: dict[tuple[int, int], int] = {}  # of this session's pulls, by fragment and round: the sequence
         self.learner: Learner | None = None
         self.error: WorkerError | None = None
+        self.set_clock()
 
     def __str__(self) -> str:
         return self.process[-4:]
@@ -164,6 +166,13 @@ class WorkerProcess:
                 world.oracle.train_sequences(learner._used)
                 learner.after_step(tokens)
 
+    def set_clock(self) -> None:
+        """The wall clock of its machine is set, to a time that may be wrong."""
+        if most := self.world.setup.clocks:
+            ahead = self.world.changes.uniform(-most, most)
+            for loop in (self.loop, *self.loops):
+                loop.ahead = ahead
+
     def terminate(self) -> None:
         """SIGTERM."""
         if self.learner is not None and not self.told_to_end:
@@ -206,8 +215,9 @@ def virtual_threads(world: WorkerWorld) -> Iterator[None]:
 
     def new_loop() -> ClientLoop:
         process = _own_process()
-        process.loops.append(ClientLoop(process))
-        return process.loops[-1]
+        process.loops.append(loop := ClientLoop(process))
+        loop.ahead = process.loop.ahead
+        return loop
 
     def offer(*arguments: Any) -> list[tuple[int, int, str]]:
         process = _own_process()
@@ -225,6 +235,7 @@ def virtual_threads(world: WorkerWorld) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [(SyncerClient, "push", push)]
     changes += [(module, "threading", threads) for module in (prefetch, inbox, client)]
     changes += [(client, "SimpleQueue", threads.SimpleQueue), (learner_module, "offer_everything", offer)]
+    changes += [(device, "be_deterministic", lambda: None)]  # torch's own settings, of the whole process
     changes += [(transfers, "return_free_memory", lambda: None), (Credentials, "aio_channel", channel)]
     changes += [(asyncio, "new_event_loop", new_loop), (asyncio, "set_event_loop", lambda loop: None)]
     with ExitStack() as stack:

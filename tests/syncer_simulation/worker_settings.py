@@ -36,6 +36,11 @@ STANDING_BY = replace(GOING_BACK, spares=1, wipes=0.6, deaths=3.0, replaced=0.5)
 # Nothing breaks, and one learner after the other is told to end.
 LEAVING = replace(LINKS, deaths=0.0, breaks=0.0, lost_answers=0.0, broken_calls=0.0, terminations=6.0, faithful=True)
 
+# Each learner is there from the beginning to the end, and so are the slots: the schedule says what is in each version.
+SCHEDULED = replace(
+    RESTARTS, deaths=0.0, terminations=0.0, old_jobs=0.0, suspends=0.0, breaks=3.0, timeout=60.0, deterministic=True
+)
+
 
 def of_workers(setup: WorkerSetup) -> Kind[WorkerSetup, WorkerWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), WorkerWorld, settle_shell, 600.0)
@@ -62,11 +67,37 @@ def drawn_workers(seed: int) -> WorkerSetup:
     )
 
 
+def drawn_scheduled(seed: int) -> WorkerSetup:
+    """A deterministic job of any size, on machines whose clocks differ and are set."""
+    rng = random.Random(seed)
+    slots, every = rng.randint(1, 4), rng.randint(4, 8)
+    return replace(
+        SCHEDULED,
+        seed=seed,
+        slots=slots,
+        quorum=slots,
+        fragments=rng.randint(1, 4),
+        every=every,
+        overlap=rng.randint(1, every // 2),
+        steps=rng.choice([30, 41, 60]),
+        up=rng.choice(["float32", "bfloat16", "int8"]),
+        down=rng.choice(["float32", "delta-int8"]),
+        feedback=rng.random() < 0.5,
+        clocks=rng.choice([0.0, 40 * 86_400.0]),
+    )
+
+
+def settle_scheduled(world: WorkerWorld) -> None:
+    settle_shell(world)
+    world.check_schedule()
+
+
 WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {
     "LINKS": of_workers(LINKS),
     "RESTARTS": of_workers(RESTARTS),
     "GOING_BACK": of_workers(GOING_BACK),
     "STANDING_BY": of_workers(STANDING_BY),
     "LEAVING": of_workers(LEAVING),
+    "SCHEDULED": Kind(drawn_scheduled, WorkerWorld, settle_scheduled, 600.0),
     "DRAWN": Kind(drawn_workers, WorkerWorld, settle_shell, 600.0),
 }

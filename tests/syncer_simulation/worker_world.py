@@ -59,7 +59,8 @@ spec:
     outer: {{optimizer: sgd, lr: 1.0}}
     adoption: {{rule: {rule}}}
     staleness: {{maxVersions: {max_versions}}}
-    heartbeat: {{intervalSeconds: 0.5, timeoutSeconds: 3}}
+    deterministic: {deterministic}
+    heartbeat: {{intervalSeconds: 0.5, timeoutSeconds: {timeout}}}
   syncer: {{checkpoint: {{everySeconds: 3, keep: 1}}}}
   learners: {{command: [python, x.py]}}
   regions: [{{name: r, learners: {slots}, spares: {spares}}}]
@@ -80,6 +81,8 @@ class WorkerSetup(ShellSetup):
     bytes_per_second: tuple[float, ...] = (1e6,)  # of a link, one of these
     codec_seconds: float = 0.05  # the longest that encoding takes
     old_jobs: float = 0.0  # share of the processes whose job file has another encoding than the syncer's
+    deterministic: bool = False  # a job in that mode, whose learners and slots live
+    timeout: float = 3.0  # seconds after which a silent learner is given up
     faithful: bool = False  # nothing breaks: who is told to end offers everything, and the syncer reads that it leaves
 
 
@@ -133,6 +136,7 @@ class WorkerWorld(SyncerProcesses):
             **setup.__dict__,
             "feedback": str(setup.feedback and setup.up != "float32").lower(),
             "rule": setup.rule.value,
+            "deterministic": str(setup.deterministic).lower(),
         }
         layout = build_layout(Rows(setup.fragments), setup.fragments, setup.every)
         assert [layout.elements(p) for p in range(len(layout))] == [PLACES] * setup.fragments
@@ -177,6 +181,22 @@ class WorkerWorld(SyncerProcesses):
 
     def ids_at(self, places: Any) -> Ids:
         return frozenset(self.step_ids[place] for place in places)
+
+    def check_schedule(self) -> None:
+        """Each version of a deterministic job has of every slot the steps that the schedule names, whatever came first:
+        of fragment p those up to ⌈(p + 1)·H/P⌉ in version 1, H more in each that follows, and all in the last one."""
+        setup, made = self.setup, dict[str, list[tuple[str, int]]]()
+        for step_id in self.step_ids:
+            made.setdefault(step_id[0], []).append(step_id)
+        assert {len(steps) for steps in made.values()} == {setup.steps}, {
+            who: len(steps) for who, steps in made.items()
+        }
+        assert len(made) == setup.slots
+        for (p, version), record in self.records.items():
+            due = math.ceil((p + 1) * setup.every / setup.fragments) + (version - 1) * setup.every
+            scheduled = {step for steps in made.values() for step in steps[: due if version else 0]}
+            assert record.ids == scheduled, f"version {version} of fragment {p}: {record.ids ^ scheduled}"
+            assert version < self.core.versions[p] or due >= setup.steps, f"fragment {p} ends at step {due}"
 
     # ------------------------------------------------------------ processes
 
@@ -233,6 +253,8 @@ class WorkerWorld(SyncerProcesses):
             process = cast(WorkerProcess, learner)
             if process.left or process.learner is None:
                 continue
+            if setup.clocks and self.changes.random() < 0.02:
+                process.set_clock()
             if self.chance(0.008 * setup.deaths):
                 self.seen["kills"] += 1
                 self.kill(learner)
@@ -291,7 +313,8 @@ class WorkerWorld(SyncerProcesses):
             assert before == plan.sequence, f"{process} answers a pull twice: {plan}, and {before}"
             known = process.known.get(plan.fragment)
             merged = known is not None and min(known.version, known.merged_version) > plan.base_version
-            assert not merged, f"{process} pushes what it knows to be merged: {plan}, {known}"
+            repeated = self.setup.deterministic  # whatever it has not adopted, in each new session: a header tells it
+            assert repeated or not merged, f"{process} pushes what it knows to be merged: {plan}, {known}"
         except AssertionError as error:
             self.failures.append(error)
             raise

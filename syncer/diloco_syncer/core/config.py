@@ -15,7 +15,7 @@ from diloco_protocol.wire import limits
 from diloco_syncer.core.books.deterministic import Mode, make_mode
 from diloco_syncer.core.books.norm_gate import GATE_FACTOR
 from diloco_syncer.core.books.rounds import RoundRules
-from diloco_syncer.core.books.shares import StopKind
+from diloco_syncer.core.books.shares import Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class CoreConfig:
     max_steps: int = 96  # that a learner makes alone
     batches: Mapping[str, int] = field(default_factory=dict)  # by region: sequences of a learner's step
     heartbeat_timeout: float = 10.0
-    stop: tuple[StopKind, float] = ("steps", 1)
+    stop: Stop = ("steps", 1)
     norm_gate: float | None = None
     # Slots that a region's processes may hold at once, its learners and spares; empty: as many as there are.
     region_slots: Mapping[str, int] = field(default_factory=dict)

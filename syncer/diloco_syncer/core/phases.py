@@ -125,7 +125,8 @@ class Phases:
         state = self.state
         if state.initialised and self._stop_reached(now):
             return self._drain(JobPhase.COMPLETE, "the stop is reached", now)
-        ready = sum(s.occupied and s.holder.ready for s in state.members.slots)
+        mode, stop, slots = state.config.mode, state.config.stop, state.members.slots
+        ready = sum((s.occupied and s.holder.ready) or mode.has_stopped(stop, s, state.ledger) for s in slots)
         if not state.initialised or ready < self.state.config.rules.quorum or not self.begin_training():
             return False
         state.clock.end_hold(now)  # that of a syncer before this one
@@ -242,7 +243,7 @@ class Phases:
         slots, ledger = state.members.slots, state.ledger
         if shares.claimed_amount(kind, slots, ledger, state.clock.elapsed(now)) < limit:
             return False  # what counts is less still, and takes longer to find
-        return state.config.mode.is_stop_reached(kind, limit, slots, ledger, count=lambda: state.reached_amount(now))
+        return state.config.mode.is_stop_reached((kind, limit), slots, ledger, lambda: state.reached_amount(now))
 
     # ------------------------------------------------------------- durable
 

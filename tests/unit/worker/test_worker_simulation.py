@@ -12,6 +12,7 @@ from diloco_protocol.vocabulary import PushRefusal
 from diloco_worker.net.connection import SyncerConnection
 from diloco_worker.net.inbox import Message, PushAnswered
 from diloco_worker.net.transfers import Push
+from diloco_worker.sync import deterministic
 from diloco_worker.sync.synchronizer import Synchronizer
 from syncer_simulation.worker_settings import WORKERS
 
@@ -55,6 +56,16 @@ def test_the_library_lives_with_what_happens(kind: str, happened: tuple[str, ...
     assert min(seen[what] for what in happened) > 0, seen
 
 
+@pytest.mark.promise(
+    "Whatever happens to links, to the syncer and its store, and to clocks, each version of a deterministic job holds "
+    "exactly the steps that its schedule names"
+)
+@pytest.mark.slow
+def test_a_deterministic_job_keeps_its_schedule() -> None:
+    seen = simulate("SCHEDULED", range(20))
+    assert min(seen[what] for what in ("breaks", "stalls", "crashes", "doubles", "hand-overs")) > 0, seen
+
+
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_world() -> None:
     traces: list[list[str]] = [[], []]
@@ -91,10 +102,11 @@ handle = Synchronizer._handle
         (Push, "answered", refuse_what_is_repeated, "LINKS", "not outstanding"),
         (Synchronizer, "_handle", answer_every_pull, "LINKS", "answers a pull twice"),
         (SyncerConnection, "half_close", half_close_at_once, "LEAVING", "leaves badly"),
+        (deterministic, "first_due", lambda fragment, config: config.every, "SCHEDULED", "of fragment 0"),
     ],
 )
 def test_the_simulation_notices(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, change: Callable[..., Any], kind: str, words: str
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any], kind: str, words: str
 ) -> None:
     monkeypatch.setattr(owner, name, change)
     with pytest.raises(AssertionError, match=words):

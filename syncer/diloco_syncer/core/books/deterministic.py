@@ -30,7 +30,7 @@ from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire.records import Join, Lease, PushHeader
 from diloco_syncer.core.books.leases import LeaseBook
 from diloco_syncer.core.books.ledger import Ledger
-from diloco_syncer.core.books.shares import StopKind
+from diloco_syncer.core.books.shares import Stop
 from diloco_syncer.core.books.slots import Slot, SlotTable
 
 
@@ -74,11 +74,13 @@ class Mode:
         """The slots that a round waits for. ``reachable``: those that can still push."""
         return pulled & reachable
 
-    def is_stop_reached(
-        self, kind: StopKind, limit: float, slots: Sequence[Slot], ledger: Ledger, *, count: Callable[[], float]
-    ) -> bool:
+    def is_stop_reached(self, stop: Stop, slots: Sequence[Slot], ledger: Ledger, count: Callable[[], float]) -> bool:
         """Whether the job's stop is reached. ``count``: finds what counts toward it (books/shares.py)."""
-        return count() >= limit
+        return count() >= stop[1]
+
+    def has_stopped(self, stop: Stop, slot: Slot, ledger: Ledger | None) -> bool:
+        """Whether the slot has made its last step: its process has left, and one that takes it leaves at once."""
+        return False
 
 
 class DeterministicMode(Mode):
@@ -123,13 +125,13 @@ class DeterministicMode(Mode):
     def awaited_slots(self, pulled: Set[int], reachable: Set[int]) -> Set[int]:
         return set(range(self._slots))
 
-    def is_stop_reached(
-        self, kind: StopKind, limit: float, slots: Sequence[Slot], ledger: Ledger, *, count: Callable[[], float]
-    ) -> bool:
-        if kind == "steps":
-            return all(slot.step >= limit for slot in slots)
-        share = -(-int(limit) // len(slots))
-        return all(ledger.trained(slot.index) >= share for slot in slots)
+    def is_stop_reached(self, stop: Stop, slots: Sequence[Slot], ledger: Ledger, count: Callable[[], float]) -> bool:
+        return all(self.has_stopped(stop, slot, ledger) for slot in slots)
+
+    def has_stopped(self, stop: Stop, slot: Slot, ledger: Ledger | None) -> bool:
+        if stop[0] == "steps":
+            return slot.step >= stop[1]
+        return ledger is not None and ledger.trained(slot.index) >= -(-int(stop[1]) // self._slots)
 
 
 def make_mode(job: DiLoCoJob) -> Mode:

@@ -28,6 +28,7 @@ from diloco_syncer.core.books.ledger import Ledger
 from diloco_syncer.core.books.slots import Slot
 
 StopKind = Literal["steps", "tokens", "seconds"]
+Stop = tuple[StopKind, float]  # what is counted, and how much of it
 MOST = 4.0
 
 
