@@ -35,7 +35,7 @@ from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.transfers import Push, encode_push
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.sync import optimizer_state
-from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, load_frozen
+from diloco_worker.sync.frozen_parameters import FrozenParameters, frozen_digest, frozen_file, load_frozen
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.optimizer_state import Origin
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
@@ -363,9 +363,7 @@ def share_frozen(form: str) -> None:
         assert frozen.digest() == frozen_digest(scene.plain)
         load_frozen(other_copy := build("single", frozen=names), bytearray(frozen.serialize()))
         assert frozen_digest(other_copy) == frozen_digest(scene.plain)
-        from diloco_worker.fragments import frozen_bytes
-
-        load_frozen(scene.model, bytearray(frozen_bytes(other)), scene.exchange)
+        load_frozen(scene.model, bytearray(frozen_file(other)), scene.exchange)
         assert frozen.digest() == frozen_digest(other)
 
     scene.lead(play)

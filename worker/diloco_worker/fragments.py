@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save as save_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
@@ -300,15 +299,7 @@ def move_view(view: View, kind: Kind, base: torch.Tensor, minus: torch.Tensor | 
         torch.sub(exact, theta, out=view.rounded)
 
 
-def frozen_bytes(model: torch.nn.Module) -> bytes:
-    """Frozen parameters as safetensors; empty if there are none."""
-    frozen = frozen_tensors(model)
-    if not frozen:
-        return b""
-    return bytes(save_tensors({name: p.detach().cpu().contiguous() for name, p in frozen.items()}))
-
-
 def most_frozen_bytes(model: torch.nn.Module) -> int:
-    """Upper bound of ``frozen_bytes`` of this model; more is not downloaded."""
+    """Upper bound of this model's frozen parameters as safetensors; more is not downloaded."""
     frozen = frozen_tensors(model)
     return sum(p.numel() * p.element_size() for p in frozen.values()) + (1 << 20) + 512 * len(frozen)

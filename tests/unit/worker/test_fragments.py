@@ -15,12 +15,12 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_worker.core.adoption import Kind
-from diloco_worker.fragments import ModelFragments, Vector, build_layout, frozen_bytes, model_tensors
+from diloco_worker.fragments import ModelFragments, Vector, build_layout, model_tensors
 from diloco_worker.learner import Learner
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.net.tensor_file import read_tensors, write_tensors
 from diloco_worker.settings import ConfigurationError
-from diloco_worker.sync.frozen_parameters import frozen_digest, load_frozen
+from diloco_worker.sync.frozen_parameters import frozen_digest, frozen_file, load_frozen
 
 
 class Tied(torch.nn.Module):
@@ -338,7 +338,7 @@ def test_two_threads_may_ask_for_a_vector_whose_copy_is_under_way() -> None:
 def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     torch.manual_seed(1)
     source, target = Tied(), Tied()
-    data = bytearray(frozen_bytes(source))
+    data = bytearray(frozen_file(source))
     load_frozen(target, data)
     assert torch.equal(target.base.weight, source.base.weight)
     assert not torch.equal(target.positions.weight, source.positions.weight)
@@ -353,8 +353,8 @@ def test_frozen_parameters_travel_whole_or_not_at_all() -> None:
     with pytest.raises(ConfigurationError, match="not safetensors"):
         load_frozen(target, data[:20])
     with pytest.raises(ConfigurationError, match="differ"):
-        load_frozen(target, bytearray(frozen_bytes(torch.nn.Linear(2, 2).requires_grad_(False))))
-    assert frozen_bytes(torch.nn.Linear(2, 2)) == b""
+        load_frozen(target, bytearray(frozen_file(torch.nn.Linear(2, 2).requires_grad_(False))))
+    assert frozen_file(torch.nn.Linear(2, 2)) == b"" and isinstance(frozen_file(source), np.memmap)
 
 
 @pytest.mark.promise("Frozen parameters of every dtype that safetensors knows are exchanged")
@@ -370,7 +370,7 @@ def test_frozen_parameters_of_every_dtype_travel(dtype: torch.dtype) -> None:
         return held
 
     source, target = model(0), model(1)
-    sent = bytearray(frozen_bytes(source))
+    sent = bytearray(frozen_file(source))
     load_frozen(target, sent)
     assert frozen_digest(target) == frozen_digest(source) != frozen_digest(model(1))
     (tensor,) = read_tensors(sent).values()

@@ -151,7 +151,7 @@ class SyncerClient:
         """Forget what error feedback keeps for pushes of the tenure before: they will not be merged."""
         self._call(self._connection.feedback.forget_open_pushes)
 
-    def upload_initial(self, vectors: Sequence[Vector], frozen: bytes, digest: str = "") -> None:
+    def upload_initial(self, vectors: Sequence[Vector], frozen: Bytes | bytes, digest: str = "") -> None:
         """Upload version 0, float32[elements] per fragment, and the frozen parameters with their digest; broadcasts of
         it follow."""
         self._call(self._connection.start_transfer, Transfers.upload_initial, vectors, frozen, digest)

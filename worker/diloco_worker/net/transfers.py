@@ -310,7 +310,7 @@ class Transfers:
         unavailable = sync_pb2.BaseUnavailable(fragment=fragment)
         self.context.outbox.put(f"no-base-{fragment}", sync_pb2.LearnerMessage(base_unavailable=unavailable))
 
-    async def upload_initial(self, vectors: Sequence[Vector], frozen: bytes, digest: str = "") -> None:
+    async def upload_initial(self, vectors: Sequence[Vector], frozen: Bytes | bytes, digest: str = "") -> None:
         """Upload version 0; ``digest``: of the frozen parameters. After a few tries the session is ended, so that the
         syncer asks another learner, or this one again. Raises ConfigurationError for a start that is not finite."""
         for fragment, vector in enumerate(vectors):
@@ -330,13 +330,13 @@ class Transfers:
                 return  # it exists: only the last answer was lost
         self.end_session(f"version 0 did not come through in {_INITIAL_TRIES} tries")
 
-    async def _upload_initial_parts(self, vectors: Sequence[Vector], frozen: bytes, digest: str) -> None:
+    async def _upload_initial_parts(self, vectors: Sequence[Vector], frozen: Bytes | bytes, digest: str) -> None:
         """Raises bulk.TransferError if a part was refused or did not come through."""
         part = sync_pb2.Initial
         payloads: list[tuple[sync_pb2.Initial, Any]] = [
             (part(part=part.LAYOUT), self._layout.to_json().encode("ascii")),
             *(self._initial_fragment(p, vector) for p, vector in enumerate(vectors)),
-            *([(part(part=part.FROZEN, digest=digest), frozen)] if frozen else []),
+            *([(part(part=part.FROZEN, digest=digest), frozen)] if len(frozen) else []),
             (part(part=part.DONE), b""),
         ]
         for what, payload in payloads:

@@ -17,13 +17,13 @@ import torch
 import xxhash
 
 from diloco_protocol.arrays.kernels import Bytes
-from diloco_worker.fragments import frozen_bytes, frozen_tensors, most_frozen_bytes
+from diloco_worker.fragments import frozen_tensors, most_frozen_bytes
 from diloco_worker.group.exchange import Exchange, Feed, Form
 from diloco_worker.group.ranks import Command
 from diloco_worker.named_parameters import local_tensor
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import FrozenDownloaded
-from diloco_worker.net.tensor_file import NotTensors, begin_file, read_tensors
+from diloco_worker.net.tensor_file import NotTensors, begin_file, read_tensors, write_tensors
 from diloco_worker.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -71,11 +71,11 @@ class FrozenParameters:
         load_frozen(self._model, message.data, self._exchange)
         self.missing = False
 
-    def serialize(self) -> bytes:
+    def serialize(self) -> Bytes | bytes:
         """This model's own, as safetensors, for version 0; empty if there are none. Nothing is missing then."""
         self.missing = False
         whole = self._collect()
-        return frozen_bytes(self._model) if whole is None else bytes(whole)
+        return frozen_file(self._model) if whole is None else whole
 
     def digest(self) -> str:
         """Of this model's own. For any thread of a learner of one process, as long as nobody moves them."""
@@ -105,6 +105,12 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
         values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         rows.append([name, str(tensor.dtype), list(tensor.shape), xxhash.xxh3_128_hexdigest(values.data)])
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def frozen_file(model: torch.nn.Module) -> Bytes | bytes:
+    """A model's frozen parameters as safetensors, of one process: a mapped file, empty if there are none."""
+    frozen = frozen_tensors(model)
+    return write_tensors(frozen, {}) if frozen else b""
 
 
 def frozen_digest(model: torch.nn.Module) -> str:
