@@ -39,7 +39,7 @@ import common
 from diloco.bandwidth_plan import parameters_from
 from diloco_protocol.arrays import codec
 from diloco_protocol.merging import choose_merge
-from diloco_protocol.resources import library_bytes, needs
+from diloco_protocol.resources import library_bytes, needs, payload_bytes
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk
 from diloco_syncer.store.base import ObjectNotFound
@@ -211,6 +211,11 @@ def measure(job: DiLoCoJob, folder: Path, elements: int, seconds: float, *, cut:
             planned = needs(job.spec, sizes).syncer_memory
             greatest = run.peaks[syncer.pid]
             add("memory of the syncer", greatest / 2**30, "GiB", planned / 2**30, against="diloco plan")
+            # Nobody is late here, or still reads a version that was overtaken.
+            up_bytes = payload_bytes(job.spec.sync.compression.up, elements)
+            planned -= LEARNERS * FRAGMENTS * up_bytes + parameters
+            bare = "diloco plan without late pushes and overtaken versions"
+            add("memory of the syncer", greatest / 2**30, "GiB", planned / 2**30, against=bare)
             for (process, _), told in zip(run.children, run.told, strict=True):
                 count, greatest = len(told.ready), run.peaks[process.pid]
                 planned = count * library_bytes(job.spec, sizes)
