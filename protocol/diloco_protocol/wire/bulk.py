@@ -358,6 +358,8 @@ async def _upload_part(
     method: Any = channel.stream_stream(UPLOAD, request_serializer=None, response_deserializer=None)
     call = method(metadata=tuple(metadata), timeout=timeout)
     reading = asyncio.ensure_future(call.read())  # a refusal may come before we have sent everything
+    # Its error is the answer's where that is awaited; of a part that is given up nobody asks for it.
+    reading.add_done_callback(lambda done: done.cancelled() or done.exception())
     taken: int | None = None
     meter.begin(time.monotonic())
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,6 +76,21 @@ class Upload:
         pass
 
 
+class CutOff(Upload):
+    """A call whose connection breaks while a write waits."""
+
+    async def write(self, message: bytes) -> None:
+        await asyncio.sleep(1e6)
+
+    async def read(self) -> bytes:
+        metadata = aio.Metadata()
+        try:
+            await asyncio.sleep(1e6)
+        except asyncio.CancelledError:  # as gRPC does where the call has ended meanwhile
+            raise aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "reset") from None
+        raise AssertionError
+
+
 async def upload(link: Uplink) -> float:
     """Seconds that it took, once it was accepted."""
     made = BulkChannels(
@@ -131,3 +147,20 @@ def test_a_push_that_comes_to_nothing_is_given_up() -> None:
         assert not link.taken
 
     virtual_time.run(test())
+
+
+def test_of_an_upload_that_is_cancelled_no_error_is_left_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with its session: asyncio would tell a traceback of each of its parts."""
+    told = list[str]()
+    monkeypatch.setattr(Uplink, "stream_stream", lambda link, *_, **__: lambda **_: CutOff(link))
+
+    async def test() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        sending = asyncio.create_task(upload(Uplink(1e6)))
+        await asyncio.sleep(1)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+    virtual_time.run(test())
+    gc.collect()
+    assert told == []
