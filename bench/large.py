@@ -5,7 +5,7 @@ and transfers are the product's, and what they send is made when it is sent. Mer
 sizes have by default, and take all eight pushes.
 
     python bench/large.py --parameters 250M
-    python bench/large.py --parameters 1B       some 22 GiB of memory, 70 GB of disk; 18 GiB with the next option
+    python bench/large.py --parameters 1B       some 20 GiB of memory, 40 GB of disk; 16 GiB with the next option
                           --set sync.outer.optimizer=sgd
     python bench/large.py --cut                 the sender of version 0 and of the state is cut off half way, once each
 
