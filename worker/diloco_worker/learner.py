@@ -28,12 +28,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, cast
 
 import torch
@@ -50,19 +48,18 @@ from diloco_protocol.vocabulary import (
 )
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.records import LeaseCursor, RanksReport, StepReport
-from diloco_worker import device, exit_hooks, logs
+from diloco_worker import exit_hooks, logs
 from diloco_worker.core.stall_rule import FIRST_STEP, LifeSigns
-from diloco_worker.data.map_style import check_map_style, sample_items
+from diloco_worker.data.map_style import sample_items
 from diloco_worker.data.prefetch import Batch, BatchPrefetcher
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.following.follower import Follower
 from diloco_worker.following.operations import build_parts
-from diloco_worker.fragments import build_layout, refuse_running_statistics
 from diloco_worker.group.ranks import Command, Group, Ranks, join_ranks
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
-from diloco_worker.settings import ConfigurationError, WorkerError, WorkerSettings
+from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.standalone.learner import StandaloneLearner, is_alone
 from diloco_worker.standalone.rehearsal import VARIABLE as REHEARSAL
 from diloco_worker.standalone.rehearsal import RehearsalLearner
@@ -70,11 +67,10 @@ from diloco_worker.status_page import open_port
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.drain import offer_everything
 from diloco_worker.sync.inner_optimizers import refuse_arguments
-from diloco_worker.sync.loop_checks import LoopChecks
 from diloco_worker.sync.slot_checkpoint import SlotCheckpoint
-from diloco_worker.sync.stall_watchdog import StallWatchdog
 from diloco_worker.sync.step_metrics import StepMetrics
 from diloco_worker.sync.synchronizer import Synchronizer
+from diloco_worker.sync.training_loop import JobLoop, LoopChecks
 
 log = logging.getLogger(__name__)
 
@@ -85,14 +81,12 @@ _IDLE_SLICE = 0.2
 _STALL_SLACK = 60.0  # by which a rank's own watchdog is earlier than the others' patience
 
 
-class Learner:
+class Learner(JobLoop):
     """One learner process. Use it as a context manager, from the thread that trains.
 
     Leaving the block normally drains: the work that is not merged yet is offered to the syncer, which acknowledges
     it once it is durable. Leaving it by an exception does not; the syncer notices that the process has ended. Nor does
     it after an exception inside the library, such as one for want of memory, even if the loop has handled it.
-
-    ``layout``: how the model's parameters are cut into fragments.
     """
 
     def __init__(
@@ -103,27 +97,17 @@ class Learner:
         ranks: Ranks | None = None,
     ) -> None:
         spec = settings.job.spec
-        self._ranks: Ranks = Ranks() if ranks is None else ranks
         self._job = settings.job
-        logs.set_fields(job=self._job.metadata.name)
-        if spec.sync.deterministic:
-            device.be_deterministic()
         self._settings = settings
-        refuse_running_statistics(model)
-        self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
+        super().__init__(settings.job, model, Ranks() if ranks is None else ranks)
         if self.layout.note:
             log.warning("%s", self.layout.note)
         self._prefetcher: BatchPrefetcher | None = None
-        self._started = False
-        self._signalled = False  # this process was told to end
-        self._terminated = False  # the learner was: some rank, and all of them know
+        self._terminated = False  # some rank was told to end, and all of them know
         self._terminated_at = 0.0
         self._left = False
-        self._previous_handler: Any = None
         self._used: list[LeaseCursor] = []  # of batches handed out since the last step
         self._used_tenure = 0
-        self._compute_from: float | None = None
-        self._metrics = StepMetrics()
         self._record = MetricsFile(settings.metrics_path())
         self._checkpoint = SlotCheckpoint(
             settings.state_path(),
@@ -154,8 +138,8 @@ class Learner:
             stopping=lambda: self._terminated,
             hold=self._hold,
         )
+        self._guard = self._synchronizer.guard
         self._port = open_port(settings)
-        self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs, self._ranks)
         self._port.attach(lambda: self._client.connection, self._figures, self._watchdog.problem)
 
     @classmethod
@@ -291,11 +275,9 @@ class Learner:
         iterator ends when the job does, on SIGTERM, or when the slot's work is done. Raises WorkerError, and what
         the data set raises.
         """
-        batch_spec = self.job.spec.training.batch
-        count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
-        check_map_style(dataset)
-        self._begin_loop()
         spec = self.job.spec
+        count = self._count_batch(spec, dataset, sequences)
+        self._begin_loop()
         # At most half of this slot's share of an epoch, so that leasing ahead starves nobody.
         reserve = min(spec.max_steps_alone * count, len(dataset) // (2 * spec.most_slots))
         prefetcher = BatchPrefetcher(
@@ -362,14 +344,7 @@ class Learner:
         no count.
         """
         tokens = self._checks.check_step(tokens)
-        entered = self._metrics.begin_wait()
-        synchronizer = self._synchronizer
-        if self._compute_from is None:
-            raise WorkerError(
-                "after_step was called before the first batch: iterate over learner.batches(dataset), "
-                "or over learner.steps() where the loop brings its own data"
-            )
-        compute = entered - self._compute_from
+        compute, synchronizer = self._end_compute(), self._synchronizer
         if self._ranks.size > 1:
             tokens, loss = self._join_step(tokens, loss)
         if loss is not None:
@@ -441,12 +416,6 @@ class Learner:
                 if not prefetcher.is_loading:  # a data set that hangs gives no sign of life
                     self._metrics.mark_alive()
 
-    def _begin_loop(self) -> None:
-        if self._started:
-            raise WorkerError("a Learner runs one loop: make a new one for another")
-        self._started = True
-        self._watchdog.start()
-
     def _complete_report(self, report: StepReport) -> StepReport:
         """With what a heartbeat says too, from the client's thread: a loop that never ends a step makes no report."""
         slowest = self._ranks.slowest
@@ -454,7 +423,6 @@ class Learner:
         return replace(report, batches=self._metrics.batches, ranks=ranks)
 
     def _life_signs(self) -> LifeSigns:
-        """For the watchdog, from its thread."""
         synchronizer, metrics = self._synchronizer, self._metrics
         trains = synchronizer.seated and synchronizer.phase in (JobPhase.TRAINING, JobPhase.HOLDING)
         return LifeSigns(trains, metrics.signs_of_life, metrics.steps, metrics.step_seconds)
@@ -469,45 +437,22 @@ class Learner:
         return {**self._numbers(self._metrics.known_loss), **self._client.link, "ranks": self._ranks.size, **slowest}
 
     def _numbers(self, loss: float) -> dict[str, float]:
-        up, down = self._client.bytes_transferred
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "loss": loss,
-            "step_seconds": self._metrics.step_seconds,
-            "compute_seconds": self._synchronizer.adoption.now.seconds,
-            "stalled_seconds": self._metrics.stalled_seconds,
-            "bytes_up": up,
-            "bytes_down": down,
-        }
+        seconds, carried = self._synchronizer.adoption.now.seconds, self._client.bytes_transferred
+        return self._metrics.describe(loss, self.step, self.tokens, seconds, carried)
 
     # ------------------------------------------------------------------ end
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
-        self._synchronizer.guard.hold_interrupts()
-        return self
+    def _end_well(self) -> None:
+        self.leave()
+        self._idle()
+        self._ranks.tell_others(Command.END, exit_code=self.exit_code)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watchdog.stop()
-        try:
-            if kind is None:
-                self.leave()
-                self._idle()
-                self._ranks.tell_others(Command.END, exit_code=self.exit_code)
-            else:
-                self._ranks.close()
-        finally:
-            self._client.stop()
-            self._port.close()
-            self._record.flush()
-            self._checkpoint.close()
-            self._synchronizer.guard.release_interrupts()
-            if self._previous_handler is not None:
-                signal.signal(signal.SIGTERM, self._previous_handler)
+    def _close(self) -> None:
+        self._client.stop()
+        self._port.close()
+        self._record.flush()
+        self._checkpoint.close()
+        super()._close()
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
         if not self._signalled:

@@ -7,39 +7,31 @@ operations on its part of the model, until the leader lets the loop go on, with 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from diloco_protocol.spec.job import DiLoCoJob, SyncerSettings
 from diloco_protocol.vocabulary import JobPhase
-from diloco_worker import device, logs
+from diloco_worker import logs
 from diloco_worker.core.stall_rule import LifeSigns
 from diloco_worker.core.syncer_settings import apply_settings
-from diloco_worker.data.map_style import check_map_style
 from diloco_worker.data.prefetch import ShareLoader, check_shares
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.following.operations import GroupOperations, build_parts
-from diloco_worker.fragments import build_layout, refuse_running_statistics
 from diloco_worker.group.fragments import GroupFragments
 from diloco_worker.group.ranks import Command, Group
-from diloco_worker.settings import WorkerError, WorkerSettings
-from diloco_worker.sync.boundary_guard import BoundaryGuard
-from diloco_worker.sync.loop_checks import LoopChecks
-from diloco_worker.sync.stall_watchdog import StallWatchdog
-from diloco_worker.sync.step_metrics import StepMetrics
+from diloco_worker.settings import WorkerSettings
+from diloco_worker.sync.training_loop import JobLoop, LoopChecks
 
 log = logging.getLogger(__name__)
 
 _SLICE = 0.5
 
 
-class Follower:
+class Follower(JobLoop):
     """One follower of a learner; its loop is the leader's. Raises ConfigurationError as ``Learner`` does."""
 
     def __init__(
@@ -51,24 +43,16 @@ class Follower:
     ) -> None:
         spec = settings.job.spec
         self.job: DiLoCoJob = settings.job
-        logs.set_fields(job=self.job.metadata.name, rank=group.rank)
-        if spec.sync.deterministic:
-            device.be_deterministic()
-        refuse_running_statistics(model)
-        self.layout = build_layout(model, spec.sync.fragments, spec.sync.every, spec.sync.merge.mean_tensors)
+        logs.set_fields(rank=group.rank)
+        super().__init__(settings.job, model, group)
         fragments, inner = build_parts(model, optimizers, self.layout, group)
         assert isinstance(fragments, GroupFragments) and inner.exchange is not None
         self._group = group
         self._operations = GroupOperations(fragments, inner, inner.exchange)
         self._checks = LoopChecks(inner, fragments.watch, spec.sync.every)
-        self._metrics = StepMetrics()
-        self._guard = BoundaryGuard()
-        self._watchdog = StallWatchdog(spec.learners.stall_seconds, self._life_signs, group)
         self._loader: ShareLoader | None = None
-        self._signalled = self._started = self._ended = False
-        self._compute_from: float | None = None
+        self._ended = False
         self._compute_seconds = 0.0
-        self._previous_handler: Any = None
         self._train = 0  # the draw that is trained next
         self.learners, self.slot, self.step, self.tokens = spec.most_slots, -1, 0, 0
         self.progress, self.phase, self.draining, self.exit_code = 0.0, str(JobPhase.WAITING), False, 0
@@ -84,16 +68,7 @@ class Follower:
     @property
     def metrics(self) -> dict[str, float]:
         """As Learner.metrics, of this rank; no bytes travel."""
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "loss": self._metrics.read_loss(),
-            "step_seconds": self._metrics.step_seconds,
-            "compute_seconds": self._compute_seconds,
-            "stalled_seconds": self._metrics.stalled_seconds,
-            "bytes_up": 0,
-            "bytes_down": 0,
-        }
+        return self._metrics.describe(self._metrics.read_loss(), self.step, self.tokens, self._compute_seconds)
 
     def rewarm_scale(self) -> float:
         """As Learner.rewarm_scale."""
@@ -105,9 +80,7 @@ class Follower:
         self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
     ) -> Iterator[Any]:
         """As Learner.batches: this rank's shares of the batches that the leader draws."""
-        batch_spec = self.job.spec.training.batch
-        count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
-        check_map_style(dataset)
+        count = self._count_batch(self.job.spec, dataset, sequences)
         check_shares(count, self._group.data[1])
         loader = self._loader = ShareLoader(dataset, collate, self._group.data)
         try:
@@ -123,10 +96,7 @@ class Follower:
 
     def steps(self) -> Iterator[int]:
         """As Learner.steps."""
-        if self._started:
-            raise WorkerError("a Learner runs one loop: make a new one for another")
-        self._started = True
-        self._watchdog.start()
+        self._begin_loop()
         try:
             while True:
                 self._metrics.begin_wait()
@@ -142,9 +112,7 @@ class Follower:
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step, with this rank's own tokens and loss. ``lr`` is not written anywhere."""
         tokens = self._checks.check_step(tokens)
-        if self._compute_from is None:
-            raise WorkerError("after_step was called before the first batch: iterate over learner.batches(dataset)")
-        seconds = self._metrics.begin_wait() - self._compute_from
+        seconds = self._end_compute()
         if loss is not None:
             self._metrics.put_loss(loss)
         self._compute_seconds += seconds
@@ -191,30 +159,7 @@ class Follower:
 
     # ------------------------------------------------------------------ end
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
-        self._guard.hold_interrupts()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watchdog.stop()
-        try:
-            if kind is None:
-                self.leave()
-            else:
-                self._group.close()
-        finally:
-            self._guard.release_interrupts()
-            if self._previous_handler is not None:
-                signal.signal(signal.SIGTERM, self._previous_handler)
-
     def leave(self) -> None:
         """As Learner.leave: give what the leader offers, until it lets go."""
         while not self._follow():
             pass
-
-    def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        self._signalled = True

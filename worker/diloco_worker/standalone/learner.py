@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -25,16 +23,13 @@ from diloco_protocol.common.first_step import BATCHES_SECONDS, MANY_BATCHES, no_
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, load_job
 from diloco_protocol.vocabulary import JobPhase
-from diloco_worker.data.map_style import check_map_style
 from diloco_worker.data.prefetch import check_shares, share_of
 from diloco_worker.data.shuffle import Permutation, step_seed
-from diloco_worker.fragments import build_layout, refuse_running_statistics
 from diloco_worker.group.ranks import Ranks
 from diloco_worker.named_parameters import ModelWatch
-from diloco_worker.settings import ConfigurationError, WorkerError
+from diloco_worker.settings import ConfigurationError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
-from diloco_worker.sync.loop_checks import LoopChecks
-from diloco_worker.sync.step_metrics import StepMetrics
+from diloco_worker.sync.training_loop import LoopChecks, TrainingLoop
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +63,7 @@ def job_alone(environ: Mapping[str, str]) -> DiLoCoJob:
     )
 
 
-class StandaloneLearner:
+class StandaloneLearner(TrainingLoop):
     """What a loop uses of a Learner, with nobody else there but its own ``ranks``. ``job``: whose batch, seed and stop
     hold.
 
@@ -83,26 +78,18 @@ class StandaloneLearner:
         warning: str = "",
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = Ranks() if ranks is None else ranks
-        refuse_running_statistics(model)
-        sync = job.spec.sync
-        self.layout = build_layout(model, sync.fragments, sync.every, sync.merge.mean_tensors)
+        super().__init__(job.spec, model, Ranks() if ranks is None else ranks)
         self.job = job
         self.learners = 1
         self.step = 0
         self.tokens = 0
-        self._checks = LoopChecks(InnerOptimizers(model, optimizers), ModelWatch(model), sync.every)
-        self._metrics = StepMetrics()
+        self._checks = LoopChecks(InnerOptimizers(model, optimizers), ModelWatch(model), job.spec.sync.every)
         self._losses: list[float] = []  # the first and the last
-        self._started = False
-        self._signalled = False  # this process was told to end
-        self._terminated = False  # some rank was, and all of them know
+        self._terminated = False  # some rank was told to end, and all of them know
         self._given = 0  # batches before the first step
         self._told_of_no_step = False
         self._began = 0.0
         self._compute_seconds = 0.0
-        self._compute_from: float | None = None
-        self._previous_handler: Any = None
         if self._ranks.leads:
             self._announce(warning)
 
@@ -171,16 +158,7 @@ class StandaloneLearner:
     @property
     def metrics(self) -> dict[str, float]:
         """As Learner.metrics; no bytes travel."""
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "loss": self._metrics.read_loss(),
-            "step_seconds": self._metrics.step_seconds,
-            "compute_seconds": self._compute_seconds,
-            "stalled_seconds": self._metrics.stalled_seconds,
-            "bytes_up": 0,
-            "bytes_down": 0,
-        }
+        return self._metrics.describe(self._metrics.read_loss(), self.step, self.tokens, self._compute_seconds)
 
     def rewarm_scale(self) -> float:
         """1: the optimizer is the one that began."""
@@ -192,9 +170,7 @@ class StandaloneLearner:
         self, dataset: Any, sequences: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
     ) -> Iterator[Any]:
         """As Learner.batches. The data set is read in this thread, in another order by the seed in each pass."""
-        batch_spec = self.job.spec.training.batch
-        count = sequences if sequences is not None else batch_spec.sequences * batch_spec.accumulation
-        check_map_style(dataset)
+        count = self._count_batch(self.job.spec, dataset, sequences)
         if not 1 <= count <= len(dataset):
             raise ConfigurationError(
                 f"the data set has {len(dataset)} sequences and a step needs {count}: "
@@ -219,9 +195,7 @@ class StandaloneLearner:
 
     def steps(self) -> Iterator[int]:
         """As Learner.steps."""
-        if self._started:
-            raise WorkerError("a Learner runs one loop: make a new one for another")
-        self._started = True
+        self._begin_loop()
         self._began = time.monotonic()
         while not self.draining:
             self._compute_from = time.monotonic()
@@ -240,12 +214,7 @@ class StandaloneLearner:
     def after_step(self, tokens: int, loss: torch.Tensor | float | None = None, lr: float | None = None) -> None:
         """As Learner.after_step. ``lr`` is not written anywhere."""
         tokens = self._check_step(tokens)
-        if self._compute_from is None:
-            raise WorkerError(
-                "after_step was called before the first batch: iterate over learner.batches(dataset), "
-                "or over learner.steps() where the loop brings its own data"
-            )
-        seconds = self._metrics.begin_wait() - self._compute_from
+        seconds = self._end_compute()
         if loss is not None:
             self._metrics.put_loss(loss)  # of this rank: there is nobody to tell the others' to
             if math.isfinite(known := self._metrics.read_loss()):
@@ -263,21 +232,8 @@ class StandaloneLearner:
 
     # ------------------------------------------------------------------ end
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._terminate)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-        if kind is None:
-            self.leave()
-
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        super()._terminate(signum, frame)
         self._terminated |= self._ranks.size == 1
 
     def leave(self) -> None:

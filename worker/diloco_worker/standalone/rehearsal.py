@@ -26,7 +26,7 @@ from diloco_worker.settings import ConfigurationError, WorkerError, refuse_ranks
 from diloco_worker.standalone.learner import StandaloneLearner, job_alone
 from diloco_worker.sync import optimizer_state
 from diloco_worker.sync.inner_optimizers import refuse_arguments
-from diloco_worker.sync.loop_checks import LoopChecks
+from diloco_worker.sync.training_loop import LoopChecks
 
 VARIABLE = "DILOCO_REHEARSAL"  # names the file that is added to, one JSON object a line
 STEPS = 30

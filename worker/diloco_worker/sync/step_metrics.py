@@ -33,6 +33,21 @@ class StepMetrics:
         self.batches = 0
         self._step_seconds.append(seconds)
 
+    def describe(
+        self, loss: float, step: int, tokens: int, compute_seconds: float, carried: tuple[int, int] = (0, 0)
+    ) -> dict[str, float]:
+        """``Learner.metrics``, with this loss. ``carried``: bytes up and down."""
+        return {
+            "step": step,
+            "tokens": tokens,
+            "loss": loss,
+            "step_seconds": self.step_seconds,
+            "compute_seconds": compute_seconds,
+            "stalled_seconds": self.stalled_seconds,
+            "bytes_up": carried[0],
+            "bytes_down": carried[1],
+        }
+
     def mark_alive(self) -> None:
         """Give a sign of life: whatever the training thread waits for, it does not hang."""
         self.signs_of_life += 1

@@ -16,7 +16,7 @@ from diloco_worker.named_parameters import ModelWatch
 from diloco_worker.settings import ConfigurationError, WorkerError
 from diloco_worker.standalone.learner import StandaloneLearner
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
-from diloco_worker.sync.loop_checks import LoopChecks
+from diloco_worker.sync.training_loop import LoopChecks
 
 EVERY = 3
 
