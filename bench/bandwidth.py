@@ -38,10 +38,11 @@ from typing import Any
 import common
 import programs
 import torchft_replica
-from diloco.reports.document import Axis, Plot, ResultDocument, Scalar, Series
+from diloco.reports.document import Scalar
 from diloco_protocol.bandwidth import model as needs
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_from_json, job_to_json, load_job
+from lab.figures import Axis, Plot, ResultDocument, Series
 from lab.report_files import write_report
 from lab.sources import source_digest
 from relay import Carried, Link, Relays

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import common
-from diloco.reports.document import ResultDocument
+from lab.figures import ResultDocument
 from trials.broken import FAULTS
 from trials.cells import Cache, Trial, run_trials
 from trials.options import add_trial_options, check_cache, check_shown, run_from_cache

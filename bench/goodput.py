@@ -30,8 +30,8 @@ import lab.goodput
 from diloco.console import CommandError, print_text
 from diloco.local.chaos import failures
 from diloco.local.chaos.failures import RepairTimes
-from diloco.reports.document import ResultDocument
 from lab.cells import CellCache
+from lab.figures import ResultDocument
 from lab.fleet import parameters
 from lab.fleet.advice import CANDIDATES, FleetConditions, Row, advise, failures_left_out
 from lab.fleet.arguments import check_fleet, duration, learner_counts, positive, whole_number

@@ -26,7 +26,8 @@ import numpy as np
 
 import common
 from diloco.console import CommandError
-from diloco.reports.document import Axis, Plot, ResultDocument, Scalar, Series
+from diloco.reports.document import Scalar
+from lab.figures import Axis, Plot, ResultDocument, Series
 from lab.report_files import write_report
 from paced_runs import OVERHEAD, SEQUENCES, Arm, Found, RunFailed, cached, load, run, say
 

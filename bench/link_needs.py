@@ -18,11 +18,11 @@ from functools import partial
 
 import common
 from diloco.console import print_text
-from diloco.reports.document import ResultDocument
 from diloco_protocol.bandwidth.links import ROUND_TRIPS
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from lab.bandwidth import RATES, Case, bandwidth_text, curve_rows, published_rows, star_rows, utilisation_plots
+from lab.figures import ResultDocument
 from lab.fleet.arguments import whole_number
 from lab.goodput.tables import count_text
 from lab.progress import Progress

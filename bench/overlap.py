@@ -26,7 +26,7 @@ waited for, so that its time is known.
 share all cores. The two learners take turns. The figures of the ranks are the leader's, and are seconds of its training
 thread inside the library, not a difference of steps. Before each boundary the ranks wait for each other in their own
 process group: who is early there waits for the slower ranks' steps, not for the library. *In commands* is the part of
-these seconds that the leader spends in collectives of the library's own (``Group.seconds``).
+these seconds that the leader spends in collectives of the library's own (``GroupClock``).
 
 Host memory is what a learner's processes hold of anonymous and shared memory, each shared page once (Pss), above what
 they hold when they have trained without the library; what the allocator keeps of freed memory is given back before it
@@ -428,6 +428,21 @@ def private_and_shared_bytes(pid: int) -> int:
     return sum(int(rollup.partition(f"{name}:")[2].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
 
 
+class GroupClock:
+    """Counts the seconds that a rank spends in collectives of the library's own from now on."""
+
+    def __init__(self, group: Any) -> None:
+        self.seconds = 0.0
+        self._call, group._call = group._call, self._time_call
+
+    def _time_call(self, collective: Any) -> None:
+        began = time.monotonic()
+        try:
+            self._call(collective)
+        finally:
+            self.seconds += time.monotonic() - began
+
+
 def train_rank(pipe: Connection, rank: int, ranks: int, port: int, job_file: str, address: str) -> None:
     """One rank of a learner, or its only process: two steps without the library, then turns through it."""
     if ranks > 1:
@@ -447,11 +462,11 @@ def train_rank(pipe: Connection, rank: int, ranks: int, port: int, job_file: str
     pipe.recv()
     optimizer.state.clear()
     with Learner.from_environment(model, optimizer) as learner:
-        group: Any = learner._ranks if rank == 0 and ranks > 1 else None
+        clock = GroupClock(learner._ranks) if rank == 0 and ranks > 1 else None
 
         def spent() -> Sequence[float]:
             stalled = learner.metrics["stalled_seconds"]
-            return (stalled, group.seconds) if group is not None else (stalled,)
+            return (stalled, clock.seconds) if clock is not None else (stalled,)
 
         turns = Turns(pipe, spent, waiting(model), device.return_free_memory)
         for batch in learner.batches(dataset):

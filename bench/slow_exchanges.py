@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from diloco.reports.document import ResultDocument
+from lab.figures import ResultDocument
 from trials.cells import Cache, Trial, run_trials
 from trials.options import add_trial_options, check_cache, check_shown, run_from_cache
 from trials.reports import INTERVAL, write_trials

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html import escape, unescape
 from pathlib import Path
 
-from diloco.reports.document import Axis, Plot, Series
 from diloco.reports.plots import draw_svg
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+
+from lab.figures import Axis, Plot, Series, make_figure
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "goodput.md"
 SHOWN = ("rigid data-parallel", "elastic data-parallel", "M = 8")
@@ -51,7 +55,7 @@ def describe(series: list[Series]) -> str:
 def draw(series: list[Series]) -> str:
     """A file of its own: text and axes have one colour, since an image does not know its page's."""
     plot = Plot(title="", x=Axis(name="chips", log=True), y=Axis(name="goodput", unit="%"), series=series)
-    svg = draw_svg(plot, "goodput")
+    svg = draw_svg(plot, "goodput", make_figure)
     opening, rest = svg.split(">", 1)
     return f'{opening} style="color: {COLOUR}"><desc>{escape(describe(series))}</desc>{rest}\n'
 

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from diloco.reports.document import Plot, ResultDocument, ResultTable, Scalar, point_rows, thinned, value_text
+from diloco.reports.document import ResultTable, Scalar, thinned, value_text
 from diloco_protocol.common.logs import printable
+from lab.figures import Plot, ResultDocument
 
 ROWS_SHOWN = 25  # of a plot's points
 
@@ -45,7 +46,7 @@ def _table(table: ResultTable) -> Iterator[str]:
 
 
 def _plot(plot: Plot) -> Iterator[str]:
-    columns, points = point_rows(plot)
+    columns, points = plot.point_rows()
     rows = thinned(points, ROWS_SHOWN) if plot.x.places else _gathered(points)
     yield from ("", f"## {_plain(plot.title)}", "", f"{_plain(plot.y.title)} against {_plain(plot.x.title)}.", "")
     yield from _rows(columns if rows else [], rows)

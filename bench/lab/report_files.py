@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diloco.local.report import write_text
-from diloco.reports.document import ResultDocument
-from diloco.reports.html import render_html
+from lab.figures import ResultDocument, render_page
 from lab.markdown import render_markdown
 
 NAMES = ("report.json", "report.md", "report.html")
@@ -15,5 +14,5 @@ NAMES = ("report.json", "report.md", "report.html")
 def write_report(document: ResultDocument, directory: Path) -> list[Path]:
     """Write report.json, report.md and report.html into ``directory``, which is made; their paths.
     Raises CommandError."""
-    texts = (document.model_dump_json(indent=1) + "\n", render_markdown(document), render_html(document))
+    texts = (document.model_dump_json(indent=1) + "\n", render_markdown(document), render_page(document))
     return [write_text(directory / name, text) for name, text in zip(NAMES, texts, strict=True)]

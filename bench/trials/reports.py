@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from diloco.console import CommandError
-from diloco.reports.document import Axis, Plot, ResultDocument, Series
+from lab.figures import Axis, Plot, ResultDocument, Series
 from lab.report_files import write_report
 from trials.cells import CODE
 from trials.tables import TrialRow, row_lines

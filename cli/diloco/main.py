@@ -479,9 +479,9 @@ def report(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="WORKDIR|JOB|FIGURES.json",
-            help="A run's directory, a job in a cluster, or with --html a file: what a measurement printed with "
-            "--json, or a report.json.  [default: the newest run below ./runs]",
+            metavar="WORKDIR|JOB|report.json",
+            help="A run's directory, a job in a cluster, or with --html a report.json.  "
+            "[default: the newest run below ./runs]",
         ),
     ] = None,
     page: Annotated[
@@ -500,8 +500,6 @@ def report(
         diloco report runs/tiny-gpt
 
         diloco report runs/tiny-gpt --html
-
-        diloco report bandwidth.json --html bandwidth.html
 
         diloco report tiny-gpt --json --context my-cluster > report.json
     """

@@ -389,7 +389,6 @@ def give_commands() -> None:
     assert group.join_step(5, None, told=False) == JoinedStep(5 * group.size, None, told=False)
     assert group.join_step(0, math.nan, told=False).loss is None, "of no tokens"
     assert math.isnan(group.join_step(5, math.nan if group.leads else 1.0, told=False).loss or 0.0)
-    assert group.seconds > 0
     last = group.size - 1
     for _ in range(5):
         time.sleep(0.1 if group.rank == last else 0.0)

@@ -23,8 +23,6 @@ from diloco.local.chaos.random_faults import draw_schedule, schedule_document, t
 from diloco.local.chaos.schedule import ChaosError, Fault, check, parse
 from diloco.local.report import write_text
 from diloco.processes.worker_specs import learner_names
-from diloco.reports.document import ResultDocument
-from diloco.reports.html import render_html
 from diloco.validate import read_job_file
 from diloco_protocol.common.files import PUBLIC, write_whole
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
@@ -43,6 +41,7 @@ from lab.compare.plan import (
     mean_seconds_between_kills,
 )
 from lab.compare.report import document
+from lab.figures import ResultDocument, render_page
 from lab.markdown import render_markdown
 
 TELL_SECONDS = 10.0
@@ -125,7 +124,7 @@ def compare(options: CompareOptions) -> int:
     page = ResultDocument.model_validate(report)
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_text(folder / "report.md", render_markdown(page))
-    write_text(folder / "report.html", render_html(page))
+    write_text(folder / "report.html", render_page(page))
     print_text(json.dumps(report, indent=1) if options.as_json else render_markdown(page), flush=True)
     progress.say(f"the report is in {folder}")
     return FAILED if failed else COMPLETE

@@ -1,18 +1,17 @@
-"""``diloco report --html``: the page of a run on this machine, or of a file of figures."""
+"""``diloco report --html``: the page of a run on this machine, or of a report.json alone."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from diloco.console import CommandError, print_text, unwritable_text
 from diloco.local.status import read_status
 from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, find
-from diloco.reports.document import ReportError, ResultDocument, read_result
+from diloco.reports.document import ResultDocument
 from diloco.reports.html import render_html
 from diloco.reports.run_report import RunCurves, read_curves, run_report
 from diloco_protocol.common.files import PUBLIC, read_bounded, write_whole
-from diloco_protocol.documents import DocumentError, Report, read_document
+from diloco_protocol.documents import Report, read_document
 
 
 def write_page(what: str | None, file: Path | None) -> None:
@@ -48,22 +47,13 @@ def _result(what: str | None) -> tuple[ResultDocument, Path]:
 
 
 def _from_file(path: Path) -> ResultDocument:
-    """Of what a measurement printed with --json, or of a report.json alone."""
+    """Of a report.json alone."""
     try:
-        data = read_bounded(path, MAX_REPORT_BYTES)
-        content = json.loads(data)
-        if isinstance(content, dict) and "spec_digest" in content:
-            of_run = Workdir(path.absolute().parent)
-            name = of_run.job_name() if path.name == of_run.report.name else None
-            return run_report(name or path.stem, read_document(Report, data), RunCurves())
-        return read_result(data)
+        report = read_document(Report, read_bounded(path, MAX_REPORT_BYTES))
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
-    except json.JSONDecodeError as error:
-        raise CommandError(
-            f"{path} is not JSON (line {error.lineno}): name a report.json, or what a measurement printed with --json"
-        ) from error
-    except (ValueError, DocumentError, ReportError) as error:
-        raise CommandError(
-            f"{path} is neither a run's report.json nor figures that a measurement printed with --json: {error}"
-        ) from error
+    except ValueError as error:
+        raise CommandError(f"{path} is no run's report.json: {error}") from error
+    of_run = Workdir(path.absolute().parent)
+    name = of_run.job_name() if path.name == of_run.report.name else None
+    return run_report(name or path.stem, report, RunCurves())

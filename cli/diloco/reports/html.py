@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from diloco.reports import plots
-from diloco.reports.document import Plot, ResultDocument, ResultTable, Scalar, point_rows, value_text
+from diloco.reports.document import Plot, ResultDocument, ResultTable, Scalar, value_text
 from diloco_protocol.common.logs import printable
 
 _STYLE = """\
@@ -34,7 +34,7 @@ _ABSENT = ""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def render_html(document: ResultDocument) -> str:
+def render_html(document: ResultDocument, make_figure: plots.MakeFigure = plots.make_lines) -> str:
     """The whole page. Without matplotlib it has the plots' numbers and says why it has no drawings."""
     title = _text(document.title)
     head = (
@@ -50,10 +50,10 @@ def render_html(document: ResultDocument) -> str:
         "<body>",
         f"<h1>{title}</h1>",
     )
-    return "\n".join((*head, *_body(document), "</body>", "</html>")) + "\n"
+    return "\n".join((*head, *_body(document, make_figure), "</body>", "</html>")) + "\n"
 
 
-def _body(document: ResultDocument) -> Iterator[str]:
+def _body(document: ResultDocument, make_figure: plots.MakeFigure) -> Iterator[str]:
     if document.summary:
         yield f"<p>{_text(document.summary)}</p>"
     if document.facts:
@@ -64,7 +64,7 @@ def _body(document: ResultDocument) -> Iterator[str]:
     for table in document.figures:
         yield from _table(table)
     for number, plot in enumerate(document.plots, 1):
-        yield from _plot(plot, f"figure{number}")
+        yield from _plot(plot, f"figure{number}", make_figure)
     for table in document.tables:
         yield from _table(table)
     if document.notes:
@@ -80,14 +80,14 @@ def _table(table: ResultTable) -> Iterator[str]:
     yield from _notes(table.notes)
 
 
-def _plot(plot: Plot, name: str) -> Iterator[str]:
+def _plot(plot: Plot, name: str, make_figure: plots.MakeFigure) -> Iterator[str]:
     yield f"<h2>{_text(plot.title)}</h2>"
-    columns, rows = point_rows(plot)
+    columns, rows = plot.point_rows()
     if not plots.has_points(plot):
         yield '<p class="note">There is nothing to draw.</p>'
     else:
         try:
-            drawing = plots.draw_svg(plot, name)
+            drawing = plots.draw_svg(plot, name, make_figure)
         except plots.NoPlots as why:
             yield f'<p class="note">Not drawn: {_text(str(why))}</p>'
         else:

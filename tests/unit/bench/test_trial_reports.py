@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco.reports.document import point_rows
 from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -45,7 +44,7 @@ def test_quality_is_drawn_against_merges_with_an_interval_a_plot_each_model() ->
 def test_an_arm_is_a_bar_in_per_cent_for_each_length() -> None:
     rows = [row("outer", 6, "sgd", 2.02), row("outer", 6, "nesterov", 2.2), row("outer", 40, "nesterov", 1.98)]
     (plot,) = ablation_report([*rows, row("merge", 6, "rda", 2.0)], "note").plots[:1]
-    columns, numbers = point_rows(plot)
+    columns, numbers = plot.point_rows()
     assert columns == ["arm", "6 merges", "40 merges"]
     assert [one["arm"] for one in numbers] == ["sgd", "nesterov"]
     assert numbers[0]["6 merges"] == pytest.approx(1.0) and "40 merges" not in numbers[0]

@@ -177,7 +177,6 @@ class Group(Ranks):
         self._held_at = time.monotonic()
         self._frame = np.zeros(_FRAME, np.uint8)
         self._shared_frame = torch.from_numpy(self._frame)
-        self.seconds = 0.0  # spent in commands
         found = [json.loads(text) for text in self.gather_texts(json.dumps(self.data))]
         if {row[1] for row in found} != {shares} or {row[0] for row in found} != set(range(shares)):
             raise ConfigurationError(
@@ -276,7 +275,6 @@ class Group(Ranks):
         self._call(lambda: dist.broadcast(values, 0, group=self._group))
 
     def _call(self, collective: Any) -> None:
-        began = time.monotonic()
         try:
             collective()
         except RuntimeError as error:  # what torch raises for a broken or silent connection
@@ -285,5 +283,3 @@ class Group(Ranks):
                 f"another process of this learner (rank {self.rank} of {self.size} says it) has ended or is silent, "
                 f"so all of them end: {reason}"
             ) from error
-        finally:
-            self.seconds += time.monotonic() - began

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import re
 
-from diloco.reports.document import Axis, ResultDocument, Series
+from lab.figures import Axis, Plot, ResultDocument, Series
 from lab.markdown import render_markdown
 from result_documents import hostile, plot
 
 
 def test_the_same_input_gives_the_same_bytes() -> None:
-    document = ResultDocument(title="t", plots=[plot(), plot(title="other")], rows=[{"name": "a", "value": 0.1}])
+    document = ResultDocument(
+        title="t", plots=[plot(Plot), plot(Plot, title="other")], rows=[{"name": "a", "value": 0.1}]
+    )
     again = ResultDocument.model_validate_json(document.model_dump_json())
     assert render_markdown(document) == render_markdown(again)
 
 
 def test_a_plot_without_points_keeps_its_title() -> None:
-    text = render_markdown(ResultDocument(title="t", plots=[plot(series=[])]))
+    text = render_markdown(ResultDocument(title="t", plots=[plot(Plot, series=[])]))
     assert "Tokens per second against bandwidth" in text and "No figures." in text
 
 
 def test_places_stand_by_their_names() -> None:
     arms = Axis(name="arm", places=["sgd", "adamw"])
     first = Series(name="6 merges", x=[0, 1], y=[1.5, -2], low=[1, -3], high=[2, -1])
-    bars = plot(x=arms, series=[first, Series(name="40 merges", x=[0, 1], y=[0.5, None])])
+    bars = plot(Plot, x=arms, series=[first, Series(name="40 merges", x=[0, 1], y=[0.5, None])])
     assert "| sgd | 1.5 | 1 | 2 | 0.5 |" in render_markdown(ResultDocument(title="t", plots=[bars]))
 
 
 def test_markdown_is_made_of_whole_rows() -> None:
-    lines = render_markdown(hostile()).splitlines()
+    lines = render_markdown(hostile(ResultDocument)).splitlines()
     table = [line for line in lines if line.startswith("| ")]
     assert len(table) == 3 * 2 + 2 * 4
     for line in table:
@@ -41,7 +43,7 @@ def test_series_that_share_no_x_have_a_value_in_every_row() -> None:
     even = Series(name="ours", x=list(range(0, 400, 2)), y=list(range(0, 400, 2)))
     odd = Series(name="DDP", x=list(range(1, 400, 2)), y=[-x for x in range(1, 400, 2)])
     short = Series(name="ended", x=[1, 3], y=[7, 8])
-    text = render_markdown(ResultDocument(title="t", plots=[plot(series=[even, odd, short])]))
+    text = render_markdown(ResultDocument(title="t", plots=[plot(Plot, series=[even, odd, short])]))
     table = re.findall(r"^\| (\d+) \| (\S*) \| (\S*) \| ?(\S*?) ?\|$", text, re.M)
     assert len(table) == 25 and table[0] == ("0", "0", "", "") and table[-1] == ("399", "398", "-399", "")
     assert all(0 <= int(x) - int(ours) <= 1 and 0 <= int(x) + int(ddp) <= 1 for x, ours, ddp, _ in table[1:])

@@ -11,7 +11,7 @@ import pytest
 
 from diloco.reports.document import Axis, ResultDocument, Series
 from diloco.reports.html import render_html
-from result_documents import HOSTILE, LONG, hostile, plot
+from result_documents import hostile, plot
 
 
 class Page(HTMLParser):
@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
 
 def test_texts_of_others_stay_texts() -> None:
-    html = render_html(hostile())
+    html = render_html(hostile(ResultDocument))
     page = Page(html)
     assert not page.open, "every element is closed"
     assert not page.tags["script"] and not page.tags["a"] and not page.tags["link"]
@@ -84,13 +84,6 @@ def test_a_drawing_takes_the_pages_colour() -> None:
     assert "prefers-color-scheme: dark" in html
 
 
-def test_ticks_are_numbers_as_people_read_them() -> None:
-    drawing = render_html(ResultDocument(title="t", plots=[plot()]))
-    labels = re.findall(r"<text[^>]*>([^<]*)</text>", drawing)
-    assert {"1", "2", "5", "10", "20", "500", "1,000"} <= set(labels)
-    assert not any("$" in label or "\\" in label for label in labels)
-
-
 @pytest.mark.parametrize("counts", [True, False])
 def test_what_is_counted_has_no_marks_between_whole_numbers(counts: bool) -> None:
     of = plot(
@@ -115,26 +108,6 @@ def test_a_plot_without_points_says_so(changes: dict[str, object]) -> None:
     assert "There is nothing to draw" in html and "<svg" not in html
 
 
-@pytest.mark.parametrize("y", [[0, 1], [-1, -2], [1e-300, 1e14], [5, 5]])
-def test_values_that_suit_no_logarithm_are_drawn_all_the_same(y: list[float]) -> None:
-    document = ResultDocument(title="t", plots=[plot(series=[Series(name="a", x=[1, 2], y=y)])])
-    assert "<svg" in render_html(document)
-
-
-def test_places_are_bars_and_their_names_stand_beside_them() -> None:
-    arms = Axis(name="arm", places=["sgd", HOSTILE, LONG])
-    first = Series(name="6 merges", x=[0, 1, 2], y=[1.5, -2, 3], low=[1, -3, 2], high=[2, -1, 4])
-    bars = plot(x=arms, series=[first, Series(name="40 merges", x=[0, 2], y=[0.5, None])])
-    document = ResultDocument(title="t", plots=[bars])
-    page = Page(render_html(document))
-    assert page.tags["svg"] == 1 and not page.tags["script"]
-    labels = [text.strip() for text in page.texts]
-    assert "sgd" in labels and "6 merges" in labels and "40 merges" in labels
-    assert {"1.5", "-3", "0.5"} <= set(labels)
-    with pytest.raises(ValueError, match=r"x is 3\.0, and the axis has 3 places"):
-        plot(x=arms, series=[Series(name="a", x=[3], y=[1])])
-
-
 def test_every_number_of_a_plot_is_on_the_page() -> None:
     series = [Series(name="a", x=[1, 2], y=[0.125, 0.375]), Series(name="b", x=[2, 3], y=[8, 9])]
     page = Page(render_html(ResultDocument(title="t", plots=[plot(series=series)])))
@@ -145,3 +118,10 @@ def test_without_matplotlib_a_page_has_the_numbers_and_the_cure(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     html = render_html(ResultDocument(title="t", plots=[plot()]))
     assert "<svg" not in html and "decoupled-diloco[report]" in html and "<td" in html
+
+
+def test_ticks_are_numbers_as_people_read_them() -> None:
+    drawing = render_html(ResultDocument(title="t", plots=[plot()]))
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", drawing)
+    assert {"10", "200", "1,000"} <= set(labels)
+    assert not any("$" in label or "\\" in label for label in labels)

@@ -131,11 +131,7 @@ def test_the_command_writes_the_page_whole_and_the_same_again(workdir: Path, tmp
     assert json.loads((workdir / "report.json").read_text())["outcome"] == "complete"
 
 
-def test_figures_that_a_measurement_printed_become_a_page(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    figures.write_text(json.dumps({"title": "Bandwidth", "rows": [{"name": "ours", "value": 3.5}], "other": 1}))
-    assert diloco("report", figures, tmp_path / "a.html", "--html")[0] == 0
-    assert "Bandwidth" in (tmp_path / "a.html").read_text()
+def test_a_report_alone_becomes_a_page(tmp_path: Path) -> None:
     (tmp_path / "alone.json").write_text(report().model_dump_json())
     assert diloco("report", tmp_path / "alone.json", "--html")[0] == 0
     assert "alone: report of the run" in (tmp_path / "alone.html").read_text()
@@ -145,7 +141,7 @@ def test_what_cannot_be_done_is_said_with_the_cure(workdir: Path, tmp_path: Path
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"rows": 1}')
     for arguments, words in (
-        ((wrong, "--html"), "neither a run's report.json nor figures"),
+        ((wrong, "--html"), "is no run's report.json"),
         ((tmp_path, "--html"), "no run's directory"),
         ((workdir, "page.html"), "a second file is for --html"),
         ((workdir, "--html", "--json"), "--html goes without --json"),

@@ -11,13 +11,13 @@ import pytest
 
 from diloco.local.chaos.random_faults import draw_schedule
 from diloco.local.chaos.schedule import parse
-from diloco.reports.document import ResultDocument
 from diloco.validate import read_job_file
 from lab.compare import plan as plans
 from lab.compare.arm import ArmResult, Record, measure_arm
 from lab.compare.measures import Hit, Recovery, StepEnd
 from lab.compare.plan import Comparison, Pace, choose_pace, job_overrides, mean_seconds_between_kills
 from lab.compare.report import document
+from lab.figures import ResultDocument
 from lab.markdown import render_markdown
 from repository import ROOT
 
