@@ -165,6 +165,9 @@ class BrokenWorld(World):
     def mark_end(self) -> None:
         super().mark_end()
         self.read = [slot.reported.sequences for slot in self.core.slots]
+        self.may_read = [MOST * BATCH * slot.step + MAX_BLOCK for slot in self.core.slots]
+        processes = {learner.process for learner in self.everyone if self.is_broken(learner)}
+        self.broken_slots = {slot.index for slot in self.core.slots if slot.holder.process in processes}
         newest = [self.theta[p, v] for p, v in enumerate(self.core.versions)]
         self.loss = float(np.mean([np.square(theta - OPTIMUM) for theta in newest]))
 
@@ -188,12 +191,11 @@ def settle_broken(world: BrokenWorld) -> None:
     assert merges <= (1.15 + 1 / honest) * usual_merges, (world.setup.fault, merges, usual_merges)
     assert work >= 0.85 * usual_work, (world.setup.fault, work, usual_work)
     of_others, usual_of_others = (
-        [read for slot, read in enumerate(one.read) if slot not in broken_slots(one)] for one in (world, reference)
+        [read for slot, read in enumerate(one.read) if slot not in one.broken_slots] for one in (world, reference)
     )
     assert world.hungry <= world.setup.slots, f"{world.hungry} steps had no data, and not the first of each alone"
     assert sum(of_others) / end >= 0.85 * sum(usual_of_others) / usual_end, (world.setup.fault, of_others)
-    most = MOST * max(of_others) + MAX_BLOCK
-    assert all(world.read[slot] <= most for slot in broken_slots(world)), (world.setup.fault, world.read)
+    assert all(world.read[slot] <= world.may_read[slot] for slot in world.broken_slots), (world.setup.fault, world.read)
     assert world.loss <= reference.loss + 2 * SPREAD**2, (world.setup.fault, world.loss, reference.loss)
     claimed = TURNS_AHEAD * 8 * world.setup.every / world.setup.steps
     if world.setup.stop == "steps":
@@ -201,11 +203,6 @@ def settle_broken(world: BrokenWorld) -> None:
     else:
         soonest = honest / (honest + MOST)
         assert 0.9 * soonest - claimed <= end / usual_end <= 1.1, (world.setup.fault, end, usual_end)
-
-
-def broken_slots(world: BrokenWorld) -> set[int]:
-    processes = {learner.process for learner in world.everyone if world.is_broken(learner)}
-    return {slot.index for slot in world.core.slots if slot.holder.process in processes}
 
 
 def measured(world: BrokenWorld) -> tuple[float, float, float]:
