@@ -247,14 +247,12 @@ class InitialModelUpload:
 
     async def _take_fragment(self, fragment: int, data: Array, attempt: int) -> None:
         theta = data.view(np.float32)
-        finite = (await asyncio.to_thread(codec.norm_and_finite, theta))[1]
+        finite, digest = await asyncio.to_thread(lambda: (codec.norm_and_finite(theta)[1], checksum_text(theta)))
         self._check_attempt(attempt)
         if not finite:
             raise InitialRefused(f"fragment {fragment} has values that are not finite: check the model's start")
         record = self._records({fragment: theta})[0]
         name = await self._stage(attempt, f"f{fragment:05d}.rec", record.pack)
-        digest = await asyncio.to_thread(checksum_text, theta)
-        self._check_attempt(attempt)
         self._staged[FRAGMENT, fragment] = Staged(digest, name, theta)
 
     def _records(self, fragments: dict[int, Floats]) -> list[MergeRecord]:
