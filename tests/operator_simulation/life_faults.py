@@ -45,7 +45,8 @@ async def begin_anew(world: World) -> None:
     await world.delete_the_job()
     hub = next(iter(world.clusters.values()))
     world.delete_an_object(hub, "PersistentVolumeClaim")
-    while hub.server.all("PersistentVolumeClaim"):
+    going = {claim["metadata"]["uid"] for claim in hub.server.all("PersistentVolumeClaim")}
+    while any(claim["metadata"]["uid"] in going for claim in hub.server.all("PersistentVolumeClaim")):
         await world.sleep(1.0)
     world.apply_the_job()
 

@@ -492,11 +492,11 @@ class World:
     async def delete_the_job(self) -> None:
         """Every cluster's copy; until all are gone, and what was taken from the job meanwhile."""
         self.note("a person deletes the job")
-        for name, kubernetes in self.clusters.items():
-            job = self.job(name)
-            if job is not None:
-                kubernetes.server.delete(JOB.name, NAMESPACE, self.job_name, job["metadata"]["uid"], None)
-        while any(self.job(name) is not None for name in self.clusters):
+        going = {name: job["metadata"]["uid"] for name in self.clusters if (job := self.job(name)) is not None}
+        for name, uid in going.items():
+            self.clusters[name].server.delete(JOB.name, NAMESPACE, self.job_name, uid, None)
+        # Another person may do the same, and have applied the job again by then.
+        while any((job := self.job(name)) is not None and job["metadata"]["uid"] == uid for name, uid in going.items()):
             await self.sleep(STEP)
         self.programs.is_noticed, self.programs.lost, self.completed = False, 0, False
         for kubernetes in self.clusters.values():
