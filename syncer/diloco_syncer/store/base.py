@@ -54,6 +54,10 @@ class Store(ABC):
     def read(self, name: str, limit: int) -> bytes:
         """The object's bytes. Raises ``ObjectNotFound``, and ``TooLarge`` beyond ``limit`` bytes."""
 
+    def read_large(self, name: str, limit: int) -> Buffer:
+        """As ``read``; what is too large for memory comes as mapped memory."""
+        return self.read(name, limit)
+
     @abstractmethod
     def read_start(self, name: str, count: int) -> bytes:
         """The first ``count`` bytes (fewer if the object is shorter). Raises ``ObjectNotFound``."""

@@ -5,8 +5,10 @@ It must not be used on both sides of a fork, and the syncer never forks.
 
 ``create`` is a put with ``If-None-Match: *``. If the answer to a put is lost the client repeats it, and then
 is told that the name exists. So every caller that gets ``ObjectExists`` checks whether what is there is its
-own. Objects are put in one request, never in parts: an upload in parts that breaks off stays in the bucket,
-unseen and paid for. So an object has at most 5 GiB on S3.
+own. No service creates an object exclusively from parts, so one that is created has at most 5 GiB on S3. Large ones
+that may be there already (``replace``: optimizer states, frozen parameters, version 0) go in parts, and are there when
+all parts are. Of a syncer that dies meanwhile the parts stay in the bucket, unseen, until a rule of the bucket's
+removes them.
 
 **Bounds.** A request that moves little may take ``QUICK_SECONDS``, another ``BULK_SECONDS``. A request that may
 safely be repeated is tried again for up to ``RETRY_SECONDS``. What then still fails is an ``OSError``, and the caller
@@ -32,6 +34,7 @@ from urllib.parse import urlsplit
 
 from diloco_protocol.common.files import Buffer, NotWritable, TooLarge
 from diloco_syncer.store.base import ObjectExists, ObjectNotFound, Store, checked
+from diloco_syncer.store.spool import Spool
 
 SCHEMES = ("s3", "gs", "az")
 QUICK_SECONDS = 20.0
@@ -40,6 +43,8 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 30.0  # without a byte, while an object is read
 RETRY_SECONDS = 15.0
 RETRIES = 4
+PART_BYTES = 64 << 20  # of what is larger, in one request
+CONCURRENT_PARTS = 4
 _QUICK_BYTES = 4 << 20
 
 _BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
@@ -98,6 +103,7 @@ class BucketStore(Store):
         self._client = obstore
         self._errors = (obstore.exceptions.BaseError, OSError)
         self._exists_already = obstore.exceptions.AlreadyExistsError
+        self._spool = Spool(None)
         self._quick = self._opened(QUICK_SECONDS, QUICK_SECONDS)
         self._bulk = self._opened(BULK_SECONDS, BULK_SECONDS)
         self._reading = self._opened(BULK_SECONDS, READ_SECONDS)
@@ -179,10 +185,12 @@ class BucketStore(Store):
     def _put(self, name: str, parts: tuple[Buffer, ...], mode: Any) -> None:
         views = [memoryview(part) for part in parts]
         whole = [view.cast("B") for view in views if view.nbytes]
-        store = self._quick if sum(view.nbytes for view in whole) <= _QUICK_BYTES else self._bulk
+        size = sum(view.nbytes for view in whole)
+        store, parts_go = self._quick if size <= _QUICK_BYTES else self._bulk, mode == "overwrite" and size > PART_BYTES
+        words: Any = {"use_multipart": parts_go, "chunk_size": PART_BYTES, "max_concurrency": CONCURRENT_PARTS}
         with self._explained():
             try:
-                self._client.put(store, checked(name), whole or b"", mode=mode, use_multipart=False)
+                self._client.put(store, checked(name), whole or b"", mode=mode, **words)
             except self._exists_already as error:
                 raise ObjectExists(name) from error
 
@@ -199,6 +207,20 @@ class BucketStore(Store):
             if size <= limit:
                 return bytes(found.bytes())
         raise TooLarge(errno.EFBIG, f"{self.where}/{name} has {size} bytes; at most {limit} are allowed")
+
+    def read_large(self, name: str, limit: int) -> Buffer:
+        with self._explained(name):
+            size = self._client.head(self._quick, checked(name))["size"]
+        if not PART_BYTES < size <= limit:
+            return self.read(name, limit)
+        whole = memoryview(self._spool.allocate(size))  # type: ignore[arg-type]
+        for start in range(0, size, PART_BYTES):
+            with self._explained(name):
+                part = self._client.get_range(self._reading, name, start=start, end=min(start + PART_BYTES, size))
+            if len(part) != min(PART_BYTES, size - start):
+                raise OSError(errno.EIO, f"store {self.where}: {name} was replaced while it was read")
+            whole[start : start + len(part)] = part
+        return whole
 
     def read_start(self, name: str, count: int) -> bytes:
         with self._explained(name):

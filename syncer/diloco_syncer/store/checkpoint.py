@@ -283,7 +283,7 @@ class Checkpoints:
         ``ObjectNotFound``, ``Damaged``, ``FormatRefused``."""
         path = self.store.local_path(name)
         if path is None:
-            return records.unpack(self.store.read(name, records.MAX_FILE), kind, name)
+            return records.unpack(self.store.read_large(name, records.MAX_FILE), kind, name)
         if not path.is_file():
             raise ObjectNotFound(name)
         if not path.stat().st_size:  # cannot be mapped

@@ -90,7 +90,7 @@ def pack(kind: str, body: Mapping[str, Any], arrays: Mapping[str, Array]) -> lis
     return [start + bytes(-len(start) % _ALIGN), *parts]
 
 
-def _header(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], int]:
+def _header(data: Buffer, kind: str, name: str) -> tuple[dict[str, Any], int]:
     """The parsed header and the position of the first array."""
     if len(data) < _PREFIX.size:
         raise Damaged(f"{name} is cut off: {len(data)} bytes")
@@ -111,7 +111,7 @@ def _header(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], int]:
     return header, end + -end % _ALIGN
 
 
-def unpack(data: bytes, kind: str, name: str) -> tuple[dict[str, Any], dict[str, Array]]:
+def unpack(data: Buffer, kind: str, name: str) -> tuple[dict[str, Any], dict[str, Array]]:
     """Body and arrays (read-only views of ``data``) of a file of this kind, all checksums verified."""
     header, start = _header(data, kind, name)
     try:

@@ -106,7 +106,7 @@ class StoreReader:
         """A stored blob's bytes, verified. Raises ``ObjectNotFound``, ``Damaged``."""
 
         def read(each: str) -> Array:
-            return records.unpack(self.store.read(each, records.MAX_FILE), "blob", each)[1]["blob"]
+            return records.unpack(self.store.read_large(each, records.MAX_FILE), "blob", each)[1]["blob"]
 
         return self.read_either(name, read)
 
@@ -120,7 +120,7 @@ class StoreReader:
                 raise
             found = read(copy_name(name))
         if self.restart:
-            self.store.replace(name, self.store.read(copy_name(name), records.MAX_FILE))
+            self.store.replace(name, self.store.read_large(copy_name(name), records.MAX_FILE))
         return found
 
     def name_of(self, fragment: int, version: int) -> str:

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import tape_reader
-from diloco_protocol.common.files import NotWritable
+from diloco_protocol.common.files import NotWritable, TooLarge
 from diloco_syncer.runtime.durability import Durability, Snapshot
 from diloco_syncer.store import bucket
-from diloco_syncer.store.base import HigherEpoch, ObjectExists
+from diloco_syncer.store.base import HigherEpoch, ObjectExists, ObjectNotFound
 from diloco_syncer.store.bucket import BucketStore
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.epochs import Epoch
@@ -62,6 +62,43 @@ def test_large_objects_and_small(relay: Relay) -> None:
     store.replace("records/values", memoryview(values))
     assert store.read("records/values", 24) == values.tobytes()
     assert store.list("records") == ["records/large", "records/values"], "and no probe is left"
+
+
+@pytest.mark.promise(
+    "In a bucket an optimizer's state may be larger than one request, and than the syncer's memory: it goes in parts, "
+    "is there when all parts are, and comes back in parts into a file"
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_state_goes_in_parts(relay: Relay, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)  # the least that S3 takes
+    store = opened()
+    checkpoints = Checkpoints(store, Epoch.claim(store), "j", 2)
+    state = np.frombuffer(np.random.default_rng(1).bytes(parts * (5 << 20) - 4096), np.uint8)
+    name = checkpoints.write_blob("optimizer", state)
+    tag = str(store._client.head(store._quick, name)["e_tag"]).strip('"')
+    assert tag.endswith("-3") == (parts == 3), "S3 says of how many parts an object was made"
+    found = checkpoints.read_blob(name)
+    assert np.array_equal(found, state)
+    assert isinstance(store.read_large(name, 1 << 30), memoryview) == (parts == 3)
+    with pytest.raises(TooLarge):
+        store.read_large(name, 1 << 20)
+    with pytest.raises(ObjectNotFound):
+        store.read_large("optimizer/none", 1 << 20)
+
+
+def test_what_breaks_off_in_parts_changes_nothing(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PART_BYTES": 5 << 20, "RETRY_SECONDS": 0.5, "RETRIES": 1}.items():
+        monkeypatch.setattr(bucket, name, value)
+    store = opened()
+    store.replace("optimizer/one", b"before")
+    relay.throttle(2 << 20)
+    cutting = threading.Timer(1.0, relay.cut)
+    cutting.start()
+    with pytest.raises(OSError, match="store s3://"):
+        store.replace("optimizer/one", bytes(16 << 20))
+    cutting.join()
+    relay.mend()
+    assert store.read_large("optimizer/one", 1 << 30) == b"before"
 
 
 @pytest.mark.slow
