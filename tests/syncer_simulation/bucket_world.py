@@ -55,7 +55,7 @@ class Service:
         if world.out[0] <= world.now < world.out[1]:
             raise GenericError("status code: 503")
 
-    def put(self, store: object, name: str, parts: Iterable[bytes], mode: str, use_multipart: bool) -> None:
+    def put(self, store: object, name: str, parts: Iterable[bytes], mode: str, **words: object) -> None:
         self._request()
         world, data = self.world, b"".join(parts) if parts else b""
         lost = present_work() is not None and world.chance(world.setup.faults)
