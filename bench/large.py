@@ -1,6 +1,6 @@
 """Large models: version 0, a peer's optimizer state, and merges of eight learners; and each process's memory.
 
-The real syncer program, and eight synthetic learners in two processes (lab/gymnasium/synthetic.py): their connections
+The real syncer program, and eight synthetic learners in three processes (lab/gymnasium/synthetic.py): their connections
 and transfers are the product's, and what they send is made when it is sent. Merges are by RDA, which models of these
 sizes have by default, and take all eight pushes.
 

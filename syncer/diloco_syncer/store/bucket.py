@@ -186,8 +186,9 @@ class BucketStore(Store):
         views = [memoryview(part) for part in parts]
         whole = [view.cast("B") for view in views if view.nbytes]
         size = sum(view.nbytes for view in whole)
-        store, parts_go = self._quick if size <= _QUICK_BYTES else self._bulk, mode == "overwrite" and size > PART_BYTES
-        words: Any = {"use_multipart": parts_go, "chunk_size": PART_BYTES, "max_concurrency": CONCURRENT_PARTS}
+        store = self._quick if size <= _QUICK_BYTES else self._bulk
+        in_parts = mode == "overwrite" and size > PART_BYTES
+        words: Any = {"use_multipart": in_parts, "chunk_size": PART_BYTES, "max_concurrency": CONCURRENT_PARTS}
         with self._explained():
             try:
                 self._client.put(store, checked(name), whole or b"", mode=mode, **words)

@@ -320,7 +320,7 @@ class VersionRecovery:
         """Bytes of an answer have come. ``whole``: all of them, and they are being decoded."""
         request = self._requests.get(fragment)
         if request is not None and request.connection == connection:
-            idle_until = now + ANSWER_SECONDS if not whole else max(request.deadline, now + ANSWER_SECONDS)
+            idle_until = max(request.deadline, now + ANSWER_SECONDS) if whole else now + ANSWER_SECONDS
             self._requests[fragment] = replace(request, idle_until=idle_until)
 
     def mark_accepted(self, fragment: int) -> None:
@@ -345,8 +345,8 @@ class VersionRecovery:
             self._say_who_holds_the_model()
             return
         for request in list(self._requests.values()):
-            others = self._find_free_holders(request.fragment, now)
-            if now >= min(request.idle_until, request.deadline if others else request.last_deadline):
+            overtaken = now >= request.deadline and self._find_free_holders(request.fragment, now)
+            if overtaken or now >= min(request.idle_until, request.last_deadline):
                 self.mark_failed(request.connection, request.fragment, now)
         for fragment in range(len(self._made)):
             if fragment not in self._recovered | self._accepted and fragment not in self._requests:

@@ -91,7 +91,7 @@ def test_what_breaks_off_in_parts_changes_nothing(relay: Relay, monkeypatch: pyt
         monkeypatch.setattr(bucket, name, value)
     store = opened()
     store.replace("optimizer/one", b"before")
-    relay.throttle(2 << 20)
+    relay.throttle(256 << 10)  # a part takes 20 s
     cutting = threading.Timer(1.0, relay.cut)
     cutting.start()
     with pytest.raises(OSError, match="store s3://"):
