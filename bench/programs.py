@@ -29,14 +29,20 @@ class ProgramFailed(Exception):
 
 class Syncer:
     """``python -m diloco_syncer`` in ``folder``, on ``cores`` (None: wherever it likes), with at most ``files`` open
-    files (None: as many as this process may have), as after ``ulimit -n``."""
+    files (None: as many as this process may have), as after ``ulimit -n``. ``credentials``: their folder, None: plain
+    text."""
 
     def __init__(
-        self, folder: Path, job: DiLoCoJob, cores: Collection[int] | None = None, files: int | None = None
+        self,
+        folder: Path,
+        job: DiLoCoJob,
+        cores: Collection[int] | None = None,
+        files: int | None = None,
+        credentials: str | None = None,
     ) -> None:
         self.folder, self._files = folder, files
         self.job_file, self.addresses_file = folder / "job.json", folder / "addresses.json"
-        self._log, self._cores = folder / "syncer.log", cores
+        self._log, self._cores, self._credentials = folder / "syncer.log", cores, credentials
         folder.mkdir(parents=True, exist_ok=True)
         self.job_file.write_text(job_to_json(job), encoding="utf-8")
         make_key(folder / "control.key")
@@ -55,6 +61,7 @@ class Syncer:
             str(self.folder / "control.key"),
             "--address-file",
             str(self.addresses_file),
+            *(["--credentials", self._credentials] if self._credentials else []),
         ]
 
         def begin() -> None:  # before the interpreter starts, so that every thread of it inherits the cores

@@ -31,7 +31,7 @@ LOGS = ROOT / "build" / "nightly"
 PYTHON = ".venv/bin/python"
 QUICK_FORMS = (
     *("wire", "merge", "codec", "overlap", "encodings", "memory", "heterogeneous", "bandwidth"),
-    *("quality", "ablations", "chaos", "goodput", "link_needs", "links", "broken_learners", "large"),
+    *("quality", "ablations", "chaos", "goodput", "link_needs", "links", "broken_learners", "large", "hub"),
 )
 QUICK_WORDS = {
     "chaos": " examples/minimal.yaml --report build/nightly/chaos",
