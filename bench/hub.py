@@ -41,6 +41,7 @@ from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
+from diloco_protocol.wire.bulk_calls import bulk_connection
 
 LEARNERS = 8
 PROCESSES = 2  # that the learners live in
@@ -173,11 +174,10 @@ class Learner:
         self._layout = layout_of(place.elements)
         self._turn = self._slot = self._incarnation = self._epoch = 0
         self._credentials = Credentials.from_directory(place.folder)
-        self._metadata = self._credentials.metadata()
         self._control = self._credentials.aio_channel(place.hub, wire_channels.channel_options())
-        options = wire_channels.channel_options(bulk=True)
-        channels = [self._credentials.aio_channel(place.hub, options) for _ in range(CONNECTIONS)]
-        self._lanes_up, self._lanes_down = bulk.Lanes(channels), bulk.Lanes(channels)
+        self._lanes_up, self._lanes_down = (
+            bulk.Lanes([bulk_connection(self._credentials, place.hub) for _ in range(CONNECTIONS)]) for _ in range(2)
+        )
         kinds = sync_pb2.DownloadRequest
         self.ways: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "join": self._join,
@@ -201,7 +201,7 @@ class Learner:
     async def _join(self) -> None:
         """Take a seat; the first learner uploads version 0."""
         method: Any = self._control.stream_stream(services.SESSION, None, None)
-        self._call = method(metadata=self._metadata)
+        self._call = method(metadata=self._credentials.metadata())
         join = sync_pb2.Join(
             format=limits.FORMAT,
             job="bench-hub",
@@ -232,7 +232,7 @@ class Learner:
         header = sync_pb2.UploadHeader(
             job="bench-hub", slot=self._slot, incarnation=self._incarnation, process=self._process, **what
         )
-        answer = await bulk.upload(self._lanes_up, header, payload, metadata=self._metadata)
+        answer = await bulk.upload(self._lanes_up, header, payload)
         if not answer.accepted:
             raise RuntimeError(f"refused ({answer.reason}): {answer.message}")
 
@@ -270,7 +270,7 @@ class Learner:
         if what == sync_pb2.DownloadRequest.DELTA:
             encoding = self._place.down.removeprefix("delta-")
         size = codec.encoded_bytes(encoding, self._place.elements)
-        header, _ = await bulk.download(self._lanes_down, request, size=size, metadata=self._metadata)
+        header, _ = await bulk.download(self._lanes_down, request, size=size)
         if not header.found:
             raise RuntimeError(f"version 1 of fragment {fragment} is not to be had: {header.reason}")
 
@@ -353,12 +353,12 @@ class Bench:
         if self.secure:
             certs.init(self._folder / "pki", "bench", 2)
             targets = certs.targets_of(job, "default")
-            folders = certs.issue_all(self._folder / "pki", targets, None, ["localhost"], 2)
+            folders = certs.issue_all(self._folder / "pki", targets, None, hosts=["localhost"], days=2)
             syncer, learners = (str(folder) for folder in folders)
         with programs.Syncer(self._folder / "hub", job, credentials=syncer) as hub:
             raw = self._start(serve_raw, syncer, 4 * self.elements)
             raw_pid, raw_port = raw.recv()
-            place = Place(hub.address, raw_port, learners, self.elements, self.up, down=self.down)
+            place = Place(hub.address, raw_port, learners, elements=self.elements, up=self.up, down=self.down)
             dealt = [list(range(LEARNERS + 1))[start::PROCESSES] for start in range(PROCESSES)]
             last = self._start(host_learners, [LEARNERS], place)
             for ordinals in dealt:

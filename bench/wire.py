@@ -1,18 +1,18 @@
-"""Uploads from learner processes to a syncer process: against raw gRPC streams and a bare TCP socket.
+"""Uploads from learner processes to a syncer process: against gRPC streams and a bare TCP socket.
 
 Two figures, for one learner and for four at once, in bytes of payload per second of all
 learners together:
 
-- *upload*: what the wire itself does. The learner's own upload (parts, chunks, checksums)
-  over as many connections as a learner uses, into the syncer's own assembly of parts, with
-  both checksums compared, in a process that does nothing else with it.
+- *upload*: what the wire itself does. The learner's own upload (parts and checksums) over
+  as many connections as a learner uses, into the syncer's own assembly of parts, with both
+  checksums compared, in a process that does nothing else with it.
 - *push to verdict*: the same to the real program, `python -m diloco_syncer`, which also
   judges the header, decodes the payload (float32), takes its norm, and asks the core; the
   clock stops with the last verdict. (The job has one slot more than learners push, and is
   deterministic, so that a round waits for ever and no merge interferes.)
 
 The references move the same payloads between the same processes: a gRPC stream of raw
-bytes (identity serialisers, same chunks, same connections; the server drops what it gets),
+bytes (identity serialisers, as many connections; the server drops what it gets),
 and one TCP socket per learner (sendall, recv_into one buffer). Everything is timed in
 turns, in one run.
 """
@@ -38,10 +38,14 @@ from grpc import aio
 import common
 import programs
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.common.reach import split_address
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
+from diloco_protocol.wire.bulk_calls import PREFACE, ServedCall, bulk_connection, read_frame
+from diloco_protocol.wire.byte_stream import ByteStream, set_options
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.multipart import MultipartUploads, upload_reply
 
@@ -51,6 +55,13 @@ CONNECTIONS = 4  # of a learner, as the worker opens them
 AT_ONCE = 2  # uploads under way per learner, as in the worker
 TOKENS = 1000  # per step
 RAW = "/bench.Raw/Upload"
+RAW_BYTES = 2 << 20  # of a message of raw gRPC, where 1 to 2 MiB are the plateau
+OPTIONS = [
+    ("grpc.max_send_message_length", 2 * RAW_BYTES),
+    ("grpc.max_receive_message_length", 2 * RAW_BYTES),
+    ("grpc.http2.max_frame_size", 1 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+]
 WAIT_SECONDS = 60.0
 
 JOB = f"""
@@ -95,29 +106,37 @@ async def _sink(pipe: Connection) -> None:
             count += len(chunk)
         return count.to_bytes(8, "little")
 
-    async def upload(stream: AsyncIterator[bytes], context: Any) -> bytes:
-        header = convert.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
-        key = (header.process, header.push.fragment, header.push.sequence)
-        whole = await uploads.receive_part(key, header, stream, lambda: buffers.allocate(header.total_bytes))
-        return upload_reply(True) if whole is not None else upload_reply(True, TransferRefusal.PARTIAL)
+    async def serve(stream: ByteStream) -> None:
+        await stream.read_exactly(len(PREFACE))
+        while message := await read_frame(stream):
+            call = ServedCall(stream, convert.parse(sync_pb2.BulkRequest, message))
+            header = call.request.upload
+            key = (header.process, header.push.fragment, header.push.sequence)
+            whole = await uploads.receive_part(key, header, call, partial(buffers.allocate, header.total_bytes))
+            reply = upload_reply(True) if whole is not None else upload_reply(True, TransferRefusal.PARTIAL)
+            await call.reply(sync_pb2.BulkReply(upload=reply))
+        stream.close()
 
-    async def download(request: bytes, context: Any) -> None:
-        raise NotImplementedError("nothing is downloaded here")
+    async def accept_bulk(listening: socket.socket) -> None:
+        serving = set()
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+            set_options(connection)
+            serving.add(asyncio.create_task(serve(ByteStream(connection))))
 
-    server = aio.server(options=wire_channels.server_options())
+    server = aio.server(options=OPTIONS)
     method = grpc.stream_unary_rpc_method_handler(raw)
-    server.add_generic_rpc_handlers(
-        [
-            services.bulk_handlers(upload, download),
-            grpc.method_handlers_generic_handler("bench.Raw", {"Upload": method}),
-        ]
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bench.Raw", {"Upload": method})])
+    raw_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+    listening.setblocking(False)
+    accepting = asyncio.create_task(accept_bulk(listening))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_accept, args=(listener,), daemon=True).start()
-        pipe.send((port, listener.getsockname()[1]))
+        pipe.send((listening.getsockname()[1], raw_port, listener.getsockname()[1]))
         await asyncio.to_thread(pipe.recv)  # until told to end
+    accepting.cancel()
     await server.stop(0.5)
 
 
@@ -132,7 +151,7 @@ def _accept(listener: socket.socket) -> None:
 
 def _drain(connection: socket.socket) -> None:
     """Read: 8 bytes of length, that many bytes, answer one byte; and again."""
-    buffer = memoryview(bytearray(limits.CHUNK_BYTES))
+    buffer = memoryview(bytearray(RAW_BYTES))
     with connection:
         while head := connection.recv(8, socket.MSG_WAITALL):
             left = int.from_bytes(head, "little")
@@ -147,17 +166,18 @@ def _drain(connection: socket.socket) -> None:
 # ------------------------------------------------------------------ learners
 
 
-def learner(pipe: Connection, ordinal: int, elements: int, syncer: str, raw_port: int, tcp_port: int) -> None:
+def learner(pipe: Connection, ordinal: int, elements: int, syncer: str, ports: tuple[int, int, int]) -> None:
     """A process that sends its payloads, in whichever way it is told, again and again."""
 
     async def run() -> None:  # channels belong to the loop in which they are made
-        await _Learner(ordinal, elements, syncer, raw_port, tcp_port=tcp_port).serve(pipe)
+        await _Learner(ordinal, elements, syncer, ports).serve(pipe)
 
     asyncio.run(run())
 
 
 class _Learner:
-    def __init__(self, ordinal: int, elements: int, syncer: str, raw_port: int, tcp_port: int) -> None:
+    def __init__(self, ordinal: int, elements: int, syncer: str, ports: tuple[int, int, int]) -> None:
+        """``ports``: of the far end's uploads, raw gRPC and TCP."""
         source = np.random.default_rng(ordinal)
         self._payloads = [source.standard_normal(elements, np.float32) for _ in range(FRAGMENTS)]
         self._layout = layout_of(elements)
@@ -165,12 +185,13 @@ class _Learner:
         self._ordinal = ordinal
         self._turn = 0
         self._slot, self._incarnation, self._epoch = 0, 0, 0
-        options = wire_channels.channel_options(bulk=True)
-        sink_address = f"127.0.0.1:{raw_port}"
+        sink, raw, tcp = (f"127.0.0.1:{port}" for port in ports)
         self._control = aio.insecure_channel(syncer, options=wire_channels.channel_options())
-        self._syncer = [aio.insecure_channel(syncer, options=options) for _ in range(CONNECTIONS)]
-        self._sink = [aio.insecure_channel(sink_address, options=options) for _ in range(CONNECTIONS)]
-        self._socket = socket.create_connection(("127.0.0.1", tcp_port))
+        plain = Credentials()
+        self._syncer = bulk.Lanes([bulk_connection(plain, syncer) for _ in range(CONNECTIONS)])
+        self._sink = bulk.Lanes([bulk_connection(plain, sink) for _ in range(CONNECTIONS)])
+        self._raw_channels = [aio.insecure_channel(raw, options=OPTIONS) for _ in range(CONNECTIONS)]
+        self._socket = socket.create_connection(split_address(tcp))
 
     async def serve(self, pipe: Connection) -> None:
         ways: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
@@ -187,7 +208,7 @@ class _Learner:
                 pipe.send(f"learner {self._ordinal}, {word}: {type(error).__name__}: {error}")
                 raise
             pipe.send("")
-        for channel in [self._control, *self._syncer, *self._sink]:
+        for channel in [self._control, *self._raw_channels]:
             await channel.close(None)
         self._socket.close()
 
@@ -259,8 +280,8 @@ class _Learner:
         )
         return self._header(push=push)
 
-    async def _accepted(self, channels: list[aio.Channel], header: sync_pb2.UploadHeader, payload: Any) -> None:
-        answer = await bulk.upload(channels, header, payload)
+    async def _accepted(self, lanes: bulk.Lanes, header: sync_pb2.UploadHeader, payload: Any) -> None:
+        answer = await bulk.upload(lanes, header, payload)
         if not answer.accepted:
             raise RuntimeError(f"refused ({answer.reason}): {answer.message}")
 
@@ -278,14 +299,14 @@ class _Learner:
         async def part(channel: aio.Channel, offset: int, size: int) -> None:
             method: Any = channel.stream_unary(RAW, None, None)
             call = method(timeout=WAIT_SECONDS)
-            for chunk in bulk.chunks(view[offset : offset + size]):
-                await call.write(chunk)
+            for start in range(offset, offset + size, RAW_BYTES):
+                await call.write(bytes(view[start : min(start + RAW_BYTES, offset + size)]))
             await call.done_writing()
             if int.from_bytes(await call, "little") != size:
                 raise RuntimeError("bytes were lost")
 
         parts = bulk.split(view.nbytes, CONNECTIONS)
-        await asyncio.gather(*(part(self._sink[i % CONNECTIONS], *p) for i, p in enumerate(parts)))
+        await asyncio.gather(*(part(self._raw_channels[i % CONNECTIONS], *p) for i, p in enumerate(parts)))
 
     def _tcp(self) -> None:
         for payload in self._payloads:
@@ -336,7 +357,7 @@ def main() -> None:
             raise SystemExit(f"bench/wire: the far end does not listen within {WAIT_SECONDS:.0f} s")
         ports = far.recv()
         for ordinal in range(LEARNERS):
-            pipes.append(start(learner, ordinal, elements, syncer.address, *ports))
+            pipes.append(start(learner, ordinal, elements, syncer.address, ports))
             tell(pipes[-1:], "join")
         for count in (1, LEARNERS):
             rows += measure(pipes[:count], count * FRAGMENTS * elements * 4, rounds)

@@ -26,8 +26,14 @@ FILES = (
     *("cli/test_syncer_client.py", "operator/informer/test_reflector.py", "operator/kube/test_api.py"),
     *("operator/leadership/test_candidate.py", "operator/reconcile/test_syncer_poller.py"),
     *("protocol/arrays/test_kernel_cache.py", "protocol/common/test_http_server.py", "protocol/wire/test_bulk.py"),
+    *("protocol/wire/test_bulk_calls.py", "protocol/wire/test_byte_stream.py"),
     *("protocol/wire/test_channels.py", "syncer/runtime/test_durability.py", "syncer/runtime/test_runtime.py"),
-    *("syncer/runtime/test_traffic.py", "syncer/server/test_tls_listener.py", "syncer/store/test_bucket.py"),
+    *(
+        "syncer/runtime/test_traffic.py",
+        "syncer/server/test_bulk_server.py",
+        "syncer/server/test_tls_listener.py",
+        "syncer/store/test_bucket.py",
+    ),
     *(
         "worker/data/test_prefetch.py",
         "worker/group/test_rank_watch.py",

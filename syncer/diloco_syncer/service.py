@@ -45,14 +45,14 @@ from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.front_page import front_page
 from diloco_syncer.server.pages.metrics import exposition
-from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.startup import Options
 from diloco_syncer.syncer import Syncer
 
 log = logging.getLogger(__name__)
 
 MAX_CONTROL_CONNECTIONS = 64  # of the control port, whose callers are few
-SERVICES = ("", services.SESSION_SERVICE, services.SERVICE)
+SERVICES = ("", services.SESSION_SERVICE)
 
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -99,8 +99,7 @@ async def _life(options: Options) -> tuple[int, Options]:
     private = aio.server(options=channels.control_server_options(MAX_CONTROL_CONNECTIONS))
     # Calls and replies of the control service are signed, and need no certificate (credentials.py).
     listener = _gate(options, main)
-    bound = listener.bind(options.listen) if listener else Credentials().bind(main, options.listen)
-    ports = bound, Credentials().bind(private, options.control)
+    ports = listener.bind(options.listen), Credentials().bind(private, options.control)
     # Bound first of all, so that a port in use costs no epoch.
     web = listen_on(options.http, "--http")
     out = listen_on(options.export, "--export") if options.export is not None else None
@@ -115,12 +114,8 @@ async def _life(options: Options) -> tuple[int, Options]:
         status=status,
         report=syncer.fetch_report,
     )
-    main.add_generic_rpc_handlers(
-        [
-            services.session_handler(syncer.sessions.serve),
-            services.bulk_handlers(syncer.uploads.upload, syncer.downloads.serve),
-        ]
-    )
+    main.add_generic_rpc_handlers([services.session_handler(syncer.sessions.serve)])
+    listener.serve_bulk(syncer.bulk.accept)
     private.add_generic_rpc_handlers([control.handler()])
     for server in (main, private):
         await _add_health(server)
@@ -138,8 +133,7 @@ async def _life(options: Options) -> tuple[int, Options]:
     del restored  # its arrays live on in the model
     await main.start()
     await private.start()
-    if listener is not None:
-        listener.start()
+    listener.start()
     for number in _STOP_SIGNALS:  # checkpoint and leave; learners go on and join the next syncer
         asyncio.get_running_loop().add_signal_handler(number, driver.stop, 0, f"signal {number.name}")
     if options.address_file is not None:
@@ -148,8 +142,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     outcome = await driver.outcome
     syncer.sessions.end_all()
     await asyncio.gather(main.stop(0.5), private.stop(0.5), pages.stop(), export.stop())
-    if listener is not None:
-        await asyncio.to_thread(listener.stop)
+    await syncer.bulk.close()
+    await asyncio.to_thread(listener.stop)
     await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
     if outcome not in (SyncerExit.OK, RESTART):
         log.error("%s", driver.stop_reason)  # last, where people and clusters look for it
@@ -157,17 +151,16 @@ async def _life(options: Options) -> tuple[int, Options]:
     return driver.outcome.result(), replace(options, min_epoch=syncer.min_epoch)
 
 
-def _gate(options: Options, server: Any) -> TlsListener | None:
-    """The TLS listener before the gRPC server; None: plaintext. Raises ``CredentialsError``, of which
-    ``ListenError`` is no matter of credentials."""
-    if not options.credentials.secure:
-        return None
+def _gate(options: Options, server: Any) -> PortListener:
+    """The listener before the gRPC server. Raises ``CredentialsError``, of which ``ListenError`` is no matter of
+    credentials."""
+    now = options.credentials
     try:
-        now = Credentials.from_directory(options.credentials.directory)  # they may be newer, beginning again
+        if now.secure:
+            now = Credentials.from_directory(now.directory)  # they may be newer, beginning again
     except CredentialsError as error:
         log.error("the credentials read before are used on: %s", error)
-        now = options.credentials
-    listener = TlsListener(now, options.job.metadata.name, learners_by_region(options.job))
+    listener = PortListener(now, options.job.metadata.name, learners_by_region(options.job))
     try:
         server.add_insecure_port(listener.server_address)
     except RuntimeError as error:

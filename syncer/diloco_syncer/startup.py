@@ -34,7 +34,7 @@ from diloco_syncer.core.core import Core
 from diloco_syncer.core.events import InitialModelStored, ReleasePush
 from diloco_syncer.numerics import merge, outer
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints, Restored
 from diloco_syncer.store.directory import DirectoryStore
@@ -67,7 +67,7 @@ class Options:
 
 
 def restore(
-    options: Options, loop: asyncio.AbstractEventLoop, listener: TlsListener | None = None
+    options: Options, loop: asyncio.AbstractEventLoop, listener: PortListener | None = None
 ) -> tuple[Syncer, Restored]:
     """Open the store, claim an epoch, and build a syncer from what is found; blocks.
 

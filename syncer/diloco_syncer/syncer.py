@@ -36,12 +36,13 @@ from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.pushes import ReceivedPushes
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.runtime.version_recovery import VersionUploads
+from diloco_syncer.server.bulk import BulkServer
 from diloco_syncer.server.downloads import Downloads
 from diloco_syncer.server.messages import Addressed
 from diloco_syncer.server.pages.status_page import StatusPage
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import PLAINTEXT, CallAuthorizer
-from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.server.uploads import Uploads
 from diloco_syncer.store.checkpoint import Checkpoints, Restored
 from diloco_syncer.store.spool import Spool
@@ -78,7 +79,7 @@ class Syncer:
         tape: Tape,
         restored: Restored,
         loop: asyncio.AbstractEventLoop,
-        listener: TlsListener | None = None,
+        listener: PortListener | None = None,
         stay: bool = False,
         plaintext: Credentials = PLAINTEXT,
         expected: bool = False,
@@ -102,7 +103,8 @@ class Syncer:
         emit = self.driver.handle
         self.authorizer = CallAuthorizer(listener, learners_by_region(job), plaintext)
         self.traffic = Traffic(
-            (region.name for region in job.spec.regions), listener.bytes_by_place if listener is not None else None
+            (region.name for region in job.spec.regions),
+            listener.bytes_by_place if listener is not None and listener.secure else None,
         )
         self.traffic.load(runtime.get("traffic", {}))
         self.event_log = EventLog(runtime.get("events", 0))
@@ -158,8 +160,7 @@ class Syncer:
             emit=emit,
             run_task=self.driver.run_task,
         )
-        self.uploads = self._make_uploads()
-        self.downloads = self._make_downloads()
+        self.bulk = BulkServer(self.authorizer, self._make_uploads(), self._make_downloads())
         self.output = ModelOutput.of(job, checkpoints.epoch.check)
         self.status_page = self._make_status_page()
         self._register()
@@ -174,7 +175,6 @@ class Syncer:
         }
         return Uploads(
             self.job.metadata.name,
-            self.authorizer,
             self.sessions,
             self.traffic,
             multipart=self._multipart,

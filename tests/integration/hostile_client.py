@@ -10,40 +10,22 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from grpc import aio
 from syncer_client import LAYOUT, Client, SyncerProcess
 
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.wire import bulk, limits, services, sync_pb2
-
-
-class WithToken:
-    """A channel whose calls show the join token, for a client that knows of none."""
-
-    def __init__(self, channel: aio.Channel, metadata: Any) -> None:
-        self._channel, self._metadata = channel, metadata
-
-    def __getattr__(self, kind: str) -> Any:
-        make = getattr(self._channel, kind)
-        if kind not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            return make
-
-        def method(*arguments: Any, **options: Any) -> Any:
-            made = make(*arguments, **options)
-            return lambda *a, **o: made(*a, **{**o, "metadata": self._metadata})
-
-        return method
+from diloco_protocol.wire import limits, services, sync_pb2
 
 
 class Learner(Client):
-    """A scripted learner with credentials. ``folder`` None: it has none."""
+    """A scripted learner with credentials, or those in a folder. None: it has none."""
 
-    def __init__(self, syncer: SyncerProcess, folder: Path | None, region: str = "eu-1", process: str = "") -> None:
-        super().__init__(syncer, 0, process)
-        self.credentials = Credentials() if folder is None else Credentials.from_directory(folder)
+    def __init__(
+        self, syncer: SyncerProcess, shown: Path | Credentials | None, region: str = "eu-1", process: str = ""
+    ) -> None:
+        super().__init__(
+            syncer, 0, process, shown if isinstance(shown, Credentials) else Credentials.from_directory(shown)
+        )
         self.region, self.attempt = region, 0
-        self.metadata = self.credentials.metadata()
-        self.plain, self.channel = (self.channel, self.credentials.aio_channel(syncer.addresses["sync"], self.options))
 
     def said(self, **changes: Any) -> bytes:
         self.attempt += 1
@@ -73,12 +55,6 @@ class Learner(Client):
         assert first.HasField("refusal"), first
         return first.refusal.reason, first.refusal.fatal
 
-    async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        return await bulk.upload(self.channel, header, payload, timeout=60, metadata=self.metadata)
-
-    async def download(self, request: sync_pb2.DownloadRequest, size: int) -> Any:
-        return await bulk.download(self.channel, request, size=size, metadata=self.metadata)
-
     async def push_as(self, victim: Client, process: str, fragment: int = 0, **changes: Any) -> sync_pb2.UploadReply:
         """Upload an offer of somebody else's slot, under its incarnation and this process id."""
         seat = victim.welcome.seat
@@ -98,14 +74,8 @@ class Learner(Client):
         assert first.HasField("welcome"), first
         if first.welcome.initialise:
             await self.initialise()
-        if not isinstance(self.channel, WithToken):
-            self.channel = WithToken(self.channel, self.metadata)  # type: ignore[assignment]
         await self.ready()
         return first.welcome
-
-    async def close(self) -> None:
-        await self.plain.close()
-        await super().close()
 
 
 class Learners:
@@ -114,8 +84,8 @@ class Learners:
     def __init__(self, syncer: SyncerProcess) -> None:
         self.syncer, self.all = syncer, list[Learner]()
 
-    def __call__(self, folder: Path | None, region: str = "eu-1", process: str = "") -> Learner:
-        self.all.append(Learner(self.syncer, folder, region, process))
+    def __call__(self, shown: Path | Credentials | None, region: str = "eu-1", process: str = "") -> Learner:
+        self.all.append(Learner(self.syncer, shown, region, process))
         return self.all[-1]
 
     async def __aenter__(self) -> Learners:

@@ -7,6 +7,7 @@ worker's library, so that the syncer is tested against docs/protocol.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import signal
@@ -21,14 +22,17 @@ from syncer_calls import ask_status
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
-from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.security.credentials import BULK_PROTOCOL, Credentials
+from diloco_protocol.security.identity import SERVER_NAME
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.control_auth import make_key, sign_call
 from diloco_syncer import service, startup
 from patience import until, wait_until
 
+PREFACE = b"diloco-bulk\n"  # as docs/protocol.md has it
 LAYOUT = Layout.build([Tensor("embed", (32, 8), "float32", True), Tensor("w", (64, 8), "float32", False)], fragments=2)
 TOKENS = 100  # per step
 
@@ -136,16 +140,95 @@ async def send_call(channel: aio.Channel, call: sync_pb2.SignedCall) -> sync_pb2
     return sync_pb2.CallReply.FromString(raw)
 
 
+class RawBulk:
+    """A bulk connection whose bytes are said by hand, whatever they are."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.port = int(writer.get_extra_info("sockname")[1])  # this end's
+
+    @classmethod
+    async def connect(cls, address: str, credentials: Credentials | None = None, first: bytes = PREFACE) -> RawBulk:
+        """With the certificate of ``credentials`` if they have one; else in plain text, where ``first`` comes first."""
+        host, _, port = address.rpartition(":")
+        if credentials is not None and credentials.secure:
+            context = credentials.client_context([BULK_PROTOCOL])
+            return cls(*await asyncio.open_connection(host, int(port), ssl=context, server_hostname=SERVER_NAME))
+        made = cls(*await asyncio.open_connection(host, int(port)))
+        await made.send(first)
+        return made
+
+    async def send(self, *pieces: Any) -> None:
+        for piece in pieces:
+            self._writer.write(bulk.flat(piece))
+        await self._writer.drain()
+
+    async def request(self, token: str = "", **what: Any) -> None:
+        """A BulkRequest, behind its length."""
+        await self.send(behind_length(sync_pb2.BulkRequest(token=token, **what).SerializeToString()))
+
+    async def reply(self, seconds: float = 60) -> sync_pb2.BulkReply:
+        size = int.from_bytes(await self.read(4, seconds), "big")
+        return sync_pb2.BulkReply.FromString(await self.read(size))
+
+    async def read(self, size: int, seconds: float = 60) -> bytes:
+        async with asyncio.timeout(seconds):
+            return await self._reader.readexactly(size)
+
+    async def failure(self) -> tuple[str, bool]:
+        """The failure that is answered: its message, and whether it is for good."""
+        reply = await self.reply()
+        assert reply.HasField("failure"), reply
+        return reply.failure.message, reply.failure.final
+
+    async def until_heard(self, words: bytes) -> None:
+        """Read until these came, whatever comes before."""
+        data = b""
+        while words not in data:
+            more = await self._reader.read(1 << 20)
+            assert more, "the connection has ended"
+            data = data[-len(words) :] + more
+
+    async def until_ended(self, seconds: float = 60) -> bytes:
+        """Wait until the syncer has ended the connection; what it still said."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._reader.read()
+        except ConnectionError:  # it has not read all that was sent
+            return b""
+
+    def abort(self) -> None:
+        """Without what is still to be sent."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+def behind_length(data: Any) -> bytes:
+    """A message, or a chunk of an upload, as it stands on a bulk connection."""
+    return len(data).to_bytes(4, "big") + bytes(data)
+
+
 class Client:
     """One learner, by hand. It holds θ = base - 0.01 · (its steps since the base)."""
 
-    def __init__(self, syncer: SyncerProcess, ordinal: int = 0, process: str = "") -> None:
+    def __init__(
+        self, syncer: SyncerProcess, ordinal: int = 0, process: str = "", credentials: Credentials | None = None
+    ) -> None:
         self.syncer, self.ordinal = syncer, ordinal
         self.process = process or secrets.token_hex(8)
         # With gRPC's own limit for a connection (20 s): this client does not try again, as a learner would.
-        options = channels.channel_options(bulk=True)
-        self.options = [(name, value) for name, value in options if "reconnect_backoff" not in name]
-        self.channel = aio.insecure_channel(syncer.addresses["sync"], options=self.options)
+        # It may say more than the syncer takes.
+        own = ("reconnect_backoff", "max_send_message_length")
+        options = [(name, value) for name, value in channels.channel_options() if not any(one in name for one in own)]
+        self.credentials = credentials or Credentials()
+        self.metadata = self.credentials.metadata()
+        self.channel = self.credentials.aio_channel(syncer.addresses["sync"], options)
+        self._bulk = bulk_connection(self.credentials, syncer.addresses["sync"])
+        self._calling = asyncio.Lock()  # for one bulk call at a time; after one that failed the next need not wait
         self.call: Any = None
         self.heard: list[sync_pb2.SyncerMessage] = []
         self.welcome = sync_pb2.Welcome()
@@ -170,7 +253,7 @@ class Client:
             "ordinal": self.ordinal,
             "layout_digest": LAYOUT.digest,
         }
-        self.call = self.channel.stream_stream(services.SESSION)()
+        self.call = self.channel.stream_stream(services.SESSION)(metadata=self.metadata)
         await self.say(join=sync_pb2.Join(**(fields | changes)))
         first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 60))
         assert first.WhichOneof("kind") in ("welcome", "refusal"), first
@@ -199,8 +282,9 @@ class Client:
         if self.call is not None:
             self.call.cancel()
         await self.channel.close()
+        self._bulk.drop()
 
-    # ------------------------------------------------------------- version 0
+    # ------------------------------------------------------------- bulk calls, and version 0
 
     def header(self, **what: Any) -> sync_pb2.UploadHeader:
         seat = self.welcome.seat
@@ -209,7 +293,18 @@ class Client:
         )
 
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
-        return await bulk.upload(self.channel, header, payload, timeout=60)
+        async with asyncio.timeout(60), self._calling:
+            return await bulk.upload(self._bulk, header, payload)
+
+    async def download(
+        self, request: sync_pb2.DownloadRequest, size: int | None = None
+    ) -> tuple[sync_pb2.DownloadHeader, np.ndarray[Any, Any]]:
+        async with asyncio.timeout(60), self._calling:
+            return await bulk.download(self._bulk, request, size=size)
+
+    async def raw_bulk(self) -> RawBulk:
+        """Another bulk connection, by hand."""
+        return await RawBulk.connect(self.syncer.addresses["sync"], self.credentials)
 
     async def initialise(self, frozen: bytes = b"frozen bytes") -> None:
         part = sync_pb2.Initial
@@ -239,7 +334,7 @@ class Client:
             epoch=news.epoch,
             version=news.version,
         )
-        header, data = await bulk.download(self.channel, request, size=news.full.bytes)
+        header, data = await self.download(request, size=news.full.bytes)
         assert header.found, header.reason
         assert bulk.checksum(data) == news.full.checksum
         values = codec.decode(data, news.full.encoding, LAYOUT.elements(fragment))

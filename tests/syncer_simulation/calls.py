@@ -1,16 +1,16 @@
-"""gRPC between simulated processes: the calls of a learner's channel, carried out by a syncer's real handlers.
+"""What is between simulated processes: a learner's session by gRPC, and its bulk connections, to a syncer's real side.
 
 Messages of one direction come in order, each after a while; a link may stand still, and then they come when it goes on.
 A call breaks at its two ends one after the other: the caller hears ``UNAVAILABLE``, the handler is cancelled, and what
-was on its way is lost. So an upload may have been taken whose answer never came.
+was on its way is lost. So does a bulk connection, at whose ends are the product's own calls and frames; only its bytes
+are carried here. So an upload may have been taken whose answer never came.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc import aio
 
-from diloco_protocol.wire import services
+from diloco_protocol.wire import services, sync_pb2
+from diloco_protocol.wire.bulk_calls import BulkCall, BulkConnection
+from diloco_protocol.wire.byte_stream import ByteStream, StreamBroken
+from diloco_protocol.wire.limits import WireError
+from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import TapeError
-from diloco_syncer.syncer import Syncer
 
 if TYPE_CHECKING:
     from syncer_simulation.worker_process import WorkerProcess
@@ -41,7 +44,7 @@ class Link:
     seconds: float
     bytes_per_second: float
     stalled_until: float = 0.0
-    calls: list[Call] = field(default_factory=list)  # that are not over at the process's end
+    calls: list[Call | VirtualConnection] = field(default_factory=list)  # that are not over at the process's end
 
     def sever(self, late: float) -> None:
         """Break all calls; the syncer notices ``late`` seconds after the process."""
@@ -120,6 +123,11 @@ class Pipe:
             await self._wait()
 
     @property
+    def has_come(self) -> bool:
+        """Whether there is something to be read."""
+        return bool(self._come)
+
+    @property
     def end(self) -> End | None:
         """How the call ended, if that has come, read or not."""
         return self._come[-1] if self._come and isinstance(self._come[-1], End) else None
@@ -146,17 +154,13 @@ class Call:
     """A call as its caller has it."""
 
     def __init__(self, channel: Channel, method: str, timeout: float | None) -> None:
-        self.channel, self.method = channel, method
+        self.channel, self.method, self.life = channel, method, channel.life
         self.world, self.link = channel.world, channel.link
         self.up, self.down = Pipe(self.world, self.link), Pipe(self.world, self.link)
         self.done = False  # nothing more is sent
         self.task: asyncio.Task[None] | None = None
-        self.begun = False  # its first message was sent
-        self.answer_lost = False
         self.link.calls.append(self)
         self.world.at(self.world.random.uniform(0.0, self.link.seconds), self._begin)
-        if method != services.SESSION and self.world.chance(self.world.setup.broken_calls):
-            self.world.at(self.world.random.uniform(0.0, self.link.seconds), lambda: self.sever(0.0))
         if timeout is not None:
             self.world.at(timeout, lambda: self._close(End(grpc.StatusCode.DEADLINE_EXCEEDED, "too late"), 0.0))
 
@@ -174,18 +178,11 @@ class Call:
     async def _serve(self) -> None:
         life = self.channel.life
         assert life is not None and life.syncer is not None
-        handler = find_handler(life.syncer, self.method)
-        context, end = Context(self.down), End(grpc.StatusCode.OK)
+        asked = SimpleNamespace(method=self.method, invocation_metadata=())
+        handler = services.session_handler(life.syncer.sessions.serve).service(asked)
+        end = End(grpc.StatusCode.OK)
         try:
-            if handler.request_streaming:
-                answer = handler.stream_stream(self._requests(), context)
-            else:
-                answer = handler.unary_stream(await self.up.read(), context)
-            if inspect.isasyncgen(answer):
-                async for message in answer:
-                    await context.write(message)
-            else:
-                await answer
+            await handler.stream_stream(self._requests(), Context(self.down))
         except Aborted as aborted:
             end = aborted.end
         except ENDS_THE_PROCESS as error:
@@ -221,9 +218,6 @@ class Call:
             if message.code is not grpc.StatusCode.OK:
                 raise self._error(message)
             return _EOF
-        if self.answer_lost:
-            self.sever(0.0)
-            return await self.read()
         self.world.hear(self, message, answer=True)
         return message
 
@@ -287,20 +281,142 @@ class Channel:
     def stream_stream(self, method: str, **_: object) -> Any:
         return lambda metadata=(), timeout=None: Call(self, method, timeout)
 
-    def unary_stream(self, method: str, **_: object) -> Any:
-        def call(request: bytes, metadata: object = (), timeout: float | None = None) -> Call:
-            made = Call(self, method, timeout)
-            made.up.send(request, len(request))
-            return made
-
-        return call
-
     async def close(self, grace: float | None = None) -> None:
         pass
 
 
-def find_handler(syncer: Syncer, method: str) -> Any:
-    """What carries out a call on the syncer's sync port, as service.py has it."""
-    bulk = services.bulk_handlers(syncer.uploads.upload, syncer.downloads.serve)
-    asked = SimpleNamespace(method=method, invocation_metadata=())
-    return services.session_handler(syncer.sessions.serve).service(asked) or bulk.service(asked)
+# ------------------------------------------------------------------ bulk connections
+
+
+class VirtualStream(ByteStream):
+    """One end of a bulk connection."""
+
+    def __init__(self, connection: VirtualConnection, outward: Pipe, inward: Pipe) -> None:
+        self._connection, self._outward, self._inward = connection, outward, inward
+        self._left = memoryview(b"")
+        self.closed = False
+
+    async def read_into(self, view: memoryview, check: Callable[[], None] = lambda: None) -> int:
+        while not self._left:
+            if self.closed:
+                raise StreamBroken("the connection was closed")
+            item = await self._inward.read()
+            if isinstance(item, End):
+                if item.code is grpc.StatusCode.OK:
+                    return 0
+                raise StreamBroken(item.details)
+            self._left = memoryview(item)
+        check()
+        count = min(len(view), len(self._left))
+        view[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+    async def write(self, *pieces: bytes | memoryview, note: Callable[[int], None] = lambda count: None) -> None:
+        for piece in pieces:
+            await self._outward.await_room()
+            if self.closed or self._outward.cut:
+                raise StreamBroken("the connection broke")
+            self._outward.send(bytes(piece), len(piece))
+            note(len(piece))
+
+    def has_ended(self) -> bool:
+        return self.closed or bool(self._left) or self._inward.has_come
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._connection.close_end(self)
+
+
+class VirtualConnection:
+    """A bulk connection of a process to the syncer that serves when it is made."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self.world, self.link = process.world, process.link
+        self.life = self.world.newest
+        self._up, self._down = Pipe(self.world, self.link), Pipe(self.world, self.link)
+        self.near = VirtualStream(self, self._up, self._down)
+        self._far = VirtualStream(self, self._down, self._up)
+        self.link.calls.append(self)
+        self.world.at(self.world.random.uniform(0.0, self.link.seconds), self._begin)
+
+    def _begin(self) -> None:
+        if self.life is None or not self.life.serving:
+            self.sever(0.0)
+        elif not self._down.cut:
+            self.life.loop.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        assert self.life is not None and self.life.syncer is not None
+        try:
+            await self.life.syncer.bulk.serve_calls(self._far, Peer())
+        except (StreamBroken, WireError, *ENDS_THE_PROCESS):
+            pass
+        except Exception as error:
+            self.world.failures.append(error)
+            raise
+        finally:
+            self._far.close()
+
+    def close_end(self, stream: VirtualStream) -> None:
+        """One side has closed: the other one reads what is on its way, and then that it is over."""
+        outward, inward = (self._up, self._down) if stream is self.near else (self._down, self._up)
+        inward.finish(End(grpc.StatusCode.CANCELLED, "closed here"))
+        if not outward.cut:
+            outward.send(End(grpc.StatusCode.OK))
+        if self in self.link.calls and self._up.cut:
+            self.link.calls.remove(self)
+
+    def sever(self, late: float) -> None:
+        """The connection breaks; the syncer notices ``late`` seconds after the process."""
+        if self in self.link.calls:
+            self.link.calls.remove(self)
+        broken = End(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        self._down.finish(broken)
+        self._up.cut = True  # what is written now goes nowhere
+        self.world.at(late, lambda: self._up.finish(broken))
+
+
+class HeardConnection(BulkConnection):
+    """The product's connection over a virtual one; the world hears of its calls, and breaks some."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        super().__init__(self._connect_virtually)
+        self.process, self.world = process, process.world
+        self.virtual: VirtualConnection | None = None
+
+    async def _connect_virtually(self) -> ByteStream:
+        self.virtual = VirtualConnection(self.process)
+        return self.virtual.near
+
+    async def begin(self, **what: Any) -> BulkCall:
+        call = await super().begin(**what)
+        virtual = self.virtual
+        assert virtual is not None
+        if self.world.chance(self.world.setup.broken_calls):
+            self.world.at(self.world.random.uniform(0.0, virtual.link.seconds), lambda: virtual.sever(0.0))
+        return HeardUpload(self, call, what["upload"]) if "upload" in what else call
+
+
+class HeardUpload(BulkCall):
+    """An upload that the world hears."""
+
+    def __init__(self, connection: HeardConnection, call: BulkCall, header: sync_pb2.UploadHeader) -> None:
+        super().__init__(call._stream, header.bytes)
+        self.process, self.world = connection.process, connection.world
+        assert connection.virtual is not None
+        self._virtual = connection.virtual
+        self._answer_lost = self.world.hear_upload(self, header)
+
+    async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None:
+        self.world.hear_bytes(self, part)
+        await super().write(part, note)
+
+    async def read_reply(self) -> sync_pb2.BulkReply:
+        reply = await super().read_reply()
+        if self._answer_lost:
+            self._virtual.sever(0.0)
+            raise StreamBroken("the connection broke")
+        self.world.hear_reply(self, reply.upload)
+        return reply

@@ -13,7 +13,6 @@ from diloco_protocol.vocabulary import JobPhase, PushRefusal
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.convert import to_wire
 from diloco_protocol.wire.records import Announcement, Evaluation, Payload, PushHeader, Receipt, Seat
-from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime.global_model import model_name
 from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
@@ -22,6 +21,7 @@ from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.records import Array
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import TapeError
+from diloco_syncer.version_tags import Announced, VersionTags, content_digest
 from syncer_simulation.learners import Ids, Learner
 from syncer_simulation.shell_world import CONTROL_KEY, Life, ShellSetup, SyncerProcesses
 
@@ -169,9 +169,11 @@ class ShellWorld(SyncerProcesses):
 
         assert life.syncer is not None
         header = sync_pb2.UploadHeader(job="shell", process=learner.process, total_bytes=data.nbytes, **what)
-        receive = life.syncer.uploads.receivers[header.WhichOneof("what") or ""]
+        receive = life.syncer.bulk.uploads.receivers[header.WhichOneof("what") or ""]
         try:
-            raw = await receive(header, connection if connection in self.connections else 0, read)
+            reply: sync_pb2.UploadReply | None = await receive(
+                header, connection if connection in self.connections else 0, read
+            )
         except UploadRefused as error:
             return sync_pb2.UploadReply(reason=error.reason, message=str(error))
         except (TooManyUploads, asyncio.CancelledError):
@@ -181,8 +183,8 @@ class ShellWorld(SyncerProcesses):
         except Exception as error:
             self.failures.append(error)
             raise
-        assert raw is not None
-        return sync_pb2.UploadReply.FromString(raw)
+        assert reply is not None
+        return reply
 
     def send(self, learner: Learner, header: PushHeader, ids: Ids) -> None:
         connection = learner.connection

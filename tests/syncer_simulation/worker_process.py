@@ -21,12 +21,12 @@ from diloco_worker import device
 from diloco_worker import learner as learner_module
 from diloco_worker.data import prefetch
 from diloco_worker.learner import Learner
-from diloco_worker.net import client, inbox, transfers
+from diloco_worker.net import client, connection, inbox, transfers
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.settings import WorkerError, WorkerSettings
 from diloco_worker.sync.drain import offer_everything
 from syncer_simulation import threads
-from syncer_simulation.calls import Channel, Link
+from syncer_simulation.calls import Channel, HeardConnection, Link
 from syncer_simulation.processes import Killed, ProcessLoop, present_work
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ def virtual_threads(world: WorkerWorld) -> Iterator[None]:
     changes += [(client, "SimpleQueue", threads.SimpleQueue), (learner_module, "offer_everything", offer)]
     changes += [(device, "be_deterministic", lambda: None)]  # torch's own settings, of the whole process
     changes += [(transfers, "return_free_memory", lambda: None), (Credentials, "aio_channel", channel)]
+    changes += [(connection, "bulk_connection", lambda credentials, address: HeardConnection(_own_process()))]
     changes += [(asyncio, "new_event_loop", new_loop), (asyncio, "set_event_loop", lambda loop: None)]
     with ExitStack() as stack:
         for owner, name, value in changes:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -36,7 +37,7 @@ from diloco_syncer.syncer import Syncer
 from diloco_worker.fragments import build_layout
 from diloco_worker.settings import RefusedError
 from syncer_simulation import threads
-from syncer_simulation.calls import Call
+from syncer_simulation.calls import Call, HeardUpload
 from syncer_simulation.learners import Ids, Learner
 from syncer_simulation.oracle import Oracle
 from syncer_simulation.shell_world import BEGUN, CALM, TOLD, Life, ShellSetup, SyncerProcesses
@@ -116,7 +117,7 @@ class WorkerWorld(SyncerProcesses):
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.step_ids: list[tuple[str, int]] = []  # by place
-        self.uploads: dict[Call, tuple[PushHeader, bytearray]] = {}
+        self.uploads: dict[HeardUpload, tuple[PushHeader, bytearray]] = {}
         super().__init__(setup)
         self.oracle = RowsOracle(self)
         config = CoreConfig.from_job(self.job)
@@ -276,11 +277,8 @@ class WorkerWorld(SyncerProcesses):
 
     def hear(self, call: Call, message: bytes, answer: bool) -> None:
         """A learner writes into its call, or reads an answer. What is wrong with it is this world's to say."""
-        try:
+        with self._noting_failures():
             (self._hear_answer if answer else self._hear_request)(call, message)
-        except Exception as error:
-            self.failures.append(error)
-            raise
 
     def _hear_request(self, call: Call, message: bytes) -> None:
         if call.method == services.SESSION:
@@ -290,19 +288,30 @@ class WorkerWorld(SyncerProcesses):
                 call.channel.process.answers.clear()
             if said.WhichOneof("kind") != "report":
                 self.note(f"{call.channel.process} says {said.WhichOneof('kind')}")
-        elif call in self.uploads:
-            self.uploads[call][1].extend(message)
-            self._read_push(*self.uploads[call])
-        elif call.method == services.UPLOAD and not call.begun:
-            header = sync_pb2.UploadHeader.FromString(message)
-            call.begun = True
-            if not header.HasField("push"):
-                return
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failures.append(error)
+            raise
+
+    def hear_upload(self, call: HeardUpload, header: sync_pb2.UploadHeader) -> bool:
+        """A learner begins an upload; returns whether its answer will be lost."""
+        if not header.HasField("push"):
+            return False
+        with self._noting_failures():
             self.uploads[call] = convert.push_header(header), bytearray()
-            self.note(
-                f"{call.channel.process} pushes {header.push.fragment}/{header.push.sequence} for {header.push.round}"
-            )
-            call.answer_lost = self.chance(self.setup.lost_answers)
+            self.note(f"{call.process} pushes {header.push.fragment}/{header.push.sequence} for {header.push.round}")
+            return self.chance(self.setup.lost_answers)
+
+    def hear_bytes(self, call: HeardUpload, part: memoryview) -> None:
+        """A learner uploads bytes."""
+        if call in self.uploads:
+            with self._noting_failures():
+                self.uploads[call][1].extend(part)
+                self._read_push(*self.uploads[call])
 
     def check_push(self, process: WorkerProcess, plan: PushPlan) -> None:
         """A learner has made a push. A pull has one answer, and none is of work that is known to be merged."""
@@ -336,18 +345,22 @@ class WorkerWorld(SyncerProcesses):
             for told in (*said.welcome.fragments, *([said.announcement] if said.HasField("announcement") else ())):
                 news = convert.from_wire(Announcement, told)
                 call.channel.process.known[news.fragment] = news
-        elif (upload := self.uploads.pop(call, None)) is not None:
-            header, reply = upload[0], sync_pb2.UploadReply.FromString(message)
-            self.note(
-                f"{call.channel.process} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}"
-            )
+
+    def hear_reply(self, call: HeardUpload, reply: sync_pb2.UploadReply) -> None:
+        """A learner hears the answer to an upload."""
+        upload = self.uploads.pop(call, None)
+        if upload is None:
+            return
+        header = upload[0]
+        with self._noting_failures():
+            self.note(f"{call.process} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}")
             taken = reply.accepted or reply.reason == PushRefusal.REPEATED
             if header.round == 0 and taken:
                 self.oracle.acknowledged[header.id] = header, self.oracle.ids_of[header.id]
             elif not taken:
                 self.refused[reply.reason] += 1
                 assert reply.reason in UNLUCKY or self.oracle.losses, (header, reply)
-                call.channel.process.answers.pop((header.fragment, header.round), None)
+                call.process.answers.pop((header.fragment, header.round), None)
 
     # ------------------------------------------------------------ syncers
 
@@ -393,5 +406,5 @@ class WorkerWorld(SyncerProcesses):
         """The syncer's end of all its connections is closed."""
         for process in self.processes:
             for call in list(process.link.calls):
-                if call.channel.life is life:
+                if call.life is life:
                     call.sever(0.0)

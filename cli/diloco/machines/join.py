@@ -47,7 +47,8 @@ from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, job_from_json, job_to_json
 from diloco_protocol.vocabulary import WorkerExit
-from diloco_protocol.wire import bulk, channels, limits, sync_pb2
+from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
@@ -128,13 +129,15 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
     try:
         believed = await verify_syncer(credentials, address, credentials.names())
         reached = await first_answering(address, limits.CONNECT_SECONDS)
-        async with believed.aio_channel(reached, channels.channel_options(bulk=True)) as channel:
-            found, data = await bulk.download(
-                channel, request, limit=MAX_JOB_BYTES, metadata=believed.metadata(), timeout=FETCH_SECONDS
-            )
+        connection = bulk_connection(believed, reached)
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                found, data = await bulk.download(connection, request, limit=MAX_JOB_BYTES)
+        finally:
+            connection.drop()
     except ServerNotTrusted as error:
         raise CommandError(str(error), FAILED) from error
-    except (bulk.TransferError, limits.WireError) as error:
+    except (bulk.TransferError, limits.WireError, TimeoutError) as error:
         if why := unreachable(address):
             raise CommandError(f"cannot read the job from the syncer at {address}: {why}", FAILED) from error
         kind = "credentials" if credentials.secure else "join token (--join-token-file)"

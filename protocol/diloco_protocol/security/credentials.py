@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from diloco_protocol.common.files import read_bounded
 from diloco_protocol.security.identity import NO_NAMES, SERVER_NAME, Names
 
 TOKEN_KEY = "diloco-join-token"
+GRPC_PROTOCOL, BULK_PROTOCOL = "h2", "diloco-bulk"  # as the TLS handshake names them (ALPN)
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 _MAX_FILE = 256 * 1024
 
@@ -136,6 +138,22 @@ class Credentials:
         made = grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
         named = ("grpc.ssl_target_name_override", self.server_name)
         return aio.secure_channel(address, made, options=[*options, named])
+
+    def client_context(self, protocols: list[str]) -> ssl.SSLContext:
+        """What TLS needs at the client's side, for connections of these protocols. Raises ``CredentialsError``."""
+        folder = self.directory or Path()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(protocols)
+        # A pinned certificate is no authority, and trusted all the same.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        try:
+            context.load_verify_locations(cadata=self.authority.decode("ascii"))
+            context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")
+        except (OSError, ValueError) as error:  # SSLError is an OSError, UnicodeDecodeError a ValueError
+            raise CredentialsError(
+                f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM"
+            ) from error
+        return context
 
     def bind(self, server: Any, address: str) -> int:
         """Make a server listen on ``address`` (host:port, port 0: any); returns the port.

@@ -1,14 +1,14 @@
 """Bulk transfers: pushes, broadcasts, version 0 and optimizer state, as raw bytes beside protobuf.
 
-A payload is split into **parts**: contiguous ranges of bytes, each sent by a call of its own, over one of several
-channels (one connection each, because one TCP stream does not fill a wide-area link). A part's header says how long the
-whole is, which range this is, and the xxh3-64 checksum of the range. The receiver knows the exact size before the first
-chunk (from layout and encoding, or from an announcement), allocates it once, and receives into it. Every upload call
-gets a reply: ``partial`` for a part that does not complete the payload, and the verdict for the one that does.
+A payload is split into **parts**: contiguous ranges of bytes, each sent by a call of its own (bulk_calls.py), over one
+of several connections, because one TCP stream does not fill a wide-area link. A part's header says how long the whole
+is, which range this is, and the xxh3-64 checksum of the range. The receiver knows the exact size before the first byte
+(from layout and encoding, or from an announcement), allocates it once, and receives into it. Every upload call gets a
+reply: ``partial`` for a part that does not complete the payload, and the verdict for the one that does.
 
 What has come is kept. ``download`` goes on from a ``PartialDownload`` that a broken one has left, byte by byte.
 ``upload`` leaves out the parts that its ``SentParts`` name. A transfer has no deadline: it lives while bytes of its
-session move (``progress``). Its channels are ``Lanes``: each carries one part at a time, and rests after a break.
+session move (``progress``). Its connections are ``Lanes``: each carries one part at a time, and rests after a break.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-import grpc
 import numpy as np
 import xxhash
-from grpc import aio
 
 from diloco_protocol.common.meter import Meter
 from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import convert, limits, sync_pb2
+from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.bulk_calls import BulkCall, CallFailed
+from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_protocol.wire.limits import WireError, transfer_seconds
 from diloco_protocol.wire.progress import Progress, Stalled, await_progress
-from diloco_protocol.wire.services import DOWNLOAD, UPLOAD
 
-Buffer = bytes | bytearray | memoryview
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Allocate = Callable[[int], Bytes]
 """Makes a writable uint8 array of so many bytes. May raise OSError."""
@@ -86,80 +84,66 @@ def split(total: int, channels: int = 1, most: int | None = None) -> list[tuple[
     return [(start, end - start) for start, end in itertools.pairwise(edges)]
 
 
-def next_chunk(size: int, seconds: float) -> int:
-    """How large the next chunk is, of a sender whose last one had ``size`` bytes and took ``seconds``: about
-    ``CHUNK_SECONDS`` of its link, for a receiver sees no byte of a chunk before all of it has come."""
-    wanted = int(size * limits.CHUNK_SECONDS / max(seconds, 1e-6))
-    return min(max(wanted, limits.LEAST_CHUNK_BYTES), 4 * size, limits.CHUNK_BYTES)
+class Source(Protocol):
+    """Where the bytes of a part come from: a call, at either end."""
+
+    async def read_into(self, view: memoryview, check: Callable[[], None] = lambda: None) -> int: ...
 
 
-def chunks(data: Any) -> Iterator[bytes]:
-    """A part's bytes as messages of at most ``CHUNK_BYTES`` (gRPC wants ``bytes``: one copy each). What the caller does
-    with one before it asks for the next is what the link takes."""
-    view = flat(data)
-    start, size = 0, limits.FIRST_CHUNK_BYTES
-    while start < view.nbytes:
-        begun = time.monotonic()
-        yield bytes(view[start : start + size])
-        start += size
-        size = next_chunk(size, time.monotonic() - begun)
+class Channel(Protocol):
+    """A connection of the client, as ``bulk_calls.BulkConnection``."""
+
+    async def begin(self, **what: Any) -> BulkCall: ...
 
 
 async def receive_into(
-    stream: AsyncIterator[bytes],
+    source: Source,
     target: memoryview,
-    note_chunk: Callable[[int], None] = lambda size: None,
+    check: Callable[[], None] = lambda: None,
+    note: Callable[[int], None] = lambda count: None,
     progress: Progress | None = None,
     digest: xxhash.xxh3_64 | None = None,
 ) -> int:
-    """Receive exactly ``target.nbytes`` of raw chunks into ``target``; returns their checksum, or that of ``digest``,
-    which goes on with them. ``note_chunk`` is told the size of each chunk before it is written, and may raise.
-    ``progress``: of the session.
-
-    Raises ``WireError`` for a chunk too large and for too many or too few bytes, and ``Stalled``.
+    """Receive exactly ``target.nbytes`` into ``target``; returns their checksum, or that of ``digest``, which goes on
+    with them. ``check`` is called before bytes are written, and may raise; ``note`` hears how many were. ``progress``:
+    of the session. Raises ``WireError`` for too few bytes, ``Stalled``, and what ``source`` raises.
     """
     digest = xxhash.xxh3_64() if digest is None else digest
     progress = progress or Progress()
     loop = asyncio.get_running_loop()
     position = 0
-    while True:
+    while position < target.nbytes:
+        view = target[position : position + limits.CHUNK_BYTES]
         try:
-            chunk = await await_progress(anext(stream, None), progress)
+            count = await await_progress(source.read_into(view, check), progress)
         except Stalled as error:
             raise Stalled(f"{error}, {position} of {target.nbytes} received") from error
-        if chunk is None:
-            break
-        if len(chunk) > limits.MAX_CHUNK_BYTES:
-            raise WireError(f"a chunk of {len(chunk)} bytes; at most {limits.MAX_CHUNK_BYTES} are allowed")
-        if position + len(chunk) > target.nbytes:
-            raise WireError(f"more than the {target.nbytes} bytes that the header announced")
-        note_chunk(len(chunk))
-        target[position : position + len(chunk)] = chunk
-        digest.update(chunk)
-        position += len(chunk)
-        progress.record_bytes(len(chunk), loop.time())
-    if position != target.nbytes:
-        raise WireError(f"{position} bytes came, {target.nbytes} were announced")
+        if not count:
+            raise WireError(f"{position} bytes came, {target.nbytes} were announced")
+        digest.update(view[:count])
+        position += count
+        progress.record_bytes(count, loop.time())
+        note(count)
     return digest.intdigest()
 
 
 class Lanes:
-    """Channels that carry one part at a time each, whichever transfers they belong to; the first to ask is the first
-    served. A channel on which a part broke rests while the others carry on."""
+    """Connections that carry one part at a time each, whichever transfers they belong to; the first to ask is the first
+    served. A connection on which a part broke rests while the others carry on."""
 
-    def __init__(self, channels: aio.Channel | Sequence[aio.Channel]) -> None:
+    def __init__(self, channels: Channel | Sequence[Channel]) -> None:
         self._channels = [*channels] if isinstance(channels, Sequence) else [channels]
         self._breaks = [0] * len(self._channels)  # in succession
-        self._free: asyncio.Queue[int] = asyncio.Queue()
-        for index in range(len(self._channels)):
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()  # what was used last is there, and warm
+        for index in reversed(range(len(self._channels))):
             self._free.put_nowait(index)
 
     def __len__(self) -> int:
         return len(self._channels)
 
     @contextlib.asynccontextmanager
-    async def borrow_channel(self) -> AsyncIterator[aio.Channel]:
-        """Wait for a channel, and have it to oneself."""
+    async def borrow_channel(self) -> AsyncIterator[Channel]:
+        """Wait for a connection, and have it to oneself."""
         index = await self._free.get()
         rest = 0.0
         try:
@@ -177,32 +161,18 @@ class Lanes:
                 self._free.put_nowait(index)
 
 
-Channels = Lanes | aio.Channel | Sequence[aio.Channel]
+Channels = Lanes | Channel | Sequence[Channel]
 
 
 def _lanes(channels: Channels) -> Lanes:
     lanes = channels if isinstance(channels, Lanes) else Lanes(channels)
     if not len(lanes):
-        raise ValueError("at least one channel is needed")
+        raise ValueError("at least one connection is needed")
     return lanes
 
 
-def _failed(error: aio.AioRpcError, what: str) -> TransferError:
-    code = error.code()
-    final = code in (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.UNIMPLEMENTED,
-    ) or "CERTIFICATE_VERIFY_FAILED" in (error.details() or "")  # the same certificate next time
-    return TransferError(f"{what}: {code.name.lower().replace('_', ' ')}: {error.details()}", retry=not final)
-
-
-async def _ended(call: Any, error: Exception, what: str) -> TransferError:
-    """The error of a call that ended while we were writing to it."""
-    if isinstance(error, aio.AioRpcError):
-        return _failed(error, what)
-    return TransferError(f"{what}: the call ended early: {await call.details()}", retry=True)
+def _failed(error: CallFailed | StreamBroken, what: str) -> TransferError:
+    return TransferError(f"{what}: {error}", retry=not (isinstance(error, CallFailed) and error.final))
 
 
 @dataclass(slots=True)
@@ -257,7 +227,7 @@ class PartialDownload:
             part.checksum = header.checksum
 
 
-async def _run_parts(lanes: Lanes, parts: list[Part], one: Callable[[aio.Channel, Part], Any]) -> None:
+async def _run_parts(lanes: Lanes, parts: list[Part], one: Callable[[Channel, Part], Any]) -> None:
     """Run ``one(channel, part)`` for every part that is not done; the first failure cancels the rest."""
     waiting = [part for part in reversed(parts) if not part.done]
 
@@ -281,20 +251,17 @@ async def upload(
     header: sync_pb2.UploadHeader,
     payload: Any,
     *,
-    metadata: Sequence[tuple[str, str]] = (),
-    timeout: float | None = None,
     meter: Meter | None = None,
     note_chunk: Callable[[], None] = lambda: None,
     progress: Progress | None = None,
     sent: SentParts | None = None,
 ) -> sync_pb2.UploadReply:
-    """Send ``payload`` (any contiguous buffer) in parts over the channels; returns the verdict.
+    """Send ``payload`` (any contiguous buffer) in parts over the connections; returns the verdict.
 
-    ``header``'s format, total_bytes, offset, bytes and checksum are filled in here. ``timeout`` (seconds, of each part;
-    None: none) bounds the wait. ``meter`` hears of each part that was taken, until its answer. ``note_chunk``
-    is called after each chunk that was sent. ``progress``: of the session. ``sent`` names the parts that earlier tries
-    of the same payload have sent, and is kept up to date. Raises ``TransferError`` if a part did not come through. A
-    refusal is a reply, not an error.
+    ``header``'s format, total_bytes, offset, bytes and checksum are filled in here. ``meter`` hears of each part that
+    was taken, until its answer. ``note_chunk`` is called after each chunk that was sent. ``progress``: of the session.
+    ``sent`` names the parts that earlier tries of the same payload have sent, and is kept up to date. Raises
+    ``TransferError`` if a part did not come through. A refusal is a reply, not an error.
     """
     view = flat(payload)
     lanes = _lanes(channels)
@@ -306,7 +273,7 @@ async def upload(
     class Refused(Exception):
         pass
 
-    async def one(channel: aio.Channel, part: Part) -> None:
+    async def one(channel: Channel, part: Part) -> None:
         nonlocal verdict
         if verdict is not None:  # the receiver has the payload already
             return
@@ -318,8 +285,6 @@ async def upload(
             channel,
             head,
             view[part.offset : part.offset + part.size],
-            metadata=metadata,
-            timeout=timeout,
             meter=meter,
             note_chunk=note_chunk,
             progress=progress,
@@ -339,56 +304,60 @@ async def upload(
 
 
 async def _upload_part(
-    channel: aio.Channel,
+    channel: Channel,
     head: sync_pb2.UploadHeader,
     part: memoryview,
     *,
-    metadata: Sequence[tuple[str, str]],
-    timeout: float | None,
     meter: Meter,
     note_chunk: Callable[[], None],
     progress: Progress,
 ) -> sync_pb2.UploadReply:
     """Send one part; its reply."""
     head.checksum = checksum(part)
-    first = head.SerializeToString()
-    if len(first) > limits.MAX_HEADER_BYTES:
-        raise WireError(f"the upload's header has {len(first)} bytes; at most {limits.MAX_HEADER_BYTES} are allowed")
+    if (size := head.ByteSize()) > limits.MAX_HEADER_BYTES:
+        raise WireError(f"the upload's header has {size} bytes; at most {limits.MAX_HEADER_BYTES} are allowed")
     loop = asyncio.get_running_loop()
-    method: Any = channel.stream_stream(UPLOAD, request_serializer=None, response_deserializer=None)
-    call = method(metadata=tuple(metadata), timeout=timeout)
-    reading = asyncio.ensure_future(call.read())  # a refusal may come before we have sent everything
-    # Its error is the answer's where that is awaited; of a part that is given up nobody asks for it.
-    reading.add_done_callback(lambda done: done.cancelled() or done.exception())
     taken: int | None = None
     meter.begin(time.monotonic())
     try:
-        # A refusal ends the call while we still send: then a write fails, and the answer that says why
-        # has come all the same.
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
-            await await_progress(call.write(first), progress)
-            for chunk in chunks(part):
-                if reading.done():
-                    break
-                await await_progress(call.write(chunk), progress)
-                progress.record_bytes(len(chunk), loop.time())
-                note_chunk()
-            else:
-                await call.done_writing()
-        answer = await await_progress(asyncio.shield(reading), progress, transfer_seconds(part.nbytes))
-        if not isinstance(answer, bytes):
-            raise TransferError("upload: the call ended without a reply", retry=True)
-        reply = convert.parse(sync_pb2.UploadReply, answer, limits.MAX_HEADER_BYTES)
-        taken = part.nbytes if reply.accepted else None
-        return reply
-    except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-        raise await _ended(call, error, "upload") from error
-    except Stalled as error:
-        raise TransferError(f"upload: {error}", retry=True) from error
+        async with _call(channel, progress, "upload", upload=head) as call:
+            reading = asyncio.ensure_future(call.read_reply())  # a refusal may come before we have sent everything
+            try:
+                # A refusal may end the connection while we still send, and has come all the same.
+                with contextlib.suppress(StreamBroken):
+                    for start in range(0, part.nbytes, limits.CHUNK_BYTES):
+                        if reading.done():
+                            break
+                        chunk = part[start : start + limits.CHUNK_BYTES]
+                        note = lambda count: progress.record_bytes(count, loop.time())  # noqa: E731
+                        await await_progress(call.write(chunk, note), progress)
+                        note_chunk()
+                reply = await await_progress(asyncio.shield(reading), progress, transfer_seconds(part.nbytes))
+                await call.give_up_upload()
+            finally:
+                await cancel_tasks([reading])
+            if not reply.HasField("upload"):
+                raise WireError("an upload was answered as a download")
+            taken = part.nbytes if reply.upload.accepted else None
+            return reply.upload
     finally:
         meter.end(time.monotonic(), taken)
-        reading.cancel()
-        call.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _call(channel: Channel, progress: Progress, name: str, **what: Any) -> AsyncIterator[BulkCall]:
+    """A call, whose failures are TransferErrors."""
+    call = None
+    try:
+        call = await await_progress(channel.begin(**what), progress)
+        yield call
+    except (CallFailed, StreamBroken) as error:
+        raise _failed(error, name) from error
+    except Stalled as error:
+        raise TransferError(f"{name}: {error}", retry=True) from error
+    finally:
+        if call is not None:
+            call.end()
 
 
 async def download(
@@ -398,20 +367,18 @@ async def download(
     size: int | None = None,
     limit: int = limits.MAX_FRAGMENT_BYTES,
     allocate: Allocate = allocate,
-    metadata: Sequence[tuple[str, str]] = (),
-    timeout: float | None = None,
     meter: Meter | None = None,
     progress: Progress | None = None,
     kept: PartialDownload | None = None,
 ) -> tuple[sync_pb2.DownloadHeader, Bytes]:
-    """Fetch what ``request`` names in parts over the channels, checksums verified.
+    """Fetch what ``request`` names in parts over the connections, checksums verified.
 
     ``size``: the exact size in bytes where it is known (an announcement said it); another size is a ``WireError``. Else
-    the first reply says it, up to ``limit``. ``allocate`` makes the array to receive into. ``timeout``: seconds of each
-    part; None: any time. ``meter`` hears of each part, from its header to its last byte. ``progress``: of the session.
-    ``kept``: what an earlier try of the same request has left; this one goes on from there. Returns the first part's
-    header and uint8[total]; the array is empty when ``header.found`` is false. Raises ``TransferError`` if a part did
-    not come through, ``WireError`` if it is wrong.
+    the first reply says it, up to ``limit``. ``allocate`` makes the array to receive into. ``meter`` hears of each
+    part, from its header to its last byte. ``progress``: of the session. ``kept``: what an earlier try of the same
+    request has left; this one goes on from there. Returns the first part's header and uint8[total]; the array is empty
+    when ``header.found`` is false. Raises ``TransferError`` if a part did not come through, ``WireError`` if it is
+    wrong.
     """
     if size is not None and size > limit:
         raise WireError(f"{size} bytes were announced; at most {limit} are allowed here")
@@ -423,7 +390,7 @@ async def download(
         kept.data = allocate(total)
         kept.parts += [Part(*at) for at in parts]
 
-    async def one(channel: aio.Channel, part: Part) -> None:
+    async def one(channel: Channel, part: Part) -> None:
         if part.received == 0 or part.received < part.size:
             await ask(channel, part)
         if part.digest.intdigest() != part.checksum:
@@ -431,19 +398,16 @@ async def download(
             raise ChecksumError("the checksum of a downloaded part is wrong")
         part.done = True
 
-    async def ask(channel: aio.Channel, part: Part) -> None:
+    async def ask(channel: Channel, part: Part) -> None:
         asked = sync_pb2.DownloadRequest()
         asked.CopyFrom(request)
         asked.format, asked.offset, asked.bytes = limits.FORMAT, part.offset + part.received, part.size - part.received
-        method: Any = channel.unary_stream(DOWNLOAD, request_serializer=None, response_deserializer=None)
         progress.begin(asyncio.get_running_loop().time())
-        call = method(asked.SerializeToString(), metadata=tuple(metadata), timeout=timeout)
-        try:
-            stream = call.__aiter__()
-            raw = await await_progress(anext(stream, None), progress)
-            if raw is None:
-                raise TransferError("download: the stream ended before its header", retry=True)
-            header = convert.parse(sync_pb2.DownloadHeader, raw, limits.MAX_HEADER_BYTES)
+        async with _call(channel, progress, "download", download=asked) as call:
+            reply = await await_progress(call.read_reply(), progress)
+            if not reply.HasField("download"):
+                raise WireError("a download was answered as an upload")
+            header = reply.download
             if not header.found:
                 raise _NotFound(header)
             if size is None and kept.header is None:
@@ -453,13 +417,7 @@ async def download(
                 left = total - part.size
                 begin(total, [(part.size + at, count) for at, count in split(left, len(lanes))] if left else [])
             kept.check_header(header, part, asked.bytes, kept.data.nbytes)
-            await _receive_part(stream, part, kept, meter, progress=progress)
-        except aio.AioRpcError as error:
-            raise _failed(error, "download") from error
-        except Stalled as error:
-            raise TransferError(f"download: {error}", retry=True) from error
-        finally:
-            call.cancel()
+            await _receive_part(call, part, kept, meter, progress=progress)
 
     try:
         if size is not None and not kept.parts:
@@ -482,9 +440,7 @@ class _NotFound(Exception):
         self.header = header
 
 
-async def _receive_part(
-    stream: AsyncIterator[bytes], part: Part, kept: PartialDownload, meter: Meter, *, progress: Progress
-) -> None:
+async def _receive_part(call: BulkCall, part: Part, kept: PartialDownload, meter: Meter, *, progress: Progress) -> None:
     """Receive what is left of a part."""
     start, rest = part.offset + part.received, part.size - part.received
 
@@ -495,14 +451,14 @@ async def _receive_part(
     meter.begin(time.monotonic())
     try:
         target = flat(kept.data)[start : start + rest]
-        await receive_into(stream, target, count_received, progress=progress, digest=part.digest)
+        await receive_into(call, target, note=count_received, progress=progress, digest=part.digest)
         taken = rest
     finally:
         meter.end(time.monotonic(), taken)
 
 
-async def send_part(data: Any, offset: int, count: int, **fields: Any) -> AsyncIterator[bytes]:
-    """The server's side of ``download``: header and chunks of ``data[offset:offset+count]``.
+def cut_part(data: Any, offset: int, count: int, **fields: Any) -> tuple[sync_pb2.DownloadHeader, memoryview]:
+    """The server's side of ``download``: header and bytes of ``data[offset:offset+count]``.
 
     ``count`` 0: to the end; more than ``MAX_PART_BYTES`` is never sent in one part.
     Raises ``WireError`` if the range lies outside. ``fields`` go into the header.
@@ -517,11 +473,4 @@ async def send_part(data: Any, offset: int, count: int, **fields: Any) -> AsyncI
     header = sync_pb2.DownloadHeader(
         found=True, total_bytes=view.nbytes, bytes=count, checksum=checksum(part), **fields
     )
-    yield header.SerializeToString()
-    for chunk in chunks(part):
-        yield chunk
-
-
-async def not_found(reason: str) -> AsyncIterator[bytes]:
-    """The server's side of ``download`` when there is no such thing."""
-    yield sync_pb2.DownloadHeader(found=False, reason=reason).SerializeToString()
+    return header, part

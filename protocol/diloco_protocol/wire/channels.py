@@ -15,13 +15,9 @@ from diloco_protocol.wire import limits
 Option = tuple[str, Any]
 
 
-def channel_options(bulk: bool = False) -> list[Option]:
-    """Options of a client's channel; ``bulk`` for channels that carry Bulk calls.
-
-    Each channel has a connection of its own (no shared subchannels).
-    """
-    largest = limits.MAX_CHUNK_BYTES if bulk else limits.MAX_CONTROL_BYTES
-    return [*_common(largest), *_connecting()]
+def channel_options() -> list[Option]:
+    """Options of a learner's channel. Each has a connection of its own (no shared subchannels)."""
+    return [*_common(limits.MAX_CONTROL_BYTES), *_connecting()]
 
 
 def control_options(reply_bytes: int = limits.MAX_REPLY_BYTES) -> list[Option]:
@@ -30,12 +26,12 @@ def control_options(reply_bytes: int = limits.MAX_REPLY_BYTES) -> list[Option]:
     return [*_common(reply_bytes), *_connecting(), ("grpc.client_idle_timeout_ms", 15_000)]
 
 
-def server_options(reply_bytes: int = limits.MAX_CHUNK_BYTES, connections: int | None = None) -> list[Option]:
+def server_options(reply_bytes: int = limits.MAX_CONTROL_BYTES, connections: int | None = None) -> list[Option]:
     """Options of the syncer's servers; ``reply_bytes``: the largest message down; ``connections``: the
     most at once, None: any number. A port in use is an error (no SO_REUSEPORT)."""
     return [
         *([("grpc.max_allowed_incoming_connections", connections)] if connections is not None else []),
-        *_common(limits.MAX_CHUNK_BYTES, reply_bytes),
+        *_common(2 * limits.MAX_CONTROL_BYTES, reply_bytes),  # what is too large is refused with a reason
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", int(limits.JOIN_SECONDS * 1000)),  # until HTTP/2 has begun
         ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_SECONDS * 1000 // 3),
@@ -50,7 +46,6 @@ def control_server_options(connections: int) -> list[Option]:
     small: list[Option] = [
         ("grpc.max_receive_message_length", limits.MAX_HEADER_BYTES),
         ("grpc.max_concurrent_streams", 8),
-        ("grpc.http2.max_frame_size", 16 << 10),
         ("grpc.http2.lookahead_bytes", limits.MAX_HEADER_BYTES),
         ("grpc.http2.bdp_probe", 0),  # a window that does not grow
     ]
@@ -69,12 +64,11 @@ def _connecting() -> list[Option]:
     ]
 
 
-def _common(largest: int, sent: int = limits.MAX_CHUNK_BYTES) -> list[Option]:
+def _common(largest: int, sent: int = limits.MAX_CONTROL_BYTES) -> list[Option]:
     return [
         ("grpc.max_send_message_length", sent),
         ("grpc.max_receive_message_length", largest),
         ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.http2.max_frame_size", 1 << 20),  # the default of 16 KiB halves the throughput
         ("grpc.keepalive_time_ms", limits.KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", limits.KEEPALIVE_ANSWER_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -444,6 +444,34 @@ class BaseRequest(_message.Message):
     version: int
     def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
+class BulkRequest(_message.Message):
+    __slots__ = ("token", "upload", "download")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    upload: UploadHeader
+    download: DownloadRequest
+    def __init__(self, token: _Optional[str] = ..., upload: _Optional[_Union[UploadHeader, _Mapping]] = ..., download: _Optional[_Union[DownloadRequest, _Mapping]] = ...) -> None: ...
+
+class BulkReply(_message.Message):
+    __slots__ = ("upload", "download", "failure")
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    upload: UploadReply
+    download: DownloadHeader
+    failure: BulkFailure
+    def __init__(self, upload: _Optional[_Union[UploadReply, _Mapping]] = ..., download: _Optional[_Union[DownloadHeader, _Mapping]] = ..., failure: _Optional[_Union[BulkFailure, _Mapping]] = ...) -> None: ...
+
+class BulkFailure(_message.Message):
+    __slots__ = ("message", "final")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    final: bool
+    def __init__(self, message: _Optional[str] = ..., final: _Optional[bool] = ...) -> None: ...
+
 class UploadHeader(_message.Message):
     __slots__ = ("format", "job", "slot", "incarnation", "process", "push", "initial", "peer_state", "base", "total_bytes", "offset", "bytes", "checksum")
     FORMAT_FIELD_NUMBER: _ClassVar[int]

@@ -19,7 +19,7 @@ import contextlib
 import ssl
 
 from diloco_protocol.common.reach import connect_first, unreachable_text
-from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.security.credentials import GRPC_PROTOCOL, Credentials, CredentialsError
 from diloco_protocol.security.identity import IdentityError, Names, check_syncer, names_in
 from diloco_protocol.vocabulary import TrustFailure
 from diloco_protocol.wire.limits import CONNECT_SECONDS
@@ -45,7 +45,10 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
     """
     if not credentials.secure or not mine or credentials.directory is None:
         return credentials
-    context = _context(credentials)
+    try:
+        context = credentials.client_context([GRPC_PROTOCOL])
+    except CredentialsError as error:
+        raise ServerNotTrusted(str(error), TrustFailure.CREDENTIALS_UNUSABLE) from error
     made = None
     try:
         made = await connect_first(address, CONNECT_SECONDS)
@@ -89,22 +92,6 @@ async def verify_syncer(credentials: Credentials, address: str, mine: Names) -> 
         with contextlib.suppress(OSError):
             await writer.wait_closed()
     return credentials.pinned(ssl.DER_cert_to_PEM_cert(server).encode())
-
-
-def _context(credentials: Credentials) -> ssl.SSLContext:
-    folder = credentials.directory
-    assert folder is not None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_alpn_protocols(["h2"])
-    try:
-        context.load_verify_locations(cadata=credentials.authority.decode("ascii"))
-        context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")
-    except (OSError, ValueError) as error:  # SSLError is an OSError, UnicodeDecodeError a ValueError
-        raise ServerNotTrusted(
-            f"{folder}: ca.crt, tls.crt and tls.key are not an authority, a certificate and its key in PEM",
-            TrustFailure.CREDENTIALS_UNUSABLE,
-        ) from error
-    return context
 
 
 def _judged(writer: asyncio.StreamWriter, mine: Names) -> bytes:

@@ -37,11 +37,11 @@ from diloco_protocol.merging import choose_merge, is_isotropic, merge_text
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload, Receipt
-from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics import isotropic, merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, responders_of, theta_digest
+from diloco_syncer.version_tags import Announced, VersionTags, content_digest
 
 OLD_VERSIONS = 2  # the mean age from which on a last merge is the mean alone
 MAX_SUPERSEDED = 4  # versions of one fragment kept for slow readers, beside the newest two

@@ -35,7 +35,6 @@ from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.bulk import allocate as allocate_memory
 from diloco_protocol.wire.bulk import checksum_text
 from diloco_protocol.wire.limits import WireError
-from diloco_protocol.wire.version_tags import content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
@@ -47,6 +46,7 @@ from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.records import Array, Floats, MergeRecord
 from diloco_syncer.store.spool import Spool
+from diloco_syncer.version_tags import content_digest
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,9 @@ class InitialModelUpload:
         self._staged = {}
         self._receipts: dict[int, bytes] = {}
 
-    async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+    async def receive(
+        self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload
+    ) -> sync_pb2.UploadReply | None:
         """Receive a part of one of version 0's payloads; a refusal ends the attempt of the learner that was asked."""
         part, fragment = header.initial.part, header.initial.fragment
         self._under_way += 1

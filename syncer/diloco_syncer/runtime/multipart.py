@@ -13,7 +13,7 @@ a connection that is dead. One that overlaps others starts the upload over.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
 from diloco_protocol.wire import bulk, limits, sync_pb2
@@ -31,10 +31,9 @@ ReadPayload = Callable[[Hashable, Callable[[], Array]], Awaitable[Array | None]]
 Returns the whole payload (uint8), or None while parts are missing."""
 
 
-def upload_reply(accepted: bool, reason: str = "", message: str = "") -> bytes:
-    """An upload's answer, serialised."""
-    reply = sync_pb2.UploadReply(accepted=accepted, reason=reason, message=message[: limits.MAX_TEXT])
-    return reply.SerializeToString()
+def upload_reply(accepted: bool, reason: str = "", message: str = "") -> sync_pb2.UploadReply:
+    """An upload's answer."""
+    return sync_pb2.UploadReply(accepted=accepted, reason=reason, message=message[: limits.MAX_TEXT])
 
 
 class UploadRefused(Exception):
@@ -100,7 +99,7 @@ class MultipartUploads:
         self,
         key: Hashable,
         header: sync_pb2.UploadHeader,
-        stream: AsyncIterator[bytes],
+        source: bulk.Source,
         allocate: Callable[[], Array],
         progress: Progress | None = None,
     ) -> Array | None:
@@ -129,12 +128,10 @@ class MultipartUploads:
             if self._open.get(key) is not upload or upload.claimed.get(place) is not claim:
                 raise WireError("this part was sent again, or its payload was started over")
 
-        def note_chunk(count: int) -> None:
-            check_claim()  # before a byte is written: the array may be another payload's by now
-            self._touch(upload, count)
-
         try:
-            digest = await bulk.receive_into(stream, view, note_chunk, progress=progress)
+            # Before bytes are written: the array may be another payload's by then.
+            note: Callable[[int], None] = lambda count: self._touch(upload, count)  # noqa: E731
+            digest = await bulk.receive_into(source, view, check_claim, note, progress=progress)
             if digest != header.checksum:
                 raise bulk.ChecksumError("the part's checksum is wrong")
             check_claim()

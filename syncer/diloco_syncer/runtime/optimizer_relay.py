@@ -69,7 +69,9 @@ class OptimizerRelay:
         while len(self._expected) > 64:
             self._expected.popitem(last=False)
 
-    async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+    async def receive(
+        self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload
+    ) -> sync_pb2.UploadReply | None:
         """Receive a part of a state that was asked for."""
         transfer, size = header.peer_state.transfer, header.total_bytes
         expected = self._expected.get(transfer)

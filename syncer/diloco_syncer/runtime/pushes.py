@@ -1,14 +1,13 @@
-"""Pushes and offers whose bytes are here: decoded, and waiting for their verdict or their merge.
+"""Pushes and offers whose bytes are here, and wait for their verdict or their merge.
 
-A push is decoded when it arrives, and the norm of each of its pieces is computed. So the core can judge
-its norm, and a merge starts from float32 vectors and has its first pass behind it.
+The norm of each piece of a push is computed when it arrives. So the core can judge its norm, and a merge has its first
+pass behind it. A push stays as it came. Norms and merge decode of it what they are adding, which stays in the cache:
+to write the values to memory, and to read them twice, costs more than to decode them once more.
 
-An accepted offer is spooled: its encoded bytes are made durable before it is acknowledged. They are
-removed when the merge that took the offer is durable, or when a newer offer that contains its steps is.
-An offer may wait for a merge for long, and at the job's end those of all learners wait. So its decoded
-values are dropped once their norms are known, and its bytes once they are durable: a merge maps the
-spooled file, and decodes of it what it is adding. Of a push that came too late for its round the bytes
-stay, and a merge decodes them too.
+An accepted offer is spooled: its bytes are made durable before it is acknowledged. They are removed when the merge that
+took the offer is durable, or when a newer offer that contains its steps is. An offer may wait for a merge for long, and
+at the job's end those of all learners wait. So its bytes are dropped once they are durable, and a merge maps the
+spooled file.
 """
 
 from __future__ import annotations
@@ -38,25 +37,24 @@ from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.store.checkpoint import SpooledOffer
-from diloco_syncer.store.records import Array, Floats
+from diloco_syncer.store.records import Array
 
 PUSH = "push"  # in an upload's key
 
 
 @dataclass(slots=True)
 class Payload:
-    """One push's values. ``squares``: of each piece (merge.piece_squares). ``delta`` is None where it waits for a round
-    that is not open yet; ``encoded`` is there then, but that of an offer only until it is durable.
+    """One push. ``squares``: of each piece (merge.piece_squares). ``encoded``: its bytes; an offer's only until they
+    are durable.
 
     ``verdict``: the reply to the sender. ``spooled``: of an offer, done when it is refused or durable.
     """
 
     header: PushHeader
-    delta: Floats | None
     squares: Float64s
     norm: float
     encoded: Array | None
-    verdict: asyncio.Future[bytes] | None
+    verdict: asyncio.Future[sync_pb2.UploadReply] | None
     spooled: asyncio.Future[None] | None = None
 
 
@@ -87,7 +85,9 @@ class ReceivedPushes:
             self._tell_at = now + 1.0
             self.emit(ev.PushAdvanced())
 
-    async def receive(self, upload: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+    async def receive(
+        self, upload: sync_pb2.UploadHeader, connection: int, read: ReadPayload
+    ) -> sync_pb2.UploadReply | None:
         """Receive a part of a push or offer; the core judges it by its header, and again when all of it is here."""
         push = convert.push_header(upload)
         if self.core.is_recovering:
@@ -106,38 +106,36 @@ class ReceivedPushes:
         whole = await read((PUSH, push.id, upload.process), lambda: self.buffers.allocate(size))
         return None if whole is None else await self._judge_push(push, whole)
 
-    async def _judge_push(self, header: PushHeader, encoded: Array) -> bytes:
-        """Decode a push, whose bytes are all here, and ask the core; returns the reply."""
+    async def _judge_push(self, header: PushHeader, encoded: Array) -> sync_pb2.UploadReply:
+        """Measure a push, whose bytes are all here, and ask the core; returns the reply."""
         loop = asyncio.get_running_loop()
-        delta, squares, growth = await loop.run_in_executor(self.decode_thread, self._decode, header, encoded)
+        squares, growth = await loop.run_in_executor(self.decode_thread, self._measure, header, encoded)
         if self.core.is_recovering:  # since its bytes began to come: a version with a part of its steps may be found
             raise TooManyUploads
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
-        verdict: asyncio.Future[bytes] = loop.create_future()
-        payload = self._held[handle] = Payload(header, delta, squares, norm, encoded=encoded, verdict=verdict)
+        verdict: asyncio.Future[sync_pb2.UploadReply] = loop.create_future()
+        payload = self._held[handle] = Payload(header, squares, norm, encoded, verdict=verdict)
         if not header.round:
             # Before the core accepts it: from then on a retry is "repeated", and may be told so only
             # when the bytes are durable, however long the verdict waits behind other actions.
-            payload.delta, payload.spooled = None, loop.create_future()
+            payload.spooled = loop.create_future()
             self._unspooled[handle] = payload
-        del delta, encoded
+        del encoded
         self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle, growth=growth))
         return await verdict
 
-    def _decode(self, header: PushHeader, encoded: Array) -> tuple[Floats, Float64s, float]:
-        """Values float32[elements], which may share ``encoded``'s memory, ``piece_squares`` of them, and how large they
-        are beside Θ."""
+    def _measure(self, header: PushHeader, encoded: Array) -> tuple[Float64s, float]:
+        """``piece_squares`` of a push, and how large it is beside Θ."""
         layout = self.model.layout
         assert layout is not None
-        elements = layout.elements(header.fragment)
-        if header.encoding == "float32" and encoded.size == 4 * elements:
-            values: Floats = encoded.view(np.float32)
-        else:
-            out = self.buffers.allocate(4 * elements).view(np.float32)
-            values = codec.decode(encoded, header.encoding, elements, out)
-        squares = piece_squares(layout.fragments[header.fragment], values)
-        return values, squares, self.model.growth(header.fragment, squares)
+        squares = piece_squares(layout.fragments[header.fragment], self._values(header, encoded))
+        return squares, self.model.growth(header.fragment, squares)
+
+    def _values(self, header: PushHeader, encoded: Array) -> Delta:
+        assert self.model.layout is not None
+        delta = EncodedDelta(encoded, header.encoding, self.model.layout.elements(header.fragment))
+        return encoded.view(np.float32) if header.encoding == "float32" else delta
 
     def restore_offer(self, offer: SpooledOffer) -> int:
         """Take back a spooled offer, at start; returns its handle. Raises ``codec.CodecError`` if it does not fit its
@@ -149,7 +147,7 @@ class ReceivedPushes:
         if offer.encoded_bytes != size or offer.squares.shape != (len(layout.fragments[header.fragment]),):
             raise codec.CodecError(f"{offer.encoded_bytes} bytes as {header.encoding}: its fragment has {size}")
         handle = next(self._numbers)
-        self._held[handle] = Payload(header, None, offer.squares, offer.norm, encoded=None, verdict=None)
+        self._held[handle] = Payload(header, offer.squares, offer.norm, None, verdict=None)
         return handle
 
     def gradients(self, handles: Iterable[int]) -> tuple[list[Delta], list[Float64s]]:
@@ -163,13 +161,10 @@ class ReceivedPushes:
         return self._held[handle].norm
 
     def _gradient(self, payload: Payload) -> Delta:
-        delta, encoded, header = payload.delta, payload.encoded, payload.header
-        if delta is not None:
-            return delta
-        if encoded is None:  # it is durable
-            encoded = self.durability.checkpoints.read_offer(header)
-        assert self.model.layout is not None
-        return EncodedDelta(encoded, header.encoding, self.model.layout.elements(header.fragment))
+        encoded = payload.encoded
+        if encoded is None:  # an offer's, which is durable
+            encoded = self.durability.checkpoints.read_offer(payload.header)
+        return self._values(payload.header, encoded)
 
     # ------------------------------------------------------------- the core's actions
 
@@ -189,10 +184,6 @@ class ReceivedPushes:
         elif verdict.offer and payload.encoded is not None:
             self.run_task(self._spool(verdict.handle, payload, payload.encoded))
         else:
-            if verdict.waits:
-                payload.delta = None  # it takes less memory as it came
-            else:
-                payload.encoded = None
             self._mark_spooled(verdict.handle)
             self._send_reply(payload, upload_reply(True))
 
@@ -212,13 +203,13 @@ class ReceivedPushes:
         if payload is not None and not payload.header.round:
             self.run_task(self._unspool(payload))
 
-    def _send_reply(self, payload: Payload, answer: bytes) -> None:
+    def _send_reply(self, payload: Payload, answer: sync_pb2.UploadReply) -> None:
         if payload.verdict is not None and not payload.verdict.done():
             payload.verdict.set_result(answer)
 
     # ------------------------------------------------------------- offers
 
-    async def _reply_when_spooled(self, payload: Payload, refusal: bytes) -> None:
+    async def _reply_when_spooled(self, payload: Payload, refusal: sync_pb2.UploadReply) -> None:
         await self.wait_offer_spooled(payload.header)
         self._send_reply(payload, refusal)
 

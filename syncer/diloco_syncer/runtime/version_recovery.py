@@ -23,13 +23,13 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.limits import WireError
-from diloco_protocol.wire.version_tags import Announced, content_digest
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, UploadRefused, upload_reply
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, theta_digest
+from diloco_syncer.version_tags import Announced, content_digest
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class VersionUploads:
                     self._tell_at[fragment] = now + 1.0
                     self.emit(ev.LostVersionAdvanced(connection, fragment))
 
-    async def receive(self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload) -> bytes | None:
+    async def receive(
+        self, header: sync_pb2.UploadHeader, connection: int, read: ReadPayload
+    ) -> sync_pb2.UploadReply | None:
         """Receive a part of a version; the whole becomes the fragment's newest record."""
         base, size = header.base, header.total_bytes
         announced = self._check(connection, base, size)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
-import grpc
 import numpy as np
 
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
-from diloco_protocol.wire import convert, limits, services, sync_pb2
+from diloco_protocol.wire import convert, limits, sync_pb2
+from diloco_protocol.wire.bulk_calls import CallFailed
+from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.progress import Progress, Stalled, await_progress
 from diloco_protocol.wire.records import Held
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
@@ -27,7 +30,16 @@ from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.server.download_queue import DownloadQueue, TooManyDownloads
 from diloco_syncer.server.sessions import CallerRefused, Sessions
 from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.records import Array
+
+
+class Sink(Protocol):
+    """Where a download goes: a ``ServedCall``."""
+
+    async def reply(self, reply: sync_pb2.BulkReply) -> None: ...
+    async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None: ...
+
 
 FRAGMENTS = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
 
@@ -47,7 +59,7 @@ def job_for_learners(job: DiLoCoJob) -> bytes:
 
 @dataclass
 class Downloads:
-    """The download call of the Bulk service."""
+    """The downloads of all bulk connections."""
 
     job: DiLoCoJob
     core: Core
@@ -60,55 +72,57 @@ class Downloads:
     emit: Callable[[ev.Event], None]
     queue: DownloadQueue = field(default_factory=DownloadQueue)
 
-    async def serve(self, raw: bytes, context: Any) -> None:
-        """Send one part of what is requested, or the word why it cannot be had."""
-        peer = await self.authorizer.authorize(context)
+    async def serve(self, request: sync_pb2.DownloadRequest, sink: Sink, peer: Peer, called: str = "") -> None:
+        """Send one part of what is requested, or the word why it cannot be had. ``called``: the listener's name for the
+        connection. Raises CallFailed before a byte was sent, and StreamBroken."""
         try:
-            request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(request.format)
             # Who has not joined may ask for the job, to learn what to join. It is small, and nobody knows who they are.
             if request.what == sync_pb2.DownloadRequest.JOB:
-                await services.write_download(self._send(request, self.authorizer.find_place(context)), context)
+                await self._send(request, sink, Progress(), self.authorizer.find_place(called))
                 return
-            caller = self.sessions.find_caller(request.process, peer, context)
+            caller = self.sessions.find_caller(request.process, peer, called)
             # Looked up now: a learner that takes the last version may leave before the whole of it was sent.
             place, slot = self.sessions.find_place_and_slot(caller)
             async with self.queue.await_turn(request.process):
-                await services.write_download(self._send(request, place, slot), context, caller.sent)
+                await self._send(request, sink, caller.sent, place, slot=slot)
         except CallerRefused as error:
             # Who has no session any more joins again, and then asks again.
-            joined = error.reason != TransferRefusal.NOT_JOINED
-            code = grpc.StatusCode.PERMISSION_DENIED if joined else grpc.StatusCode.FAILED_PRECONDITION
-            await context.abort(code, str(error))
+            raise CallFailed(str(error), final=error.reason != TransferRefusal.NOT_JOINED) from error
         except TooManyDownloads:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many downloads at once: try again later")
+            raise CallFailed("too many downloads at once: try again later", final=False) from None
+        except Stalled as error:
+            raise StreamBroken(f"the download is not read: {error}") from error
         except WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise CallFailed(str(error), final=True) from error
 
     async def _send(
-        self, request: sync_pb2.DownloadRequest, place: str, slot: int | None = None
-    ) -> AsyncGenerator[bytes, None]:
-        """The messages that answer a request, counted for ``place`` and ``slot`` (traffic.py)."""
+        self, request: sync_pb2.DownloadRequest, sink: Sink, progress: Progress, place: str, slot: int | None = None
+    ) -> None:
+        """Answer a request; its bytes are counted for ``place`` and ``slot`` (traffic.py). ``progress``: of all
+        downloads of the caller's session."""
         receipt = self._find_receipt(request)
         data, versions, word = await self._find(request)
         if data is None:
-            async for part in wire_bulk.not_found(word):
-                yield part
+            header = sync_pb2.DownloadHeader(found=False, reason=word)
+            await await_progress(sink.reply(sync_pb2.BulkReply(download=header)), progress)
             return
-        parts = wire_bulk.send_part(
-            data, request.offset, request.bytes, versions=map(convert.to_wire, versions), receipt=receipt
-        )
+        held = map(convert.to_wire, versions)
+        header, part = wire_bulk.cut_part(data, request.offset, request.bytes, versions=held, receipt=receipt)
         sent, whole = 0, wire_bulk.flat(data).nbytes
         # A fragment's version is kept for its reader.
         downloads = self.model.downloads if request.what in FRAGMENTS else None
         key = request.fragment, request.version, (request.process[: limits.MAX_NAME_CHARS], request.what)
         if downloads is not None:
             downloads.begin_part(*key, whole, time.monotonic())
+        loop = asyncio.get_running_loop()
+        note: Callable[[int], None] = lambda count: progress.record_bytes(count, loop.time())  # noqa: E731
         try:
-            yield await anext(parts)
-            async for part in parts:
-                yield part
-                sent += len(part)
+            await await_progress(sink.reply(sync_pb2.BulkReply(download=header)), progress)
+            while sent < part.nbytes:
+                piece = part[sent : sent + limits.CHUNK_BYTES]
+                await await_progress(sink.write(piece, note), progress)
+                sent += piece.nbytes
         finally:
             reached = request.offset, request.offset + sent
             whole_sent = downloads is not None and downloads.end_part(*key, reached, now=time.monotonic())

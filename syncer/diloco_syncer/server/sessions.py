@@ -149,9 +149,9 @@ class Sessions:
         slot = self.core.slot_by_connection(connection.number)
         return connection.place, None if slot is None else slot.index
 
-    def find_caller(self, process: str, peer: Peer, context: Any) -> Connection:
+    def find_caller(self, process: str, peer: Peer, called: str) -> Connection:
         """The connection of the process for which a call's peer acts. Raises ``CallerRefused`` if it has no session, or
-        one under a certificate of another party."""
+        one under a certificate of another party. ``called``: the listener's name for the call's connection."""
         connection = self.find_process(process)
         if connection is None or not connection.welcomed:
             raise CallerRefused(TransferRefusal.NOT_JOINED, f"process {process[:80]!r} has no session: join first")
@@ -161,7 +161,7 @@ class Sessions:
             refused = CallerRefused(ConnectionRefusal.WRONG_PROCESS, "a process with another certificate has this id")
             self.authorizer.record_refusal(peer, refused.reason, str(refused))
             raise refused
-        self.authorizer.assign_place(context, connection.place)
+        self.authorizer.assign_place(called, connection.place)
         return connection
 
     # ------------------------------------------------------------- the service
@@ -191,7 +191,7 @@ class Sessions:
             return
         connection.process = join.process
         connection.place = self.traffic.place_of(join.region, join.evaluator)
-        self.authorizer.assign_place(context, connection.place)
+        self.authorizer.assign_place(self.authorizer.find_name(context), connection.place)
         self._connections[connection.number] = connection
         log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
         self.authorizer.limits.session_opened(peer)

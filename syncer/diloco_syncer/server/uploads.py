@@ -9,69 +9,58 @@ The head of core/merging/push_checks.py lists the checks of a push, in their ord
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from diloco_protocol.vocabulary import ConnectionRefusal, PushRefusal, TransferRefusal
+from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
-from diloco_protocol.wire import convert, limits, sync_pb2
+from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.server.sessions import CallerRefused, Connection, Sessions
-from diloco_syncer.server.tls.access import CallAuthorizer
-from diloco_syncer.server.tls.connection_limits import TooManyCalls
+from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.records import Array
 
 log = logging.getLogger(__name__)
 
-Receive = Callable[[sync_pb2.UploadHeader, int, ReadPayload], Awaitable[bytes | None]]
+Receive = Callable[[sync_pb2.UploadHeader, int, ReadPayload], Awaitable[sync_pb2.UploadReply | None]]
 """Receives one part of a payload of some kind: from its header, the number of the sender's connection, and what reads
 the bytes. Returns the reply, or None while parts are missing. Raises ``UploadRefused``."""
 
 
 @dataclass
 class Uploads:
-    """The upload call of the Bulk service. ``job``: its name; ``receivers``: by the header's ``what``;
+    """The uploads of all bulk connections. ``job``: its name; ``receivers``: by the header's ``what``;
     ``refused``: counts by reason."""
 
     job: str
-    authorizer: CallAuthorizer
     sessions: Sessions
     traffic: Traffic
     multipart: MultipartUploads
     receivers: Mapping[str, Receive]
     refused: Counter[str]
 
-    async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
-        """One part of a payload; the reply is ``partial``, or the verdict."""
-        peer = await self.authorizer.authorize(context, stream)
+    async def upload(
+        self, header: sync_pb2.UploadHeader, source: wire_bulk.Source, peer: Peer, called: str = ""
+    ) -> sync_pb2.UploadReply:
+        """Receive one part of a payload; the reply is ``partial``, or the verdict. ``called``: the listener's name for
+        the connection."""
         try:
-            with self.authorizer.limits.silent_call(peer):
-                async with asyncio.timeout(limits.STALL_SECONDS):
-                    raw = await anext(stream, b"")
-            header = convert.parse(sync_pb2.UploadHeader, raw, limits.MAX_HEADER_BYTES)
             limits.check_format(header.format)
-            caller = self.sessions.find_caller(header.process, peer, context)
+            caller = self.sessions.find_caller(header.process, peer, called)
             if await caller.pace_upload():  # the process may have joined anew meanwhile
-                caller = self.sessions.find_caller(header.process, peer, context)
-            reply = await self._receive(header, caller, stream)
+                caller = self.sessions.find_caller(header.process, peer, called)
+            reply = await self._receive(header, caller, source)
             return upload_reply(True, TransferRefusal.PARTIAL) if reply is None else reply
         except (CallerRefused, UploadRefused) as error:
             self.refused[error.reason] += 1
             return upload_reply(False, error.reason, str(error))
-        except TooManyCalls as error:
-            self.authorizer.record_refusal(peer, ConnectionRefusal.TOO_MANY_CALLS, str(error))
-            return upload_reply(False, TransferRefusal.BUSY, str(error))
         except TooManyUploads:
             return upload_reply(False, TransferRefusal.BUSY, "too many uploads at once: try again after a pause")
-        except TimeoutError:
-            return upload_reply(False, TransferRefusal.BAD_TRANSFER, f"no header within {limits.STALL_SECONDS:.0f} s")
         except WireError as error:
             wrong = isinstance(error, wire_bulk.ChecksumError)
             word = PushRefusal.BAD_CHECKSUM.value if wrong else TransferRefusal.BAD_TRANSFER
@@ -80,8 +69,8 @@ class Uploads:
             return upload_reply(False, word, str(error))
 
     async def _receive(
-        self, header: sync_pb2.UploadHeader, caller: Connection, stream: AsyncIterator[bytes]
-    ) -> bytes | None:
+        self, header: sync_pb2.UploadHeader, caller: Connection, source: wire_bulk.Source
+    ) -> sync_pb2.UploadReply | None:
         """Hand a part to the receiver of its kind. ``caller``: the connection of the process that sends it."""
         if header.job != self.job:
             raise UploadRefused(PushRefusal.OTHER_JOB, f"job {header.job[:80]!r}: this syncer serves {self.job!r}")
@@ -95,7 +84,7 @@ class Uploads:
             received: int | None = None
             meter.begin(time.monotonic())
             try:
-                whole = await self.multipart.receive_part(key, header, stream, allocate, progress=caller.received)
+                whole = await self.multipart.receive_part(key, header, source, allocate, progress=caller.received)
                 received = header.bytes
             finally:
                 meter.end(time.monotonic(), received)

@@ -1,4 +1,4 @@
-"""7. What comes to the hub's port from outside and is refused: by raw gRPC and raw TCP, while a job runs."""
+"""7. What comes to the hub's port from outside and is refused: raw gRPC, raw TCP and bulk calls, while a job runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from grpc import aio
 
 from diloco_protocol.security.certificates import Issued
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.wire import channels, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from floods import Flood
 from parties import DAY, Parties
@@ -62,6 +63,25 @@ async def first_word(address: str, folder: Path | None, raw: bytes) -> str:
         first = sync_pb2.SyncerMessage.FromString(answer)
         call.cancel()
         return first.refusal.reason if first.HasField("refusal") else str(first.WhichOneof("kind"))
+
+
+async def first_bulk_word(address: str, folder: Path, request: sync_pb2.DownloadRequest) -> str:
+    """What the syncer says to this request on a bulk connection: ``found``, why not, or why it does not answer it."""
+    connection = bulk_connection(Credentials.from_directory(folder), address)
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            header, _ = await bulk.download(connection, request)
+        return "found" if header.found else header.reason
+    except (bulk.TransferError, TimeoutError) as error:
+        return str(error)
+    finally:
+        connection.drop()
+
+
+def ask_for(address: str, folder: Path, request: sync_pb2.DownloadRequest, expected: str) -> None:
+    """Until the answer has this word: another one may be of a connection that broke."""
+    asked = lambda: expected in asyncio.run(first_bulk_word(address, folder, request))  # noqa: E731
+    until(f"a bulk call is answered: {expected}", asked, 2 * ANSWER_SECONDS)
 
 
 def joins(to: Job, **changes: Any) -> bytes:
@@ -136,6 +156,11 @@ def is_hung_up_on(address: str, context: ssl.SSLContext) -> bool:
     return True
 
 
+def process_in(job: Job, region: str) -> str:
+    """The process that holds the region's slot."""
+    return next(str(row["process"]) for row in job.training()["slots"] if row["region"] == region)
+
+
 def metrics(job: Job) -> str:
     return job.page_text("/metrics")
 
@@ -191,6 +216,13 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
     assert ask_to_join_as_trusted(address, honest, lambda: joins(job, region=US)) == "wrong-region"
     thief = insider.at(HUB, token="b6" * 32)
     assert ask_to_join_as_trusted(address, thief, lambda: joins(job)) == "UNAUTHENTICATED"
+    # On a bulk connection: another's process, one that has no session, and the token.
+    kinds = sync_pb2.DownloadRequest
+    others = kinds(job=job.name, process=process_in(job, US), what=kinds.LAYOUT)
+    ask_for(address, honest, kinds(what=kinds.JOB), "found")
+    ask_for(address, honest, others, "a process with another certificate has this id")
+    ask_for(address, honest, kinds(job=job.name, process="ab" * 16, what=kinds.LAYOUT), "has no session")
+    ask_for(address, thief, kinds(what=kinds.JOB), "the join token is missing or wrong")
 
     expected = {
         "stranger",
@@ -202,6 +234,7 @@ def test_who_may_not_is_refused_by_name(world: World, run_job: RunJob) -> None:
         "not-tls",
         "replayed",
         "wrong-region",
+        "wrong-process",
         "wrong-token",
     }
     until(f"all of {expected} counted", lambda: not expected - refused(job).keys(), 30)

@@ -7,9 +7,13 @@ caller: it can say anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
 import random
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,14 @@ import pytest_asyncio
 from documents import conforming
 from grpc import aio
 from hostile_client import Learner, Learners
-from syncer_client import SyncerProcess, raw_job
+from syncer_client import SyncerProcess, behind_length, raw_job
 
 from diloco_protocol.documents import StatusDocument
-from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.security.credentials import BULK_PROTOCOL
+from diloco_protocol.security.identity import SERVER_NAME
 from diloco_protocol.wire import bulk, limits, services, sync_pb2
 from diloco_syncer.server.tls import connection_limits
-from parties import Parties
+from parties import TOKEN, Parties
 from patience import WaitFailed, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
@@ -127,9 +132,9 @@ async def test_only_the_process_that_holds_a_slot_uploads_for_it(
     for what in (kinds.FULL, kinds.DELTA, kinds.FROZEN, kinds.LAYOUT, kinds.PEER_STATE, kinds.OPTIMIZER):
         request = kinds(job="raw", what=what, epoch=1)
         with pytest.raises(bulk.TransferError, match="has no session: join first"):
-            await bulk.download(thief.channel, request, metadata=thief.metadata)
+            await thief.download(request)
     sent = bytes_down_of(await status_of(syncer), "us-2")
-    header, job = await bulk.download(thief.channel, kinds(what=kinds.JOB), metadata=thief.metadata)
+    header, job = await thief.download(kinds(what=kinds.JOB))
     assert header.found and job.size
     await until_status(syncer, lambda now: bytes_down_of(now, "us-2") == sent + job.size)  # of its certificate's region
     assert (await status_of(syncer))["versions"] == before
@@ -194,7 +199,7 @@ async def test_a_region_that_the_job_lacks_gets_nothing(
     assert await evaluator.refused(role=sync_pb2.ROLE_EVALUATOR) == ("wrong-region", True)
     request = sync_pb2.DownloadRequest(job="raw", process=evaluator.process, what=sync_pb2.DownloadRequest.LAYOUT)
     with pytest.raises(bulk.TransferError, match="has no session: join first"):
-        await bulk.download(evaluator.channel, request, metadata=evaluator.metadata)
+        await evaluator.download(request)
 
 
 @pytest.mark.promise(
@@ -240,9 +245,9 @@ async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
         kind = sync_pb2.DownloadRequest.PEER_STATE
         return sync_pb2.DownloadRequest(job="raw", process=learner.process, what=kind, transfer=transfer)
 
-    header, _ = await bulk.download(thief.channel, asking(thief), metadata=thief.metadata)
+    header, _ = await thief.download(asking(thief))
     assert (header.found, header.reason) == (False, "unknown-transfer")
-    header, data = await bulk.download(newcomer.channel, asking(newcomer), metadata=newcomer.metadata)
+    header, data = await newcomer.download(asking(newcomer))
     assert header.found and bytes(data) == state
 
 
@@ -254,11 +259,10 @@ async def test_an_optimizer_state_is_for_those_that_it_was_offered_to(
 async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
     syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
 ) -> None:
-    names = Credentials.from_directory(folders["us"]).names()
-    most = connection_limits.allowance_of({"us-2": 1}, names).silent
-    silent = learners(folders["us"], "us-2")
-    calls: list[Any] = [silent.channel.stream_stream(services.UPLOAD)(metadata=silent.metadata) for _ in range(most)]
-    calls += [silent.channel.stream_stream(services.SESSION)(metadata=silent.metadata) for _ in range(20)]
+    silent = learners(folders["asia"], "asia-3")
+    most = connection_limits.allowance_of({"asia-3": 1}, silent.credentials.names()).silent
+    session = silent.channel.stream_stream(services.SESSION)
+    calls: list[Any] = [session(metadata=silent.metadata) for _ in range(most + 20)]
     await until_status(
         syncer, lambda now: sum(call.done() for call in calls) >= 20 or refusals(now, "too-many-calls") >= 20
     )
@@ -270,7 +274,7 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
         call.cancel()
     async with asyncio.timeout(60):
         while True:  # until the syncer has heard that those calls are over
-            again = learners(folders["us"], "us-2")
+            again = learners(folders["asia"], "asia-3")
             try:
                 await again.take_part()
                 break
@@ -279,6 +283,87 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
                 assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
                 await asyncio.sleep(0.05)
     await until_status(syncer, lambda now: now["sessions"] == 2)
+
+
+@pytest.mark.promise(
+    "Only the process that holds a slot uploads for it, and a download needs a session, whatever process, "
+    "slot and incarnation a caller names",
+    section="Hostile callers",
+)
+async def test_a_bulk_connection_acts_for_its_own_certificates_processes(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    """Another's process is refused before a byte is read, and for who may speak the connection stays."""
+    victim, thief = learners(folders["eu"]), learners(folders["us"], "us-2")
+    await victim.take_part()
+    await thief.take_part()
+    await victim.train(1)
+    data, header = victim.delta(0), victim.header(push=victim.push(0, 0))
+    header.format, header.total_bytes = limits.FORMAT, data.nbytes
+    header.bytes, header.checksum = data.nbytes, bulk.checksum(data)
+    what = sync_pb2.DownloadRequest
+    theirs = what(format=limits.FORMAT, job="raw", process=victim.process, what=what.LAYOUT)
+    own = what(format=limits.FORMAT, job="raw", process=thief.process, what=what.LAYOUT)
+    before = bytes_down_of(await status_of(syncer), "eu-1")
+    raw = await thief.raw_bulk()
+    for _ in range(2):
+        await raw.request(TOKEN, upload=header)
+        reply = (await raw.reply()).upload
+        assert (reply.accepted, reply.reason) == (False, "wrong-process")
+        await raw.send(behind_length(b""))
+        await raw.request(TOKEN, download=theirs)
+        assert await raw.failure() == ("a process with another certificate has this id", True)
+        await raw.request("b6" * 32, download=own)
+        assert await raw.failure() == ("the join token is missing or wrong", True)
+        await raw.request(TOKEN, download=own)
+        found = (await raw.reply()).download
+        assert found.found and len(await raw.read(found.bytes)) == found.total_bytes
+    await raw.close()
+    assert bytes_down_of(await status_of(syncer), "eu-1") == before
+    raw = await victim.raw_bulk()
+    await raw.request(TOKEN, upload=header)
+    await raw.send(behind_length(data.tobytes()))
+    assert (await raw.reply()).upload.accepted
+    await raw.close()
+    # The thief's own session is not ended for it, and the victim's has noticed nothing.
+    assert thief.ended == victim.ended == ""
+
+
+async def test_a_bulk_connection_that_breaks_tls_or_says_nothing_costs_itself(
+    syncer: SyncerProcess, learners: Learners, folders: dict[str, Path]
+) -> None:
+    """Of one certificate there are no more than it may have."""
+    honest, idle = learners(folders["eu"]), learners(folders["asia"], "asia-3")
+    await honest.take_part()
+    context = idle.credentials.client_context([BULK_PROTOCOL])
+    host, _, port = syncer.addresses["sync"].rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as made,
+        context.wrap_socket(made, server_hostname=SERVER_NAME) as tls,
+    ):
+        os.write(tls.fileno(), b"no record of TLS")
+        with contextlib.suppress(ssl.SSLError, ConnectionError):  # TLS's alert, or a reset
+            assert tls.recv(1) == b""
+    most = connection_limits.allowance_of({"asia-3": 1}, idle.credentials.names()).connections
+    async with contextlib.AsyncExitStack() as held:
+        raws = []
+        for _ in range(most + 5):
+            with contextlib.suppress(OSError):  # refused at the handshake's end
+                raws.append(await idle.raw_bulk())
+                held.push_async_callback(raws[-1].close)
+        await until_status(syncer, lambda now: refusals(now, "too-many-connections") >= 5)
+        await honest.train(1)
+        assert (await honest.send(honest.push(0, 0))).accepted
+        others = learners(folders["us"], "us-2")
+        await others.take_part()
+    # Those that have ended count no more.
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                assert (await idle.download(sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB)))[0].found
+                break
+            except bulk.TransferError:
+                await asyncio.sleep(0.05)
 
 
 def refusals(status: dict[str, Any], reason: str) -> int:

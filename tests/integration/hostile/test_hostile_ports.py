@@ -15,7 +15,7 @@ from grpc import aio
 from hostile_client import Learner
 from syncer_client import SyncerProcess, raw_job, send_call
 
-from diloco_protocol.security.credentials import TOKEN_KEY
+from diloco_protocol.security.credentials import TOKEN_KEY, Credentials
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.control_auth import make_key, sign_call
 from diloco_syncer.server.tls.connection_limits import LOG_SECONDS
@@ -78,7 +78,7 @@ async def test_on_one_machine_only_who_has_the_token_takes_part(tmp_path: Path) 
     syncer = SyncerProcess(tmp_path / "syncer", raw_job()).start("--join-token-file", str(tmp_path / "token"))
     try:
         for shown in ((), ((TOKEN_KEY, ""),), ((TOKEN_KEY, token[:-1]),)):
-            stranger = Learner(syncer, None, "local")
+            stranger = Learner(syncer, Credentials(token=dict(shown).get(TOKEN_KEY, "")), "local")
             stranger.metadata = shown
             with pytest.raises(aio.AioRpcError) as refused:
                 await stranger.join()
@@ -87,8 +87,7 @@ async def test_on_one_machine_only_who_has_the_token_takes_part(tmp_path: Path) 
                 await stranger.download(sync_pb2.DownloadRequest(what=sync_pb2.DownloadRequest.JOB), 1 << 20)
             await stranger.close()
         assert syncer.status()["sessions"] == 0 and syncer.status()["tls"]["refused"] == {"wrong-token": 6}
-        owner = Learner(syncer, None, "local")
-        owner.metadata = ((TOKEN_KEY, token),)
+        owner = Learner(syncer, Credentials(token=token), "local")
         assert (await owner.take_part()).seat.incarnation
         await owner.close()
     finally:

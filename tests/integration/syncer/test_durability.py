@@ -155,7 +155,7 @@ async def test_suspended_with_offers_and_an_optimizer_state_and_resumed(tmp_path
             await client.ready()
         what = sync_pb2.DownloadRequest.OPTIMIZER
         request = sync_pb2.DownloadRequest(job="raw", process=a.process, what=what)
-        _, data = await bulk.download(a.channel, request)
+        _, data = await a.download(request)
         assert np.array_equal(data, state)
         # The offer of the earlier life and the newcomer's push are merged together.
         await b.train(2)
@@ -253,7 +253,7 @@ async def test_a_base_is_taken_only_as_it_was_asked_for(tmp_path: Path) -> None:
         request = sync_pb2.DownloadRequest(
             job="raw", process=client.process, what=sync_pb2.DownloadRequest.FULL, fragment=0, epoch=1, version=2
         )
-        header, values = await bulk.download(client.channel, request)
+        header, values = await client.download(request)
         syncer.kill()
         await client.close()
         (syncer.store / record_name(0, 2)).unlink()

@@ -13,7 +13,18 @@ import grpc
 import numpy as np
 import pytest
 from grpc import aio
-from syncer_client import LAYOUT, TOKENS, Client, SyncerProcess, first_values, raw_job, send_call, turn
+from syncer_client import (
+    LAYOUT,
+    TOKENS,
+    Client,
+    RawBulk,
+    SyncerProcess,
+    behind_length,
+    first_values,
+    raw_job,
+    send_call,
+    turn,
+)
 
 import tape_reader
 from diloco_protocol.vocabulary import TransferRefusal
@@ -94,7 +105,7 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
             # Frozen parameters, the layout, and what is not there.
             what = sync_pb2.DownloadRequest
             for kind, expected_bytes in ((what.FROZEN, b"frozen bytes"), (what.LAYOUT, LAYOUT.to_json().encode())):
-                _, data = await bulk.download(a.channel, what(job="raw", process=a.process, what=kind))
+                _, data = await a.download(what(job="raw", process=a.process, what=kind))
                 assert data.tobytes() == expected_bytes
             for request, word in (
                 (what(job="raw", process=a.process, what=what.OPTIMIZER), "none"),
@@ -102,7 +113,7 @@ async def test_a_round_from_join_to_merge(syncer: SyncerProcess) -> None:
                 (what(job="raw", process=a.process, what=what.PEER_STATE, transfer=9), "unknown-transfer"),
                 (what(job="other", process=a.process, what=what.LAYOUT), "other-job"),
             ):
-                header, _ = await bulk.download(a.channel, request)
+                header, _ = await a.download(request)
                 assert not header.found and header.reason == word
 
     await run()
@@ -175,14 +186,13 @@ async def test_pushes_that_are_refused_lose_nothing(syncer: SyncerProcess) -> No
     await run()
 
 
-async def part(a: Client, header: sync_pb2.UploadHeader, chunks: list[bytes]) -> sync_pb2.UploadReply:
-    """One upload call, made by hand."""
-    call: Any = a.channel.stream_stream(services.UPLOAD)(timeout=10)
-    await call.write(header.SerializeToString())
-    for chunk in chunks:
-        await call.write(chunk)
-    await call.done_writing()
-    return sync_pb2.UploadReply.FromString(await call.read())
+async def part(raw: RawBulk, header: sync_pb2.UploadHeader, chunks: list[bytes]) -> sync_pb2.UploadReply:
+    """One upload call, made by hand; what is left of its bytes is given up."""
+    await raw.request(upload=header)
+    await raw.send(*map(behind_length, chunks))
+    if sum(map(len, chunks)) < header.bytes:
+        await raw.send(behind_length(b""))
+    return (await raw.reply()).upload
 
 
 async def test_broken_transfers_are_refused_and_the_next_one_is_taken(syncer: SyncerProcess) -> None:
@@ -202,21 +212,31 @@ async def test_broken_transfers_are_refused_and_the_next_one_is_taken(syncer: Sy
                 return made
 
             whole = bulk.checksum(data)
-            assert (await part(a, header(0, len(data), whole ^ 1), [data])).reason == "bad-checksum"
-            assert (await part(a, header(0, len(data), whole), [data[:-1]])).reason == "bad-transfer"
-            assert (await part(a, header(0, len(data), whole), [data, b"x"])).reason == "bad-transfer"
-            assert (await part(a, header(4, len(data), whole), [data])).reason == "bad-transfer"
-            assert (await part(a, header(0, 0, 0), [])).reason == "bad-transfer"
+            raw = await a.raw_bulk()  # a part that is refused costs no connection
+            assert (await part(raw, header(0, len(data), whole ^ 1), [data])).reason == "bad-checksum"
+            assert (await part(raw, header(0, len(data), whole), [data[:-1]])).reason == "bad-transfer"
+            assert (await part(raw, header(0, len(data), whole), [])).reason == "bad-transfer"
+            assert (await part(raw, header(4, len(data), whole), [data])).reason == "bad-transfer"
+            assert (await part(raw, header(4, len(data), whole), [data[:9]])).reason == "bad-transfer"
+            assert (await part(raw, header(0, 0, 0), [])).reason == "bad-transfer"
             future = header(0, len(data), whole)
             future.format = 99
-            assert "format 99" in (await part(a, future, [data])).message
+            assert "format 99" in (await part(raw, future, [data])).message
+            # Where its end cannot be told, its connection ends: a chunk is too long, or the sender has gone.
+            for last in (behind_length(data + b"x"), b"\xff" * 4):
+                broken = await a.raw_bulk()
+                await broken.request(upload=header(0, len(data), whole))
+                await broken.send(last)
+                assert await broken.until_ended() == b""
+                await broken.close()
             # Two parts, the second one wrong: it alone is sent again.
             first = header(0, half, bulk.checksum(data[:half]))
             second = header(half, len(data) - half, bulk.checksum(data[half:]))
             bad = header(half, len(data) - half, 1)
-            assert (await part(a, first, [data[:half]])).reason == TransferRefusal.PARTIAL
-            assert (await part(a, bad, [data[half:]])).reason == "bad-checksum"
-            assert (await part(a, second, [data[half:]])).accepted
+            assert (await part(raw, first, [data[:half]])).reason == TransferRefusal.PARTIAL
+            assert (await part(raw, bad, [data[half:]])).reason == "bad-checksum"
+            assert (await part(raw, second, [data[half:]])).accepted
+            await raw.close()
             assert (await a.adopt(0, 1)).merged_sequence == 1
 
     await run()
@@ -239,18 +259,28 @@ async def test_garbage_and_oversized_messages_end_only_their_own_call(syncer: Sy
                 assert (refusal.reason, refusal.fatal) == ("bad-join", True)
             report = sync_pb2.LearnerMessage(report=sync_pb2.Report())
             assert "must be Join" in (await session(report.SerializeToString())).refusal.message
-            too_large = stream(services.SESSION)(timeout=10)
-            with pytest.raises((aio.AioRpcError, asyncio.InvalidStateError)):
-                await too_large.write(bytes(8 << 20))
-                await too_large.read()
-            upload = stream(services.UPLOAD)(timeout=10)
-            await upload.write(b"\xff" * 1000)
-            reply = sync_pb2.UploadReply.FromString(await upload.read())
-            assert (reply.accepted, reply.reason) == (False, "bad-transfer")
-            with pytest.raises(aio.AioRpcError) as caught:
-                async for _ in a.channel.unary_stream(services.DOWNLOAD)(b"\xff" * 100, timeout=10):
-                    pass
-            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            for size in (2 * limits.MAX_CONTROL_BYTES + 1, 8 << 20):
+                too_large = stream(services.SESSION)(timeout=10)
+                with pytest.raises((aio.AioRpcError, asyncio.InvalidStateError)):
+                    await too_large.write(bytes(size))
+                    await too_large.read()
+            # On a bulk connection it ends the connection. A request that is none is answered, and so is the next one.
+            for said in (behind_length(b"\xff" * 1000), bytes(4), bytes([255] * 4), b"GET / HTTP/1.1\r\n\r\n"):
+                broken = await a.raw_bulk()
+                await broken.send(said)
+                assert await broken.until_ended() == b"", said
+                await broken.close()
+            raw = await a.raw_bulk()
+            await raw.request(token="of no use where there is none")
+            assert await raw.failure() == ("the request does not say what is to be moved", True)
+            await raw.request(download=sync_pb2.DownloadRequest(format=99))
+            message, final = await raw.failure()
+            assert "format 99" in message and final
+            await raw.request(
+                download=sync_pb2.DownloadRequest(format=limits.FORMAT, what=sync_pb2.DownloadRequest.JOB)
+            )
+            assert (await raw.reply()).download.found
+            await raw.close()
             # A member that talks nonsense is told so, and may come back.
             b = clients(1)
             await b.join()
@@ -425,7 +455,7 @@ async def test_a_newcomer_gets_a_peers_optimizer_state(syncer: SyncerProcess) ->
                 what=sync_pb2.DownloadRequest.PEER_STATE,
                 transfer=b.of_kind("peer_state_ready")[0].transfer,
             )
-            header, data = await bulk.download(b.channel, request)
+            header, data = await b.download(request)
             assert np.array_equal(data, state) and len(header.versions) == 2
 
     await run()
@@ -456,7 +486,7 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(sync
 
 async def test_what_a_learner_took_that_left_meanwhile_is_its_regions(syncer: SyncerProcess) -> None:
     """Bytes are counted once a download was sent whole; its learner may have ended by then."""
-    size = 1 << 25  # more than gRPC sends ahead of a reader
+    size = 1 << 25  # more than sockets take ahead of a reader
     async with Clients(syncer) as clients:
         a = clients(0)
         await a.join()
@@ -465,16 +495,15 @@ async def test_what_a_learner_took_that_left_meanwhile_is_its_regions(syncer: Sy
         b = clients(1)
         await b.join()
         wanted = sync_pb2.DownloadRequest
-        download: Any = b.channel.unary_stream(services.DOWNLOAD)(
-            wanted(format=limits.FORMAT, job="raw", process=b.process, what=wanted.FROZEN).SerializeToString()
-        )
-        assert sync_pb2.DownloadHeader.FromString(await download.read()).bytes == size
+        raw = await b.raw_bulk()
+        await raw.request(download=wanted(format=limits.FORMAT, job="raw", process=b.process, what=wanted.FROZEN))
+        assert (await raw.reply()).download.bytes == size
         before = syncer.status()
         b.call.cancel()
         await until(lambda: syncer.status()["sessions"] == before["sessions"] - 1)
         assert syncer.status()["bytes_down"] == before["bytes_down"]
-        while await download.read() is not aio.EOF:
-            pass
+        assert await raw.read(size) == bytes(size)
+        await raw.close()
         await until(lambda: syncer.status()["bytes_down"] == before["bytes_down"] + size)
         document = syncer.status()
         assert [(row["name"], row["bytes_down"]) for row in document["regions"]] == [("local", document["bytes_down"])]

@@ -15,8 +15,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from grpc import aio
-
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.common.meter import Meter
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
@@ -65,11 +63,12 @@ class KeptDownloads:
 
 @dataclass
 class BulkChannels:
-    """``slot`` and ``incarnation`` go into every upload's header, where they fence a stale process; the client
-    sets them when the syncer names others. ``up`` and ``down`` measure the throughput; ``arriving``: what has come."""
+    """Uploads have connections of their own (``upward``), and so have downloads: each carries one part at a time.
+    ``slot`` and ``incarnation`` go into every upload's header, where they fence a stale process; the client sets them
+    when the syncer names others. ``up`` and ``down`` measure the throughput; ``arriving``: what has come."""
 
-    channels: Sequence[aio.Channel]
-    metadata: Sequence[tuple[str, str]]
+    upward: Sequence[bulk.Channel]
+    downward: Sequence[bulk.Channel]
     job: str
     process: str
     executor: Executor
@@ -83,7 +82,7 @@ class BulkChannels:
 
     def __post_init__(self) -> None:
         self._leaving = Progress()
-        self._lanes_up, self._lanes_down = bulk.Lanes(self.channels), bulk.Lanes(self.channels)
+        self._lanes_up, self._lanes_down = bulk.Lanes(self.upward), bulk.Lanes(self.downward)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run ``work`` in an executor thread."""
@@ -105,7 +104,6 @@ class BulkChannels:
                     self._lanes_up,
                     header,
                     payload,
-                    metadata=self.metadata,
                     meter=self.up,
                     note_chunk=self.counts.count_chunk,
                     progress=self._leaving,
@@ -152,7 +150,6 @@ class BulkChannels:
                     size=size,
                     limit=limit,
                     allocate=allocate,
-                    metadata=self.metadata,
                     meter=self.down,
                     progress=self.arriving,
                     kept=kept,

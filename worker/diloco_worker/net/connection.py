@@ -29,6 +29,7 @@ from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
+from diloco_protocol.wire.bulk_calls import BulkConnection, bulk_connection
 from diloco_protocol.wire.records import Announcement, DataSample, Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
@@ -56,7 +57,7 @@ from diloco_worker.settings import RefusedError, WorkerError, WorkerSettings
 
 log = logging.getLogger(__name__)
 
-_BULK_CHANNELS = 4  # connections are made when a payload is large enough to be split
+_BULK_CONNECTIONS = 4  # up, and as many down; each is made when a payload is large enough to be split
 _CLOSE_SECONDS = 2.0  # for the syncer to end the session, once it is half-closed
 _SOON_SECONDS = 60.0  # after losing the syncer it is tried about once a second, then less often
 _STEADY_SECONDS = 10.0  # a session that lasted so long starts the backoff anew
@@ -171,11 +172,10 @@ class SyncerConnection:
             if error.reason:  # not for good: a Secret may be put right, on either side
                 self.status = replace(self.status, refused=(error.reason, str(error)))
             return str(error)
-        metadata = credentials.metadata()
         address = await first_answering(address, limits.CONNECT_SECONDS)
         control = credentials.aio_channel(address, channels.channel_options())
-        bulk: list[Any] = []
-        session = Session(control, metadata)
+        bulk = [bulk_connection(credentials, address) for _ in range(2 * _BULK_CONNECTIONS)]
+        session = Session(control, credentials.metadata())
         reason = "the session ended"
         try:
             first = await session.open(self._join())
@@ -183,9 +183,7 @@ class SyncerConnection:
                 self._on_refusal(first.refusal)
             if not first.HasField("welcome"):
                 raise limits.WireError("the first message was neither Welcome nor Refusal")
-            options = channels.channel_options(bulk=True)
-            bulk += [credentials.aio_channel(address, options) for _ in range(_BULK_CHANNELS)]
-            self._begin_session(session, bulk, metadata, pinned)
+            self._begin_session(session, bulk, pinned)
             self._handle(first)
             await session.run(self.outbox, self._heartbeat, self._handle, self._stamp)
         except* SessionEnded as group:
@@ -202,18 +200,17 @@ class SyncerConnection:
         finally:
             session.cancel()
             await self._end_session()
-            for channel in [control, *bulk]:
-                await channel.close(None)
+            await control.close(None)
+            for one in bulk:
+                one.drop()
         return reason
 
-    def _begin_session(
-        self, session: Session, bulk: Sequence[Any], metadata: Sequence[tuple[str, str]], pinned: bool
-    ) -> None:
+    def _begin_session(self, session: Session, bulk: Sequence[BulkConnection], pinned: bool) -> None:
         settings = self.settings
         self.probe.reset()
         bulk_channels = BulkChannels(
-            bulk,
-            metadata,
+            bulk[:_BULK_CONNECTIONS],
+            bulk[_BULK_CONNECTIONS:],
             settings.job.metadata.name,
             settings.process,
             executor=self.executor,

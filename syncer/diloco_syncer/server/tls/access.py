@@ -1,6 +1,6 @@
 """Who may call: for each call on the sync port, the peer at its other end.
 
-With credentials the TLS listener knows the certificate of each connection, and every call shows the join token. In
+With credentials the listener knows the certificate of each connection, and every call shows the join token. In
 plaintext (one machine) a call shows the join token, or where there is none every call is authorized. What is refused
 here is counted and logged together with what the listener refused.
 """
@@ -18,12 +18,13 @@ from typing import Any
 import grpc
 
 from diloco_protocol.documents import TlsStatus
-from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.security.credentials import TOKEN_KEY, Credentials
 from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_protocol.wire import limits
+from diloco_protocol.wire.bulk_calls import CallFailed
 from diloco_syncer.runtime.traffic import NOBODY
 from diloco_syncer.server.tls.connection_limits import ConnectionLimits, Peer, RefusalCounter, TooManyCalls
-from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.server.tls.listener import PortListener
 
 log = logging.getLogger(__name__)
 PLAINTEXT = Credentials()
@@ -34,17 +35,17 @@ class CallAuthorizer:
 
     def __init__(
         self,
-        listener: TlsListener | None = None,
+        listener: PortListener | None = None,
         regions: Mapping[str, int] | None = None,
         plaintext: Credentials = PLAINTEXT,
     ) -> None:
         """``listener`` None: plaintext, with the token of ``plaintext``. ``regions``: learners and spares of each."""
         self.listener = listener
-        self._accepts_token: Callable[[Any], bool] = (
-            plaintext.admits if listener is None else listener.reloader.accepts_token
-        )
+        reloader = None if listener is None else listener.reloader
+        self._reloader = reloader
+        self._accepts_token: Callable[[Any], bool] = plaintext.admits if reloader is None else reloader.accepts_token
         self.limits = ConnectionLimits(regions or {})
-        self.secure = listener is not None  # plaintext has no certificate that limits could hang on
+        self.secure = reloader is not None  # plaintext has no certificate that limits could hang on
         self._refusals = RefusalCounter()
 
     async def authorize(self, context: Any, requests: AsyncIterator[bytes] | None = None) -> Peer:
@@ -62,14 +63,30 @@ class CallAuthorizer:
             await self.refuse(context, peer, ConnectionRefusal.WRONG_TOKEN, code, message=message, requests=requests)
         return peer
 
-    def assign_place(self, context: Any, place: str) -> None:
-        """Count the bytes of the call's connection for ``place`` from now on (traffic.py)."""
-        if self.listener is not None:
-            self.listener.assign_place(context.peer(), place)
+    def check_token(self, peer: Peer, token: str) -> None:
+        """Raises CallFailed for a bulk call that does not show the join token."""
+        if not self.accepts_token(token):
+            message = "the join token is missing or wrong"
+            self.record_refusal(peer, ConnectionRefusal.WRONG_TOKEN, message)
+            raise CallFailed(message, final=True)
 
-    def find_place(self, context: Any) -> str:
-        """For which place the bytes of the call's connection are counted (traffic.py)."""
-        return NOBODY if self.listener is None else self.listener.find_place(context.peer())
+    def accepts_token(self, token: str) -> bool:
+        """Whether a bulk call's token is the job's."""
+        return self._accepts_token(((TOKEN_KEY, token),))
+
+    def find_name(self, context: Any) -> str:
+        """The listener's name for a gRPC call's connection."""
+        return "" if self.listener is None else str(context.peer())
+
+    def assign_place(self, called: str, place: str) -> None:
+        """Count the bytes of a call's connection, by the listener's name for it, for ``place`` from now on
+        (traffic.py)."""
+        if self.listener is not None:
+            self.listener.assign_place(called, place)
+
+    def find_place(self, called: str) -> str:
+        """For which place the bytes of a call's connection are counted (traffic.py)."""
+        return NOBODY if self.listener is None else self.listener.find_place(called)
 
     async def refuse(
         self,
@@ -104,12 +121,12 @@ class CallAuthorizer:
 
     def status(self) -> TlsStatus:
         """The status document's ``tls``."""
-        listener = self.listener
+        listener = self.listener if self.secure else None
         return TlsStatus(
-            secure=listener is not None,
+            secure=self.secure,
             connections=listener.connections if listener is not None else None,
             handshakes=listener.handshakes if listener is not None else None,
             refused=self.refusals_by_reason(),
-            expires=listener.reloader.expires if listener is not None else None,
+            expires=self._reloader.expires if self._reloader is not None else None,
             peers_expire=listener.earliest_expiry if listener is not None else None,
         )

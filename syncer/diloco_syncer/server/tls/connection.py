@@ -1,8 +1,10 @@
-"""One TLS connection: the handshake, then bytes between the peer and the gRPC server behind the listener.
+"""One connection of the sync port: the handshake, then bytes between the peer and the gRPC server behind the listener.
 
-A connection has two sockets: ``front`` towards the peer, with TLS, and ``back`` towards the gRPC server, in plain text.
-It uses no transports and no tasks, only an ``ssl.SSLObject`` over memory and callbacks of the event loop. All
-connections of a listener share the buffers for reading, because a callback leaves nothing in them.
+A connection has two sockets: ``front`` towards the peer, with TLS or without, and ``back`` towards the gRPC server, in
+plain text. It uses no transports and no tasks, only an ``ssl.SSLObject`` over memory and callbacks of the event loop.
+All connections of a listener share the buffers for reading, because a callback leaves nothing in them. A peer that
+wants to move bulk bytes says so in the handshake, in plain text by its first bytes: its socket, with the state of TLS,
+goes to whoever serves those (``hand_over``), and this object only counts its bytes.
 
 Back-pressure: while one side does not take what the other sent, the other is not read. So a connection holds at most a
 buffer's worth in each direction.
@@ -18,7 +20,10 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol
 
+from diloco_protocol.security.credentials import BULK_PROTOCOL
 from diloco_protocol.vocabulary import ConnectionRefusal
+from diloco_protocol.wire.bulk_calls import PREFACE
+from diloco_protocol.wire.byte_stream import ByteCount, TlsState
 from diloco_syncer.runtime.traffic import NOBODY
 
 log = logging.getLogger(__name__)
@@ -51,32 +56,34 @@ class ReadBuffers:
 
 
 class ConnectionOwner(Protocol):
-    """What a connection asks of the listener that accepted it (``TlsListener``)."""
+    """What a connection asks of the listener that accepted it (``PortListener``)."""
 
     buffers: ReadBuffers
 
-    def accept_connection(self, connection: TlsConnection, tls: ssl.SSLObject) -> tuple[str, socket.socket]: ...
-    def handshake_ended(self, connection: TlsConnection, refused: HandshakeRefused | None) -> None: ...
-    def connection_closed(self, connection: TlsConnection) -> None: ...
+    def accept_connection(self, connection: PortConnection, bulk: bool) -> tuple[str, socket.socket | None]: ...
+    def hand_over(self, connection: PortConnection, front: socket.socket) -> None: ...
+    def handshake_ended(self, connection: PortConnection, refused: HandshakeRefused | None) -> None: ...
+    def connection_closed(self, connection: PortConnection) -> None: ...
 
 
-class TlsConnection:
-    """One accepted connection until it ends."""
+class PortConnection:
+    """One accepted connection until it ends. ``context`` None: plain text. ``tls``: its state."""
 
-    def __init__(self, owner: ConnectionOwner, front: socket.socket, context: ssl.SSLContext, address: str) -> None:
+    def __init__(
+        self, owner: ConnectionOwner, front: socket.socket, context: ssl.SSLContext | None, address: str
+    ) -> None:
         self._owner = owner
         self._front = front
         self.address = address
         self._loop = asyncio.get_running_loop()
-        self._in = ssl.MemoryBIO()
-        self._out = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._in, self._out, server_side=True)
+        self.tls = None if context is None else TlsState.begin(context)
+        self._first = b""  # of a peer in plain text
         self._back: socket.socket | None = None
         self._up = b""  # not taken by the gRPC server yet
         self._down = b""  # not taken by the peer yet
-        self._heard = self._ending = self._closed = False
+        self._heard = self._ending = self._closed = self._handed_over = False
         self.key = ""  # gRPC's name for this connection, once it is accepted
-        self.received = self.sent = 0  # bytes at the outer socket, as TLS has them
+        self.count = ByteCount()  # at the outer socket
         self.place = NOBODY  # where they are counted: a region mostly (traffic.py)
         self.counted = (0, 0)  # of them, those that were counted for another place before
         self._loop.add_reader(front, self._safely, self._handshake)
@@ -111,7 +118,10 @@ class TlsConnection:
     # ------------------------------------------------------------- the handshake
 
     def _handshake(self) -> None:
-        wire = self._owner.buffers.wire
+        if self.tls is None:
+            self._read_preface()
+            return
+        wire, tls = self._owner.buffers.wire, self.tls
         count = self._receive(self._front)
         if count is None:
             return
@@ -124,24 +134,52 @@ class TlsConnection:
             if not self._heard and wire[0] != _TLS_HANDSHAKE:
                 raise HandshakeRefused(ConnectionRefusal.NOT_TLS, "what came is not TLS")
             self._heard = True
-            self.received += count
-            self._in.write(wire[:count])
+            self.count.received += count
+            tls.incoming.write(wire[:count])
             try:
-                self._tls.do_handshake()
+                tls.tls.do_handshake()
             except ssl.SSLWantReadError:
                 self._flush_out()
                 return
             except ssl.SSLError as error:
                 raise _explain_failure(error) from error
             self._flush_out()
-            self.key, self._back = self._owner.accept_connection(self, self._tls)
+            self._begin(tls.tls.selected_alpn_protocol() == BULK_PROTOCOL)
         except HandshakeRefused as refused:
             self._give_up(refused)
+
+    def _read_preface(self) -> None:
+        """In plain text the first bytes say what a connection is for. No more of them is read than that needs."""
+        try:
+            data = self._front.recv(len(PREFACE) - len(self._first))
+        except BlockingIOError:
             return
+        except OSError:
+            data = b""
+        self._first += data
+        self.count.received += len(data)
+        if not data:
+            self._give_up(None)
+        elif self._first == PREFACE or not PREFACE.startswith(self._first):
+            try:
+                self._begin(self._first == PREFACE)
+            except HandshakeRefused as refused:
+                self._give_up(refused)
+
+    def _begin(self, bulk: bool) -> None:
+        """The handshake is over. Raises HandshakeRefused."""
+        self.key, self._back = self._owner.accept_connection(self, bulk)
         self._loop.remove_reader(self._front)
+        if self._back is None:
+            self._owner.hand_over(self, self._front)
+            self._handed_over = True
+            return
         self._loop.add_reader(self._front, self._safely, self._front_readable)
         self._loop.add_reader(self._back, self._safely, self._back_readable)
-        self._decrypt()
+        if self.tls is None:
+            self._send_up(self._first)
+        else:
+            self._decrypt()
 
     def _give_up(self, refused: HandshakeRefused | None) -> None:
         self._flush_out()  # the alert, which tells the peer why
@@ -157,18 +195,23 @@ class TlsConnection:
         if not count:
             self._end()
             return
-        self.received += count
-        self._in.write(self._owner.buffers.wire[:count])
+        self.count.received += count
+        if self.tls is None:
+            self._send_up(self._owner.buffers.wire[:count])
+            return
+        self.tls.incoming.write(self._owner.buffers.wire[:count])
         self._decrypt()
 
     def _decrypt(self) -> None:
         """Pass on what can be decrypted; stops at what the gRPC server does not take."""
+        if self.tls is None:
+            return
         plain, ended = self._owner.buffers.plain, False
         while not (self._up or ended or self._closed):
             filled = 0
             try:
                 while filled < BUFFER:
-                    count = self._tls.read(BUFFER - filled, plain[filled:])  # type: ignore[arg-type]
+                    count = self.tls.tls.read(BUFFER - filled, plain[filled:])  # type: ignore[arg-type]
                     if not count:
                         ended = True
                         break
@@ -182,7 +225,7 @@ class TlsConnection:
                 self._send_up(plain[:filled])
         if self._closed:
             return
-        if self._out.pending:  # an answer of TLS itself
+        if self.tls.outgoing.pending:  # an answer of TLS itself
             self._send_down(b"")
         if ended:
             self._end()
@@ -218,7 +261,8 @@ class TlsConnection:
             return
         if not count:
             with contextlib.suppress(ssl.SSLError):
-                self._tls.unwrap()  # says good-bye; nobody waits for the answer
+                if self.tls is not None:
+                    self.tls.tls.unwrap()  # says good-bye; nobody waits for the answer
             self._send_down(b"")
             self._end()
             return
@@ -227,8 +271,8 @@ class TlsConnection:
     def _send_down(self, data: memoryview | bytes) -> None:
         try:
             position = 0
-            while position < len(data):
-                position += self._tls.write(data[position:])
+            while self.tls is not None and position < len(data):
+                position += self.tls.tls.write(data[position:])
         except ssl.SSLError:
             self.close()
             return
@@ -236,7 +280,7 @@ class TlsConnection:
         if len(self._down) > 4 * BUFFER:  # TLS's own answers to a peer that asks and does not read
             self.close()
             return
-        self._flush(self._down + self._out.read())
+        self._flush(self._down + (bytes(data) if self.tls is None else self.tls.outgoing.read()))
         if self._closed or self._back is None:
             return
         if self._down and not waited:
@@ -257,14 +301,14 @@ class TlsConnection:
         sent = self._send(self._front, data) if data else 0
         if sent is None:
             return
-        self.sent += sent
+        self.count.sent += sent
         self._down = data[sent:]
 
     def _flush_out(self) -> None:
         """Send the handshake's answer. It is small: a peer that does not take it at once loses it."""
         with contextlib.suppress(OSError):
-            while self._out.pending:
-                self.sent += self._front.send(self._out.read())
+            while self.tls is not None and self.tls.outgoing.pending:
+                self.count.sent += self._front.send(self.tls.outgoing.read())
 
     # ------------------------------------------------------------- the end
 
@@ -282,7 +326,8 @@ class TlsConnection:
             self.close()
 
     def close(self) -> None:
-        if self._closed:
+        """End it. One that was handed over is closed by who has it now."""
+        if self._closed or self._handed_over:
             return
         self._closed = True
         for each in (self._front, self._back):

@@ -8,9 +8,9 @@ that it names, and every limit is a multiple of that number:
   to be dead;
 - joins: a token bucket that is refilled with two joins a second and learner, and holds half a minute of that. A
   learner in trouble tries about once a second;
-- connections: a learner has one control and four bulk connections, and as many old ones may not have been noticed dead;
-- silent calls: streams whose first message (a Join, an upload's header) has not come. It comes with the call itself, or
-  on a slow link behind the chunks of others.
+- connections: a learner has one control and eight bulk connections, and as many old ones may not have been noticed
+  dead;
+- silent calls: streams whose first message (a Join) has not come. It comes with the call itself.
 
 Example: a certificate for a region of 10 learners may have 38 sessions (the evaluator counts as one more learner).
 Plaintext connections and certificates that name no party count as one certificate for the whole job.
@@ -87,7 +87,7 @@ def allowance_of(regions: Mapping[str, int], names: Names) -> Allowance:
         sessions=2 * count + SPARE_SESSIONS,
         joins=30 * rate + SPARE_JOINS,
         per_second=rate,
-        connections=10 * count + SPARE_CONNECTIONS,
+        connections=20 * count + SPARE_CONNECTIONS,
         silent=16 * count + SPARE_SILENT,
     )
 

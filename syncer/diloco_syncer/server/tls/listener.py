@@ -1,11 +1,12 @@
-"""The sync port of a syncer with credentials: mutual TLS ends here, and the peer becomes known.
+"""The sync port: with credentials mutual TLS ends here, and the peer becomes known.
 
 Theory of operation. gRPC's own TLS does not say why a handshake failed, bounds no handshakes, and shows no reason in
-metrics. So with credentials this listener owns the sync port. A thread with its own event loop accepts, makes the TLS
-handshake (connection.py), judges the certificate (``diloco_protocol.security.identity``) and only then connects to the
-gRPC server, which listens on a unix socket in a directory that only this user may enter. Each of these inner
-connections is bound to a random name. gRPC reports that name as the call's peer, and ``find_peer`` maps it to the
-certificate of the connection.
+metrics; and it would stand between the bulk bytes and their arrays. So this listener owns the sync port. A thread with
+its own event loop accepts, makes the TLS handshake (connection.py), and judges the certificate
+(``diloco_protocol.security.identity``). Then a bulk connection goes to the syncer's loop (``serve_bulk``), and every
+other one is connected to the gRPC server, which listens on a unix socket in a directory that only this user may enter.
+Each of these inner connections is bound to a random name. gRPC reports that name as the call's peer, and ``find_peer``
+maps it to the certificate of the connection. In plain text there is no handshake, and no certificate.
 
 - **Rotation.** When a peer connects the credential files are looked at, at most once a second. If they have changed,
   new connections get the new certificate, authority and join token; open ones stay. Files that cannot be used leave
@@ -37,16 +38,23 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco_protocol.common.http_server import listening_socket, split_address
 from diloco_protocol.security import identity
-from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
+from diloco_protocol.security.credentials import (
+    BULK_PROTOCOL,
+    GRPC_PROTOCOL,
+    Credentials,
+    CredentialsError,
+    ListenError,
+)
 from diloco_protocol.vocabulary import ConnectionRefusal
+from diloco_protocol.wire.byte_stream import ByteStream, set_options
 from diloco_syncer.runtime.traffic import NOBODY
-from diloco_syncer.server.tls.connection import HandshakeRefused, ReadBuffers, TlsConnection
+from diloco_syncer.server.tls.connection import HandshakeRefused, PortConnection, ReadBuffers
 from diloco_syncer.server.tls.connection_limits import Peer, RefusalCounter, allowance_of
 
 log = logging.getLogger(__name__)
@@ -59,6 +67,9 @@ _RELOAD_SECONDS = 1.0
 RESERVED_FILES = 640  # descriptors for handshakes, pages, control calls and the store
 _BACKLOG = 1024
 _AT_ONCE = 64  # accepted before others have their turn
+
+
+AcceptBulk = Callable[[ByteStream, Peer, str], None]
 
 
 class CredentialReloader:
@@ -119,7 +130,7 @@ def _context(credentials: Credentials) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     # A resumed session would bring a certificate that was not checked today.
     context.num_tickets = 0
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([GRPC_PROTOCOL, BULK_PROTOCOL])
     folder = credentials.directory
     assert folder is not None
     try:
@@ -141,12 +152,14 @@ def connections_for(files: int) -> int:
     return MAX_CONNECTIONS if files < 0 else max(16, min(MAX_CONNECTIONS, (files - RESERVED_FILES) // 3))
 
 
-class TlsListener:
+class PortListener:
     """Accepts TLS connections in a thread of its own and passes their bytes to the gRPC server."""
 
     def __init__(self, credentials: Credentials, job: str, regions: Mapping[str, int]) -> None:
-        """``regions``: learners and spares of each. Raises ``CredentialsError``."""
-        self.reloader = CredentialReloader(credentials, job)
+        """``credentials`` without a certificate: plain text. ``regions``: learners and spares of each. Raises
+        ``CredentialsError``."""
+        self.reloader = CredentialReloader(credentials, job) if credentials.secure else None
+        self._bulk: tuple[asyncio.AbstractEventLoop, AcceptBulk] | None = None
         self.most_connections = connections_for(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self.buffers = ReadBuffers()
         self.refusals = RefusalCounter()
@@ -155,9 +168,9 @@ class TlsListener:
         self._folder = tempfile.TemporaryDirectory(prefix="diloco-")  # 0700
         self._server_path = str(Path(self._folder.name) / "sync")
         self._listening: socket.socket | None = None
-        self._handshakes: dict[TlsConnection, float] = {}  # until when; in order
-        self._open: dict[TlsConnection, Peer] = {}
-        self._by_peer: dict[str, TlsConnection] = {}  # by gRPC's name of the connection
+        self._handshakes: dict[PortConnection, float] = {}  # until when; in order
+        self._open: dict[PortConnection, Peer] = {}
+        self._by_peer: dict[str, PortConnection] = {}  # by gRPC's name of the connection
         self._closed_bytes: dict[str, tuple[int, int]] = {}  # by place, bytes in and out of connections that are closed
         # Connections close in the listener's thread while the syncer's sums up: each is counted exactly once.
         self._counting = threading.Lock()
@@ -172,6 +185,11 @@ class TlsListener:
     def server_address(self) -> str:
         """The address at which the gRPC server must listen."""
         return f"unix:{self._server_path}"
+
+    @property
+    def secure(self) -> bool:
+        """Whether its connections are TLS."""
+        return self.reloader is not None
 
     @property
     def handshakes(self) -> int:
@@ -200,6 +218,11 @@ class TlsListener:
         """Start to accept. The gRPC server must be serving."""
         self._thread.start()
 
+    def serve_bulk(self, accept: AcceptBulk) -> None:
+        """Have ``accept`` called for each bulk connection, in the running loop: with its stream, its peer, and this
+        listener's name for it."""
+        self._bulk = asyncio.get_running_loop(), accept
+
     def find_peer(self, called: str) -> Peer | None:
         """The peer of a call, by gRPC's name for it; None: its connection is closed, or never came through here."""
         connection = self._by_peer.get(called)
@@ -214,7 +237,7 @@ class TlsListener:
         if connection is None or connection.place == place:
             return
         with self._counting:
-            counted = connection.received, connection.sent
+            counted = connection.count.received, connection.count.sent
             _add(self._closed_bytes, connection)
             connection.counted, connection.place = counted, place
 
@@ -301,10 +324,11 @@ class TlsListener:
         if len(self._handshakes) >= MAX_HANDSHAKES:
             oldest = next(iter(self._handshakes))
             self._end_handshake(oldest, ConnectionRefusal.HANDSHAKE_FLOOD, f"{MAX_HANDSHAKES} others at once")
-        self.reloader.reload_if_changed(now)
-        front.setblocking(False)
-        front.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._handshakes[TlsConnection(self, front, self.reloader.context, address)] = now + HANDSHAKE_SECONDS
+        if self.reloader is not None:
+            self.reloader.reload_if_changed(now)
+        set_options(front)
+        context = None if self.reloader is None else self.reloader.context
+        self._handshakes[PortConnection(self, front, context, address)] = now + HANDSHAKE_SECONDS
 
     def _shed_load(self, error: OSError) -> None:
         """File descriptors or memory ran out: end the oldest handshakes, and pause accepting for 0.2 s."""
@@ -315,31 +339,22 @@ class TlsListener:
         self._loop.remove_reader(listening)
         self._loop.call_later(0.2, lambda: self._stopping.is_set() or self._loop.add_reader(listening, self._accept))
 
-    def _end_handshake(self, connection: TlsConnection, reason: str, message: str) -> None:
+    def _end_handshake(self, connection: PortConnection, reason: str, message: str) -> None:
         self.handshake_ended(connection, HandshakeRefused(reason, message))
         connection.close()
 
     # ------------------------------------------------------------- called by connections
 
-    def accept_connection(self, connection: TlsConnection, tls: ssl.SSLObject) -> tuple[str, socket.socket]:
-        """Judge the certificate of a finished handshake, and connect to the gRPC server.
+    def accept_connection(self, connection: PortConnection, bulk: bool) -> tuple[str, socket.socket | None]:
+        """Judge the certificate of a finished handshake, and connect to the gRPC server, unless it is for ``bulk``.
 
-        Returns gRPC's name for the connection and the socket. Raises ``HandshakeRefused``.
+        Returns gRPC's name for the connection, or ours, and the socket. Raises ``HandshakeRefused``.
         """
-        if tls.selected_alpn_protocol() != "h2":
-            raise HandshakeRefused(ConnectionRefusal.OTHER_TLS, "TLS 1.3 with HTTP/2 is spoken here")
-        shown, raw = tls.getpeercert() or {}, tls.getpeercert(binary_form=True) or b""
-        alternatives: Any = shown.get("subjectAltName", ())
-        try:
-            names = identity.names_in(str(value) for kind, value in alternatives if kind == "URI")
-        except identity.IdentityError as error:
-            raise HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, str(error)) from error
-        expires = ssl.cert_time_to_seconds(str(shown["notAfter"])) if "notAfter" in shown else math.inf
-        peer = Peer(hashlib.sha256(raw).hexdigest(), names, connection.address, expires)
-        objection = identity.check_learner(self.reloader.own_names, names, self._job)
-        if objection is not None:
-            raise HandshakeRefused(objection.reason, objection.message)
-        allowed = allowance_of(self._regions, names).connections
+        peer = Peer(address=connection.address)
+        allowed = self.most_connections
+        if connection.tls is not None:
+            peer = self._judge_certificate(connection.tls.tls, connection.address)
+            allowed = allowance_of(self._regions, peer.names).connections
         if len(self._open) >= self.most_connections:
             raise HandshakeRefused(
                 ConnectionRefusal.NO_ROOM,
@@ -350,6 +365,55 @@ class TlsListener:
                 ConnectionRefusal.TOO_MANY_CONNECTIONS, f"{peer}: more than {allowed} connections of one certificate"
             )
         name = f"diloco-{secrets.token_hex(16)}"
+        back = None if bulk else self._connect_server(name)
+        self._handshakes.pop(connection, None)
+        named = {one.region for one in peer.names if one.region in self._regions}
+        connection.place = named.pop() if len(named) == 1 else NOBODY
+        key = name if bulk else f"unix-abstract:{name}"
+        with self._counting:
+            self._open[connection] = peer
+        self._by_peer[key] = connection
+        self._by_certificate[peer.fingerprint] += 1
+        return key, back
+
+    def hand_over(self, connection: PortConnection, front: socket.socket) -> None:
+        """Give a bulk connection to the loop that serves it."""
+        peer = self._open[connection]
+
+        def forget() -> None:  # in the syncer's loop
+            with contextlib.suppress(RuntimeError):  # the listener has stopped
+                self._loop.call_soon_threadsafe(self.connection_closed, connection)
+
+        def begin() -> None:
+            stream = ByteStream(front, connection.tls, connection.count)
+            stream.when_closed(forget)
+            accept(stream, peer, connection.key)
+
+        if self._bulk is None:
+            raise HandshakeRefused(ConnectionRefusal.NO_ROOM, "nobody serves bulk connections here")
+        loop, accept = self._bulk
+        loop.call_soon_threadsafe(begin)
+
+    def _judge_certificate(self, tls: ssl.SSLObject, address: str) -> Peer:
+        """Raises ``HandshakeRefused``."""
+        assert self.reloader is not None
+        if tls.selected_alpn_protocol() not in (GRPC_PROTOCOL, BULK_PROTOCOL):
+            raise HandshakeRefused(ConnectionRefusal.OTHER_TLS, "TLS 1.3 with HTTP/2 is spoken here")
+        shown, raw = tls.getpeercert() or {}, tls.getpeercert(binary_form=True) or b""
+        alternatives: Any = shown.get("subjectAltName", ())
+        try:
+            names = identity.names_in(str(value) for kind, value in alternatives if kind == "URI")
+        except identity.IdentityError as error:
+            raise HandshakeRefused(ConnectionRefusal.BAD_CERTIFICATE, str(error)) from error
+        expires = ssl.cert_time_to_seconds(str(shown["notAfter"])) if "notAfter" in shown else math.inf
+        peer = Peer(hashlib.sha256(raw).hexdigest(), names, address, expires)
+        objection = identity.check_learner(self.reloader.own_names, names, self._job)
+        if objection is not None:
+            raise HandshakeRefused(objection.reason, objection.message)
+        return peer
+
+    def _connect_server(self, name: str) -> socket.socket:
+        """A connection to the gRPC server, which sees it under this name. Raises ``HandshakeRefused``."""
         back = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             back.setblocking(False)
@@ -360,16 +424,9 @@ class TlsListener:
             raise HandshakeRefused(
                 ConnectionRefusal.NO_ROOM, f"the gRPC server accepts no connection: {error.strerror or error}"
             ) from error
-        self._handshakes.pop(connection, None)
-        named = {one.region for one in names if one.region in self._regions}
-        connection.place = named.pop() if len(named) == 1 else NOBODY
-        with self._counting:
-            self._open[connection] = peer
-        self._by_peer[f"unix-abstract:{name}"] = connection
-        self._by_certificate[peer.fingerprint] += 1
-        return f"unix-abstract:{name}", back
+        return back
 
-    def handshake_ended(self, connection: TlsConnection, refused: HandshakeRefused | None) -> None:
+    def handshake_ended(self, connection: PortConnection, refused: HandshakeRefused | None) -> None:
         """A handshake ended and the connection was not accepted; ``refused`` None: there is nothing to count."""
         self._handshakes.pop(connection, None)
         if refused is None:
@@ -379,7 +436,7 @@ class TlsListener:
             more = f" ({unsaid} like it before, not logged)" if unsaid else ""
             log.warning("refused %s: %s: %s%s", connection.address, refused.reason, refused, more)
 
-    def connection_closed(self, connection: TlsConnection) -> None:
+    def connection_closed(self, connection: PortConnection) -> None:
         """Forget a closed connection; its bytes stay counted."""
         self._handshakes.pop(connection, None)
         with self._counting:
@@ -393,7 +450,7 @@ class TlsListener:
                 del self._by_certificate[peer.fingerprint]
 
 
-def _add(sums: dict[str, tuple[int, int]], connection: TlsConnection) -> None:
+def _add(sums: dict[str, tuple[int, int]], connection: PortConnection) -> None:
     up, down = sums.get(connection.place, (0, 0))
-    up += connection.received - connection.counted[0]
-    sums[connection.place] = up, down + connection.sent - connection.counted[1]
+    up += connection.count.received - connection.counted[0]
+    sums[connection.place] = up, down + connection.count.sent - connection.counted[1]

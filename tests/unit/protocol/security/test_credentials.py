@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+import ssl
 import stat
 import subprocess
 from pathlib import Path
@@ -184,6 +187,59 @@ def test_plaintext_only_without_a_directory(secrets: Path, tmp_path: Path) -> No
     (tmp_path / "ca.crt").write_text(" \n")
     with pytest.raises(CredentialsError, match=r"ca.crt is empty"):
         Credentials.from_directory(tmp_path)
+
+
+def connects(client: Credentials, server: Path) -> str:
+    """What TLS says of a connection with ``client_context``, up to the end of the client's handshake: empty, it is
+    made and speaks ``first`` of ``first`` and ``second``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server / "tls.crt", server / "tls.key")
+    context.load_verify_locations(server / "ca.crt")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["first", "second"])
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    here = client.client_context(["second", "first"]).wrap_bio(to_client, to_server, server_hostname=client.server_name)
+    there = context.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for one in (here, there, here, there):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                one.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message
+    assert here.selected_alpn_protocol() == there.selected_alpn_protocol() == "first"
+    assert there.getpeercert(), "mutual"
+    return ""
+
+
+def test_the_context_of_a_client_trusts_the_authority_and_checks_the_name(secrets: Path) -> None:
+    learner = Credentials.from_directory(secrets / "learner")
+    assert connects(learner, secrets / "syncer") == ""
+    assert "certificate" in connects(learner, secrets / "foreign")
+    assert "Hostname mismatch" in connects(learner, secrets / "impostor"), "a learner cannot pose as the syncer"
+
+
+def test_a_pinned_certificate_is_trusted_and_no_other_of_its_authority(secrets: Path) -> None:
+    learner = Credentials.from_directory(secrets / "learner")
+    assert connects(learner.pinned((secrets / "syncer" / "tls.crt").read_bytes()), secrets / "syncer") == ""
+    assert connects(learner.pinned((secrets / "impostor" / "tls.crt").read_bytes()), secrets / "syncer")
+
+
+@pytest.mark.parametrize("file", ["ca.crt", "tls.crt", "tls.key", "another's key", "gone"])
+def test_a_context_of_files_that_are_none_is_an_error_that_names_the_folder(
+    secrets: Path, tmp_path: Path, file: str
+) -> None:
+    folder = tmp_path / "spoilt"
+    shutil.copytree(secrets / "learner", folder)
+    if file == "another's key":
+        shutil.copy(secrets / "syncer" / "tls.key", folder)
+    elif file != "gone":
+        (folder / file).write_text("hello é")
+    made = Credentials.from_directory(folder)
+    if file == "gone":
+        shutil.rmtree(folder)
+    with pytest.raises(CredentialsError, match=f"^{folder}: ca.crt, tls.crt and tls.key are not") as caught:
+        made.client_context(["second"])
+    assert "hello" not in str(caught.value)
 
 
 def test_secrets_are_not_shown(secrets: Path) -> None:

@@ -1,28 +1,34 @@
-"""Bulk transfers over a real gRPC connection on loopback, and the rules for messages."""
+"""Bulk transfers over real connections on loopback, and the rules for messages."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from grpc import aio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bulk_port import BulkPort, StoredDownloads
+from byte_source import ByteSource
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, TransferRefusal
-from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
+from diloco_protocol.wire.bulk_calls import BulkConnection, CallFailed, ServedCall, bulk_connection
+from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_protocol.wire.progress import Progress
+from diloco_syncer.server.tls.connection_limits import Peer
 from example_counts import share_of
 from operator_simulation import virtual_time
 from patience import until
+
+RESET = StreamBroken("reset")
 
 
 class Receiver:
@@ -41,87 +47,73 @@ class Receiver:
         self.stored: Any = b""
         self.lie = 0
         self.change = ""
-        self.abort: grpc.StatusCode | None = None
-        self.downloads = 0  # that are being sent
+        self.failure: Exception | None = None  # of each download, before its first byte
         self.sent = Progress()
+        self.downloads = StoredDownloads(lambda request: self.stored, self.sent)
+        self.as_the_product = False  # downloads are served
         self.asked: list[tuple[int, int]] = []  # offsets and bytes of downloads
+        self.refused = Counter[str]()
 
-    async def upload(self, stream: AsyncIterator[bytes], context: Any) -> bytes:
-        header = convert.parse(sync_pb2.UploadHeader, await anext(stream), limits.MAX_HEADER_BYTES)
+    async def upload(
+        self, header: sync_pb2.UploadHeader, source: bulk.Source, peer: Peer, called: str
+    ) -> sync_pb2.UploadReply:
         if self.parts == self.break_part:
             self.break_part = -1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
+            raise RESET
         self.calls += 1
         if self.has_all:
-            return sync_pb2.UploadReply(accepted=True).SerializeToString()
+            return sync_pb2.UploadReply(accepted=True)
         if self.refuse:
-            return sync_pb2.UploadReply(accepted=False, reason=self.refuse).SerializeToString()
+            return sync_pb2.UploadReply(accepted=False, reason=self.refuse)
         if self.buffer is None:
             self.buffer = np.zeros(header.total_bytes, np.uint8)
         target = memoryview(self.buffer)[header.offset : header.offset + header.bytes]
-        try:
-            digest = await bulk.receive_into(stream, target)
-        except limits.WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        assert digest == header.checksum
+        assert await bulk.receive_into(source, target) == header.checksum
         self.got += header.bytes
         self.parts += 1
         if self.replies:
-            reason = self.replies.pop(0)
-            return sync_pb2.UploadReply(accepted=True, reason=reason).SerializeToString()
+            return sync_pb2.UploadReply(accepted=True, reason=self.replies.pop(0))
         done = self.got == header.total_bytes
-        return sync_pb2.UploadReply(accepted=True, reason="" if done else TransferRefusal.PARTIAL).SerializeToString()
+        return sync_pb2.UploadReply(accepted=True, reason="" if done else TransferRefusal.PARTIAL)
 
-    async def serve(self, raw: bytes, context: Any) -> None:
-        await services.write_download(self.download(raw, context), context, self.sent)
-
-    async def download(self, raw: bytes, context: Any) -> AsyncGenerator[bytes, None]:
-        request = convert.parse(sync_pb2.DownloadRequest, raw, limits.MAX_HEADER_BYTES)
+    async def serve(self, request: sync_pb2.DownloadRequest, call: ServedCall, peer: Peer, called: str) -> None:
+        if self.as_the_product:
+            await self.downloads.serve(request, call, peer, called)
+            return
         if request.what == sync_pb2.DownloadRequest.FROZEN:
-            async for message in bulk.not_found("superseded"):
-                yield message
+            missing = sync_pb2.DownloadHeader(found=False, reason="superseded")
+            await call.reply(sync_pb2.BulkReply(download=missing))
             return
         self.asked.append((request.offset, request.bytes))
-        if self.abort is not None:
-            await context.abort(self.abort, "no")
+        if self.failure is not None:
+            raise self.failure
         if self.change == "total" and request.offset:
             self.stored = random_bytes(1501)
         count = request.bytes - 1 if self.change == "part" and request.offset else request.bytes
-        first, sent = True, 0
-        self.downloads += 1
-        try:
-            async for message in bulk.send_part(self.stored, request.offset, count):
-                if first and self.lie:
-                    header = sync_pb2.DownloadHeader.FromString(message)
-                    header.checksum ^= self.lie
-                    message = header.SerializeToString()
-                sent += 0 if first else len(message)
-                first = False
-                yield message
-                if 0 < self.break_at <= sent:
-                    self.break_at = 0
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
-        finally:
-            self.downloads -= 1
+        header, part = bulk.cut_part(self.stored, request.offset, count)
+        header.checksum ^= self.lie
+        await call.reply(sync_pb2.BulkReply(download=header))
+        if 0 < self.break_at <= len(part):
+            await call.write(part[: self.break_at])
+            self.break_at = 0
+            raise RESET
+        await call.write(part)
 
 
-def served(test: Callable[[Receiver, list[aio.Channel]], Awaitable[None]], channels: int = 3) -> None:
+Connections = list[BulkConnection]
+
+
+def served(test: Callable[[Receiver, Connections], Awaitable[None]], connections: int = 3) -> None:
     async def run() -> None:
         receiver = Receiver()
-        server = aio.server(options=wire_channels.server_options())
-        server.add_generic_rpc_handlers([services.bulk_handlers(receiver.upload, receiver.serve)])
-        credentials = Credentials()
-        port = credentials.bind(server, "127.0.0.1:0")
-        await server.start()
-        options = wire_channels.channel_options(bulk=True)
-        made = [credentials.aio_channel(f"127.0.0.1:{port}", options) for _ in range(channels)]
-        try:
-            async with asyncio.timeout(20):
-                await test(receiver, made)
-        finally:
-            for channel in made:
-                await channel.close()
-            await server.stop(0)
+        async with BulkPort(receiver, receiver).listening() as address:
+            made = [bulk_connection(Credentials(), address) for _ in range(connections)]
+            try:
+                async with asyncio.timeout(20):
+                    await test(receiver, made)
+            finally:
+                for one in made:
+                    one.drop()
 
     asyncio.run(run())
 
@@ -132,9 +124,9 @@ def random_bytes(size: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("size", "parts"), [(0, 1), (5, 1), (3 * limits.MIN_PART_BYTES + 17, 3)])
 def test_upload_arrives_whole_and_in_parts(size: int, parts: int) -> None:
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         payload = random_bytes(size)
-        reply = await bulk.upload(channels, sync_pb2.UploadHeader(job="j"), payload)
+        reply = await bulk.upload(connections, sync_pb2.UploadHeader(job="j"), payload)
         assert reply.accepted and reply.reason == ""
         assert receiver.parts == parts
         assert receiver.buffer is not None and np.array_equal(receiver.buffer, payload)
@@ -143,9 +135,9 @@ def test_upload_arrives_whole_and_in_parts(size: int, parts: int) -> None:
 
 
 def test_refusal_is_a_reply_even_before_the_bytes_are_read() -> None:
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.refuse = "fenced"
-        reply = await bulk.upload(channels, sync_pb2.UploadHeader(job="j"), random_bytes(24 << 20))
+        reply = await bulk.upload(connections, sync_pb2.UploadHeader(job="j"), random_bytes(24 << 20))
         assert not reply.accepted and reply.reason == "fenced"
 
     served(test)
@@ -154,9 +146,9 @@ def test_refusal_is_a_reply_even_before_the_bytes_are_read() -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("size", [0, 100, 3 * limits.MIN_PART_BYTES + 3])
 def test_download(known: bool, size: int) -> None:
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.stored = random_bytes(size)
-        header, data = await bulk.download(channels, sync_pb2.DownloadRequest(job="j"), size=size if known else None)
+        header, data = await bulk.download(connections, sync_pb2.DownloadRequest(job="j"), size=size if known else None)
         assert header.found and header.total_bytes == size
         assert np.array_equal(data, receiver.stored)
 
@@ -166,29 +158,31 @@ def test_download(known: bool, size: int) -> None:
 def test_download_beyond_one_part_of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_PART_BYTES", 1 << 20)
 
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.stored = random_bytes((5 << 20) + 1)
         into = np.empty((5 << 20) + 1, np.uint8)
-        _, data = await bulk.download(channels, sync_pb2.DownloadRequest(job="j"), allocate=lambda total: into[:total])
+        _, data = await bulk.download(
+            connections, sync_pb2.DownloadRequest(job="j"), allocate=lambda total: into[:total]
+        )
         assert np.array_equal(data, receiver.stored) and np.shares_memory(data, into)
 
     served(test)
 
 
 def test_download_that_is_not_there_or_not_right() -> None:
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         frozen = sync_pb2.DownloadRequest(job="j", what=sync_pb2.DownloadRequest.FROZEN)
-        header, data = await bulk.download(channels, frozen)
+        header, data = await bulk.download(connections, frozen)
         assert not header.found and header.reason == "superseded" and data.size == 0
         receiver.stored = random_bytes(1000)
         request = sync_pb2.DownloadRequest(job="j")
         with pytest.raises(limits.WireError, match="1000 bytes are offered, 999 were announced"):
-            await bulk.download(channels, request, size=999)
+            await bulk.download(connections, request, size=999)
         with pytest.raises(limits.WireError, match="at most 10 are allowed"):
-            await bulk.download(channels, request, limit=10)
+            await bulk.download(connections, request, limit=10)
         receiver.lie = 1
         with pytest.raises(limits.WireError, match="checksum"):
-            await bulk.download(channels, request)
+            await bulk.download(connections, request)
 
     served(test)
 
@@ -196,16 +190,16 @@ def test_download_that_is_not_there_or_not_right() -> None:
 @pytest.mark.promise("What has come of a download is kept: it goes on where it broke, in the next session too")
 @pytest.mark.parametrize("known", [True, False])
 def test_a_download_that_breaks_goes_on_at_the_byte_where_it_broke(known: bool) -> None:
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.stored, receiver.break_at = random_bytes(3 << 20), 1 << 20
         kept, size = bulk.PartialDownload(), receiver.stored.nbytes if known else None
         request = sync_pb2.DownloadRequest(job="j")
-        with pytest.raises(bulk.TransferError, match="unavailable: reset"):
-            await bulk.download(channels, request, size=size, kept=kept)
+        with pytest.raises(bulk.TransferError, match="download: the syncer ended the connection"):
+            await bulk.download(connections, request, size=size, kept=kept)
         here = kept.received
-        assert 0 < here < receiver.stored.nbytes
+        assert here == 1 << 20, "all that was sent"
         receiver.asked.clear()
-        header, data = await bulk.download(channels, request, size=size, kept=kept)
+        header, data = await bulk.download(connections, request, size=size, kept=kept)
         assert header.found and np.array_equal(data, receiver.stored)
         assert receiver.asked == [(here, receiver.stored.nbytes - here)]
 
@@ -216,16 +210,16 @@ def test_a_download_that_breaks_goes_on_at_the_byte_where_it_broke(known: bool) 
 def test_a_download_that_goes_on_with_other_bytes_is_noticed_and_begins_anew(others: bool) -> None:
     """The checksum of the first header is that of the whole part."""
 
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.stored, receiver.break_at = random_bytes(3 << 20), 1 << 20
         kept, request = bulk.PartialDownload(), sync_pb2.DownloadRequest(job="j")
         with pytest.raises(bulk.TransferError):
-            await bulk.download(channels, request, kept=kept)
+            await bulk.download(connections, request, kept=kept)
         receiver.stored = random_bytes(3 << 20) + 1 if others else random_bytes((3 << 20) + 1)
         with pytest.raises(limits.WireError, match="checksum" if others else "changed under way"):
-            await bulk.download(channels, request, kept=kept)
+            await bulk.download(connections, request, kept=kept)
         if others:
-            _, data = await bulk.download(channels, request, kept=kept)
+            _, data = await bulk.download(connections, request, kept=kept)
             assert np.array_equal(data, receiver.stored)
 
     served(test)
@@ -234,13 +228,13 @@ def test_a_download_that_goes_on_with_other_bytes_is_noticed_and_begins_anew(oth
 def test_an_upload_that_breaks_sends_only_the_parts_that_had_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_UPLOAD_PART_BYTES", 1000)
 
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         payload, sent = random_bytes(3500), bulk.SentParts()
         receiver.break_part = 2
-        with pytest.raises(bulk.TransferError, match="reset"):
-            await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), payload, sent=sent)
-        assert sent.done == 2
-        reply = await bulk.upload(channels[1:], sync_pb2.UploadHeader(job="j"), payload, sent=sent)
+        with pytest.raises(bulk.TransferError, match="upload: ") as caught:
+            await bulk.upload(connections[:1], sync_pb2.UploadHeader(job="j"), payload, sent=sent)
+        assert caught.value.retry and sent.done == 2
+        reply = await bulk.upload(connections[1:], sync_pb2.UploadHeader(job="j"), payload, sent=sent)
         assert reply.accepted and receiver.parts == 4
         assert receiver.buffer is not None and np.array_equal(receiver.buffer, payload)
 
@@ -250,9 +244,9 @@ def test_an_upload_that_breaks_sends_only_the_parts_that_had_no_answer(monkeypat
 def test_of_a_payload_that_is_there_already_no_further_part_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_UPLOAD_PART_BYTES", 1000)
 
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.has_all = True
-        reply = await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), random_bytes(3500))
+        reply = await bulk.upload(connections[:1], sync_pb2.UploadHeader(job="j"), random_bytes(3500))
         assert reply.accepted and (receiver.calls, receiver.got) == (1, 0)
 
     served(test)
@@ -262,65 +256,81 @@ def test_the_verdict_of_an_upload_is_not_the_answer_that_comes_last(monkeypatch:
     """The part that completes a payload may be answered first; without any verdict all of it is sent again."""
     monkeypatch.setattr(limits, "MAX_UPLOAD_PART_BYTES", 1000)
 
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.replies = ["done", TransferRefusal.PARTIAL]
-        reply = await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), random_bytes(2000))
+        reply = await bulk.upload(connections[:1], sync_pb2.UploadHeader(job="j"), random_bytes(2000))
         assert reply.reason == "done"
         receiver.replies = [TransferRefusal.PARTIAL] * 2
         sent = bulk.SentParts()
         with pytest.raises(bulk.TransferError, match="no verdict came") as caught:
-            await bulk.upload(channels[:1], sync_pb2.UploadHeader(job="j"), random_bytes(2000), sent=sent)
+            await bulk.upload(connections[:1], sync_pb2.UploadHeader(job="j"), random_bytes(2000), sent=sent)
         assert caught.value.retry and sent.done == 0 and not sent.parts
 
     served(test)
 
 
-@pytest.mark.parametrize(("sent", "message"), [(9, "9 bytes came, 10"), (11, "more than the 10 bytes")])
-def test_an_upload_of_another_length_than_announced_is_refused(sent: int, message: str) -> None:
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
-        call = channels[0].stream_unary(services.UPLOAD)()
-        header = sync_pb2.UploadHeader(format=1, total_bytes=10, bytes=10)
-        await call.write(header.SerializeToString())
-        await call.write(bytes(sent))
-        await call.done_writing()
-        with pytest.raises(aio.AioRpcError, match=message):
-            await call
+async def pieces(*sizes: int, then: Awaitable[None] | None = None) -> AsyncIterator[bytes]:
+    for size in sizes:
+        yield bytes(size)
+    if then is not None:
+        await then
 
-    served(test)
+
+async def test_fewer_bytes_than_announced_are_no_payload_and_more_are_left_alone() -> None:
+    target = memoryview(bytearray(10))
+    with pytest.raises(limits.WireError, match="9 bytes came, 10 were announced"):
+        await bulk.receive_into(ByteSource(pieces(5, 4)), target)
+    source = ByteSource(pieces(5, 6))
+    assert await bulk.receive_into(source, target) == bulk.checksum(bytes(10))
+    assert await source.read_into(target) == 1
+
+
+async def test_each_piece_is_checked_before_it_is_written_and_heard_of_afterwards() -> None:
+    target, heard = bytearray(b"." * 10), list[tuple[str, bytes]]()
+
+    def check() -> None:
+        if len(heard) == 4:
+            raise limits.WireError("the upload was overtaken")
+        heard.append(("check", bytes(target)))
+
+    source = ByteSource(pieces(4, 4, 2))
+    with pytest.raises(limits.WireError, match="overtaken"):
+        await bulk.receive_into(
+            source, memoryview(target), check, lambda count: heard.append((str(count), bytes(target)))
+        )
+    once, twice = bytes(4) + b"." * 6, bytes(8) + b".."
+    assert heard == [("check", b"." * 10), ("4", once), ("check", once), ("4", twice)] and target == twice
 
 
 @pytest.mark.promise("A sender that stalls is given up")
 def test_a_sender_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STALL_SECONDS", 0.05)
 
-    async def stalling() -> AsyncIterator[bytes]:
-        yield b"abc"
+    async def forever() -> None:
         await asyncio.Event().wait()
 
     async def test() -> None:
+        stalling = ByteSource(pieces(3, then=forever()))
         with pytest.raises(limits.WireError, match=r"no bytes for .*, 3 of 10 received"):
-            await asyncio.wait_for(bulk.receive_into(stalling(), memoryview(bytearray(10))), 10)
+            await asyncio.wait_for(bulk.receive_into(stalling, memoryview(bytearray(10))), 10)
 
     asyncio.run(test())
-
-
-async def first_of(part: AsyncIterator[bytes]) -> sync_pb2.DownloadHeader:
-    async for message in part:
-        return sync_pb2.DownloadHeader.FromString(message)
-    raise AssertionError("nothing was sent")
 
 
 @pytest.mark.parametrize(("offset", "count"), [(11, 0), (0, 11), (5, 6), (0, limits.MAX_PART_BYTES + 1)])
 def test_a_part_that_is_not_there_is_not_sent(offset: int, count: int) -> None:
     with pytest.raises(limits.WireError, match=f"bytes {offset} to {offset + count} of 10"):
-        asyncio.run(first_of(bulk.send_part(bytes(10), offset, count)))
+        bulk.cut_part(bytes(10), offset, count)
 
 
 def test_a_part_is_never_larger_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_PART_BYTES", 4)
-    assert asyncio.run(first_of(bulk.send_part(bytes(10), 2, 0))).bytes == 4
+    header, part = bulk.cut_part(b"0123456789", 2, 0)
+    assert (header.total_bytes, header.bytes, bytes(part)) == (10, 4, b"2345") and header.checksum == bulk.checksum(
+        part
+    )
     with pytest.raises(limits.WireError, match="a part has at most 4 bytes"):
-        asyncio.run(first_of(bulk.send_part(bytes(10), 2, 5)))
+        bulk.cut_part(bytes(10), 2, 5)
 
 
 @pytest.mark.parametrize("change", ["total", "part"])
@@ -328,49 +338,96 @@ def test_a_download_that_changes_under_way_is_refused(change: str, monkeypatch: 
     """Its first part and the others are of different things, or one is of another length than was asked for."""
     monkeypatch.setattr(limits, "MAX_PART_BYTES", 1000)
 
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
         receiver.stored = random_bytes(1500)
         receiver.change = change
         with pytest.raises(limits.WireError, match="changed under way" if change == "total" else "were asked for"):
-            await bulk.download(channels, sync_pb2.DownloadRequest(job="j"))
+            await bulk.download(connections, sync_pb2.DownloadRequest(job="j"))
 
     served(test)
 
 
 @pytest.mark.parametrize(
-    ("code", "retry"),
-    [(grpc.StatusCode.PERMISSION_DENIED, False), (grpc.StatusCode.UNAVAILABLE, True)],
-    ids=lambda value: str(value),
+    ("failure", "retry"), [(CallFailed("no", True), False), (CallFailed("no", False), True), (RESET, True)], ids=repr
 )
-def test_what_will_fail_again_is_not_tried_again(code: grpc.StatusCode, retry: bool) -> None:
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
-        receiver.abort = code
+def test_what_will_fail_again_is_not_tried_again(failure: Exception, retry: bool) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
+        receiver.failure = failure
         with pytest.raises(bulk.TransferError) as caught:
-            await bulk.download(channels, sync_pb2.DownloadRequest(job="j"))
+            await bulk.download(connections, sync_pb2.DownloadRequest(job="j"))
         assert caught.value.retry == retry
+        words = "the syncer ended the connection" if failure is RESET else "no"
+        assert str(caught.value) == f"download: {words}"
 
     served(test)
 
 
-def test_a_certificate_that_never_passes_is_not_tried_again() -> None:
-    metadata = aio.Metadata()
-    for details, retry in (("handshake failed: CERTIFICATE_VERIFY_FAILED", False), ("connection refused", True)):
-        error = aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, details=details)
-        assert bulk._failed(error, "upload").retry is retry
+@pytest.mark.parametrize("final", [True, False])
+async def test_a_certificate_that_never_passes_is_not_tried_again(final: bool) -> None:
+    async def connect() -> Any:
+        raise CallFailed("the syncer's certificate is not trusted", True) if final else StreamBroken("refused")
+
+    for transfer in (
+        bulk.upload(BulkConnection(connect), sync_pb2.UploadHeader(), b"x"),
+        bulk.download(BulkConnection(connect), sync_pb2.DownloadRequest()),
+    ):
+        with pytest.raises(bulk.TransferError) as caught:
+            await transfer
+        assert caught.value.retry is not final
+
+
+class Recorded:
+    """A connection, and its call: what is written, and an answer that comes after ``after`` chunks."""
+
+    def __init__(self, after: int, accepted: bool = True) -> None:
+        self.after, self.accepted = after, accepted
+        self.did: list[Any] = []
+        self.is_time = asyncio.Event()
+
+    async def begin(self, **what: Any) -> Any:
+        return self
+
+    async def write(self, part: memoryview, note: Callable[[int], None]) -> None:
+        self.did.append(len(part))
+        note(len(part))
+        if len(self.did) == self.after:
+            self.is_time.set()
+            await asyncio.sleep(0)
+
+    async def read_reply(self) -> sync_pb2.BulkReply:
+        await self.is_time.wait()
+        return sync_pb2.BulkReply(upload=sync_pb2.UploadReply(accepted=self.accepted))
+
+    async def give_up_upload(self) -> None:
+        self.did.append("give up")
+
+    def end(self) -> None:
+        self.did.append("end")
+
+
+async def test_an_upload_goes_in_chunks_each_of_which_is_heard_of() -> None:
+    one, progress, chunks = Recorded(3), Progress(), list[None]()
+    size = 2 * limits.CHUNK_BYTES + 5
+    channel: Any = one
+    await bulk.upload(
+        channel, sync_pb2.UploadHeader(), bytes(size), note_chunk=lambda: chunks.append(None), progress=progress
+    )
+    assert one.did == [limits.CHUNK_BYTES, limits.CHUNK_BYTES, 5, "give up", "end"]
+    assert len(chunks) == 3 and progress.moved == size
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+async def test_once_an_upload_is_answered_no_more_of_it_is_sent(accepted: bool) -> None:
+    one = Recorded(2, accepted)
+    channel: Any = one
+    reply = await bulk.upload(channel, sync_pb2.UploadHeader(), bytes(4 << 20))
+    assert reply.accepted is accepted and one.did == [limits.CHUNK_BYTES] * 2 + ["give up", "end"]
 
 
 def test_an_answer_is_waited_for_by_the_size_of_its_part() -> None:
     """Its last bytes may still be under way, in the buffers of both sides and of all between."""
     assert limits.transfer_seconds(0) == limits.STALL_SECONDS
     assert limits.transfer_seconds(64 << 20) == limits.STALL_SECONDS + 256
-
-
-def test_chunks_take_half_a_second_of_their_link() -> None:
-    size = limits.FIRST_CHUNK_BYTES
-    assert bulk.next_chunk(size, 0.0) == 4 * size and bulk.next_chunk(size, 0.5) == size
-    assert bulk.next_chunk(limits.CHUNK_BYTES, 0.001) == limits.CHUNK_BYTES
-    assert bulk.next_chunk(limits.CHUNK_BYTES, 2.0) == limits.CHUNK_BYTES // 4
-    assert bulk.next_chunk(size, 60.0) == limits.LEAST_CHUNK_BYTES
 
 
 def test_a_channel_carries_one_part_at_a_time_and_rests_after_a_break() -> None:
@@ -406,14 +463,10 @@ def test_a_channel_carries_one_part_at_a_time_and_rests_after_a_break() -> None:
     virtual_time.run(test())
 
 
-def test_nobody_there_is_an_error_that_may_be_retried() -> None:
-    async def test() -> None:
-        async with aio.insecure_channel("127.0.0.1:1", options=wire_channels.channel_options(bulk=True)) as channel:
-            with pytest.raises(bulk.TransferError) as caught:
-                await bulk.upload(channel, sync_pb2.UploadHeader(), b"x", timeout=5)
-            assert caught.value.retry
-
-    asyncio.run(test())
+async def test_nobody_there_is_an_error_that_may_be_retried() -> None:
+    with pytest.raises(bulk.TransferError, match=r"upload: nothing listens on 127\.0\.0\.1:1;") as caught:
+        await bulk.upload(bulk_connection(Credentials(), "127.0.0.1:1"), sync_pb2.UploadHeader(), b"x")
+    assert caught.value.retry
 
 
 def test_a_port_in_use_is_an_error() -> None:
@@ -532,26 +585,25 @@ class Patience(Progress):
 def test_a_download_that_nobody_reads_is_given_up() -> None:
     """And with it what it would send. One that is read meanwhile comes whole."""
 
-    async def test(receiver: Receiver, channels: list[aio.Channel]) -> None:
+    async def test(receiver: Receiver, connections: Connections) -> None:
+        patience, nothing = Patience(), memoryview(bytearray(1 << 20))
         receiver.stored = random_bytes(48 << 20)
-        receiver.sent = patience = Patience()
-        request = sync_pb2.DownloadRequest(job="j").SerializeToString()
-        stalled = []
-        for _ in range(4):
-            method: Any = channels[0].unary_stream(services.DOWNLOAD)
-            call = method(request)
-            assert sync_pb2.DownloadHeader.FromString(await call.read()).found
-            stalled.append(call)
-        assert receiver.downloads == 4
-        _, data = await bulk.download(channels[1:], sync_pb2.DownloadRequest(job="j"))
+        receiver.downloads = StoredDownloads(lambda request: receiver.stored, patience)
+        receiver.as_the_product = True
+        calls = [
+            await one.begin(download=sync_pb2.DownloadRequest(job="j", format=limits.FORMAT)) for one in connections[1:]
+        ]
+        for call in calls:
+            assert (await call.read_reply()).download.found
+        assert len(receiver.downloads.queue) == 4
+        _, data = await bulk.download(connections[:1], sync_pb2.DownloadRequest(job="j"))
         assert np.array_equal(data, receiver.stored)
-        await until(lambda: receiver.downloads == 4)  # the last byte has come before the server has seen it off
+        await until(lambda: len(receiver.downloads.queue) == 4)  # the last byte comes before the server has seen it off
         patience.over = True
-        await until(lambda: not receiver.downloads)
-        for call in stalled:
-            with contextlib.suppress(aio.AioRpcError):
-                while await call.read() is not aio.EOF:
+        await until(lambda: not len(receiver.downloads.queue))
+        for call in calls:
+            with pytest.raises(StreamBroken):
+                while await call.read_into(nothing):
                     pass  # what had come before
-            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    served(test)
+    served(test, connections=5)

@@ -18,13 +18,7 @@ INTERVAL = "grpc.http2.min_ping_interval_without_data_ms"
 
 @pytest.mark.promise("A connection without calls for minutes is kept alive, and not ended for its pings")
 def test_grpc_knows_every_option() -> None:
-    ways = (
-        channel_options(),
-        channel_options(bulk=True),
-        control_options(),
-        server_options(),
-        control_server_options(1),
-    )
+    ways = (channel_options(), control_options(), server_options(), control_server_options(1))
     names = {name for way in ways for name, _ in way}
     with open(cygrpc.__file__, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         unknown = {name for name in names if library.find(name.encode() + b"\0") < 0}
@@ -33,7 +27,7 @@ def test_grpc_knows_every_option() -> None:
 
 def test_a_try_to_connect_takes_four_round_trips_of_two_seconds_and_pauses_grow() -> None:
     """gRPC's least backoff is how long one try may take: TCP, TLS and HTTP/2's first frames."""
-    for options in (channel_options(), channel_options(bulk=True), control_options()):
+    for options in (channel_options(), control_options()):
         found = dict(options)
         assert found["grpc.min_reconnect_backoff_ms"] >= 4 * 2000
         assert found["grpc.initial_reconnect_backoff_ms"] == 2000

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from byte_source import ByteSource
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.runtime import multipart
@@ -39,7 +40,7 @@ async def part(
         return np.zeros(len(data), np.uint8)
 
     chunks = stream(data[offset : offset + size] if sent is None else sent)
-    done = await made.receive_part(key, header(data, offset, size, process), chunks, allocate)
+    done = await made.receive_part(key, header(data, offset, size, process), ByteSource(chunks), allocate)
     return None if done is None else done.tobytes()
 
 
@@ -112,7 +113,7 @@ def test_a_part_that_is_under_way_ends_when_its_range_is_sent_again(size: int) -
             return arrays[-1]
 
         dead = asyncio.ensure_future(
-            made.receive_part("k", header(data, 0, 50), stream(bytes([9] * 50), gate), allocate)
+            made.receive_part("k", header(data, 0, 50), ByteSource(stream(bytes([9] * 50), gate)), allocate)
         )
         while not len(made):
             await asyncio.sleep(0)
@@ -162,7 +163,7 @@ def test_ranges_are_checked_before_a_byte_is_read(change: dict[str, int], messag
         for name, value in change.items():
             setattr(head, name, value)
         with pytest.raises(WireError, match=message):
-            await made.receive_part("k", head, unread(), lambda: pytest.fail("allocated"))
+            await made.receive_part("k", head, ByteSource(unread()), lambda: pytest.fail("allocated"))
         assert len(made) == 0
 
     asyncio.run(run())
@@ -216,7 +217,10 @@ def test_every_chunk_counts_as_progress_of_its_upload() -> None:
                 yield data[start : start + 250]
                 assert uploads._open["key"].touched > 0, "it is not idle"
 
-        assert await uploads.receive_part("key", header, stream(), lambda: np.empty(1000, np.uint8)) is not None
+        assert (
+            await uploads.receive_part("key", header, ByteSource(stream()), lambda: np.empty(1000, np.uint8))
+            is not None
+        )
 
     asyncio.run(run())
     assert noted == [("key", "p", 250)] * 4

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from byte_source import ByteSource
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.documents import Report
@@ -27,7 +28,6 @@ from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_protocol.wire.progress import OVERTAKEN_BYTES
 from diloco_protocol.wire.records import Held, PushHeader, SlotReceipt, StepReport
-from diloco_protocol.wire.version_tags import Announced, VersionTags, content_digest
 from diloco_syncer import startup
 from diloco_syncer import syncer as syncer_module
 from diloco_syncer.core import events as ev
@@ -43,6 +43,7 @@ from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.sessions import Connection
 from diloco_syncer.server.tls import connection_limits
+from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import Checkpoints
@@ -52,6 +53,7 @@ from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.spool import Spool
 from diloco_syncer.store.tape import Tape
 from diloco_syncer.syncer import Syncer
+from diloco_syncer.version_tags import Announced, VersionTags, content_digest
 from patience import until
 from shell_figures import SHELL
 
@@ -92,6 +94,20 @@ class Context:
 
     async def abort(self, code: Any, details: str) -> None:
         raise AssertionError(f"{code}: {details}")
+
+
+class Sink:
+    """Where a download goes."""
+
+    def __init__(self) -> None:
+        self.replies: list[sync_pb2.BulkReply] = []
+        self.sent = bytearray()
+
+    async def reply(self, reply: sync_pb2.BulkReply) -> None:
+        self.replies.append(reply)
+
+    async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None:
+        self.sent += part
 
 
 class Bench:
@@ -174,13 +190,11 @@ class Bench:
             **what,
         )
 
-        async def stream() -> AsyncIterator[bytes]:
-            yield header.SerializeToString()
+        async def pieces() -> AsyncIterator[bytes]:
             meanwhile()
-            if data:
-                yield data
+            yield data
 
-        return sync_pb2.UploadReply.FromString(await self.syncer.uploads.upload(stream(), Context()))
+        return await self.syncer.bulk.uploads.upload(header, ByteSource(pieces()), Peer())
 
     async def download(self, process: str, version: int, offset: int = 0, count: int = 0) -> bytes | None:
         """A part of fragment 0; None: it is not found."""
@@ -195,10 +209,9 @@ class Bench:
             offset=offset,
             bytes=count,
         )
-        sent: list[bytes] = []
-        await self.syncer.downloads.serve(request.SerializeToString(), Context(sent))
-        found = sync_pb2.DownloadHeader.FromString(sent[0]).found
-        return b"".join(sent[1:]) if found else None
+        sink = Sink()
+        await self.syncer.bulk.downloads.serve(request, sink, Peer())
+        return bytes(sink.sent) if sink.replies[0].download.found else None
 
     async def initialise(
         self,
@@ -904,7 +917,7 @@ async def test_a_wrong_checksum_is_told_from_other_faults_by_its_kind(tmp_path: 
             async def broken(*_: Any, raised: Exception = error) -> Any:
                 raise raised
 
-            bench.syncer.uploads._receive = broken  # type: ignore[method-assign]
+            bench.syncer.bulk.uploads._receive = broken  # type: ignore[method-assign]
             assert (await bench.upload("a", b"x")).reason == word
 
 
@@ -1096,7 +1109,7 @@ async def test_a_version_counts_as_sent_when_all_parts_of_it_were(
         bench.connect(1, 0, "a")
         await bench.initialise("a")
         told: list[object] = []
-        monkeypatch.setattr(bench.syncer.downloads, "emit", told.append)
+        monkeypatch.setattr(bench.syncer.bulk.downloads, "emit", told.append)
         half = 2 * LAYOUT.elements(0)
         await bench.download("a", 0, half)
         assert await bench.download("a", 9) is None and not told

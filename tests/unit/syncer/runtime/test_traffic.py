@@ -18,7 +18,7 @@ from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import channels
 from diloco_syncer.runtime.traffic import EVALUATOR, Traffic
 from diloco_syncer.server.pages.metrics import StatusCollector
-from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.server.tls.listener import PortListener
 from parties import Parties
 from patience import until
 from status_documents import slot_row, status_document
@@ -58,9 +58,9 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def echoing(parties: Parties, regions: list[str]) -> AsyncIterator[tuple[TlsListener, int, Traffic]]:
+async def echoing(parties: Parties, regions: list[str]) -> AsyncIterator[tuple[PortListener, int, Traffic]]:
     """A listener before a server that echoes; a call of `Join` says whose the connection is."""
-    listener = TlsListener(Credentials.from_directory(parties.syncer()), parties.job, dict.fromkeys(regions, 2))
+    listener = PortListener(Credentials.from_directory(parties.syncer()), parties.job, dict.fromkeys(regions, 2))
     traffic = Traffic(regions, listener.bytes_by_place)
     server = aio.server(options=channels.server_options())
     port = listener.bind("127.0.0.1:0")
@@ -87,7 +87,7 @@ async def echoing(parties: Parties, regions: list[str]) -> AsyncIterator[tuple[T
 async def talk(credentials: Path, port: int, size: int, join: str = "") -> None:
     """Connect, say who it is, and have ``size`` bytes echoed."""
     made = Credentials.from_directory(credentials)
-    async with made.aio_channel(f"127.0.0.1:{port}", channels.channel_options(bulk=True)) as channel:
+    async with made.aio_channel(f"127.0.0.1:{port}", channels.channel_options()) as channel:
         if join:
             await channel.unary_unary("/T/Join")(join.encode(), timeout=10)
         await channel.unary_unary("/T/Echo")(os.urandom(size), timeout=10)

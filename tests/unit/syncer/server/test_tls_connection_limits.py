@@ -31,7 +31,7 @@ def test_limits_follow_the_regions_that_a_certificate_names() -> None:
     everybody = allowance_of(REGIONS, frozenset({name("ns", "tiny", "learner")}))
     assert (eu.sessions, us.sessions, everybody.sessions) == (38, 22, 42)
     assert allowance_of(REGIONS, frozenset()) == everybody
-    assert allowance_of(REGIONS, EU.names | US.names).connections == 10 * 13 + connection_limits.SPARE_CONNECTIONS
+    assert allowance_of(REGIONS, EU.names | US.names).connections == 20 * 13 + connection_limits.SPARE_CONNECTIONS
     assert us.joins > 60 * 2  # two learners that try about once a second are never held up
     # A region that the job does not have gets the evaluator's share and no more.
     assert allowance_of(REGIONS, frozenset({name("ns", "tiny", "learner", "no")})).sessions == 18

@@ -27,7 +27,7 @@ from diloco_protocol.wire import channels, limits, verify_server
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.server.tls import listener as listeners
-from diloco_syncer.server.tls.listener import TlsListener
+from diloco_syncer.server.tls.listener import PortListener
 from parties import DAY, Parties
 from patience import until
 from repository import ROOT
@@ -50,7 +50,7 @@ class Place:
         options: Sequence[channels.Option] = (),
     ) -> None:
         self.parties = parties
-        self.listener = TlsListener(Credentials.from_directory(credentials), parties.job, regions or {"local": 2})
+        self.listener = PortListener(Credentials.from_directory(credentials), parties.job, regions or {"local": 2})
         self.server = aio.server(options=[*channels.server_options(), *options])
         self.held = asyncio.Event()  # until it is set `Hold` does not read
 
@@ -364,7 +364,7 @@ async def test_a_gate_begins_again_on_the_same_port(parties: Parties) -> None:
         assert (await channel.unary_unary("/T/Who")(b"", timeout=5)).startswith(b"the learner")
         idle = first.tcp()
         with pytest.raises(CredentialsError, match="Address already in use"):
-            TlsListener(Credentials.from_directory(parties.syncer()), "tiny", {}).bind(first.address)
+            PortListener(Credentials.from_directory(parties.syncer()), "tiny", {}).bind(first.address)
         await first.stop()
         assert idle.recv(1) == b""
         second = await Place(parties, parties.folder / "syncer").start(first.port)
@@ -394,11 +394,11 @@ async def test_a_join_token_is_replaced_with_time_to_follow(parties: Parties, mo
 async def test_a_syncers_own_certificate_must_be_its_jobs(parties: Parties, tmp_path: Path) -> None:
     for folder in (parties.learner(), parties.other("x", ["diloco://job/ns/other/syncer"])):
         with pytest.raises(CredentialsError, match="the certificate is for"):
-            TlsListener(Credentials.from_directory(folder), "tiny", {})
+            PortListener(Credentials.from_directory(folder), "tiny", {})
     spoilt = parties.syncer("spoilt")
     (spoilt / "tls.key").write_bytes((parties.syncer("whole") / "tls.key").read_bytes())
     with pytest.raises(CredentialsError, match="are not a certificate and its key"):
-        TlsListener(Credentials.from_directory(spoilt), "tiny", {})
+        PortListener(Credentials.from_directory(spoilt), "tiny", {})
 
 
 WINDOW = 65_535  # bytes of a stream that may be under way until they are read, where the window does not grow
@@ -408,7 +408,7 @@ async def test_bytes_come_through_whole_and_no_more_than_a_window_before_a_slow_
     # Else gRPC widens the window to 16 MiB, and to twice of what it estimates to be under way.
     async with place(parties, options=[("grpc.http2.bdp_probe", 0)]) as there:
         made = Credentials.from_directory(parties.learner())
-        async with made.aio_channel(there.address, channels.channel_options(bulk=True)) as channel:
+        async with made.aio_channel(there.address, channels.channel_options()) as channel:
             call = channel.stream_stream("/T/Echo")()
             sent, heard = hashlib.sha256(), hashlib.sha256()
             chunks = [os.urandom(size) for size in (1, 16383, 16385, limits.CHUNK_BYTES, 3, 262144, 262145)] * 3
@@ -454,7 +454,7 @@ class PassedThrough:
 
     def __init__(self, parties: Parties) -> None:
         folder = parties.learner()
-        self.listener = TlsListener(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
+        self.listener = PortListener(Credentials.from_directory(parties.syncer()), "tiny", {"local": 2})
         port = self.listener.bind("127.0.0.1:0")
         assert self.listener._listening is not None
         context = ssl.create_default_context(cadata=parties.authority.certificate.decode())
@@ -631,7 +631,7 @@ async def test_slow_loris_garbage_and_probes(parties: Parties, monkeypatch: pyte
 
 
 async def test_one_certificate_has_its_share_of_connections(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "SPARE_CONNECTIONS", -20)
+    monkeypatch.setattr(connection_limits, "SPARE_CONNECTIONS", -40)
     async with place(parties, regions={"eu-1": 1, "us-2": 3}) as there:
         europe, america = parties.learner("eu", "eu-1"), parties.learner("us", "us-2")
         names = Credentials.from_directory(europe).names()

@@ -77,7 +77,7 @@ def connection(settings: WorkerSettings, layout: Layout, box: inbox.Inbox) -> Sy
 
 def begin_session(one: SyncerConnection) -> None:
     """One in which nothing is carried."""
-    channels = BulkChannels([], (), "a", "b", executor=ThreadPoolExecutor(1), counts=one.counts)
+    channels = BulkChannels([], [], "a", "b", executor=ThreadPoolExecutor(1), counts=one.counts)
     one._transfers = Transfers(one._context, channels, "float32", lambda *work: None, end_session=lambda reason: None)
 
 
@@ -488,11 +488,23 @@ async def test_what_has_come_of_a_download_outlives_the_session(made: tuple[Sync
     one, _ = made
     kept = []
     for _ in range(2):
-        one._begin_session(SimpleNamespace(end=None), [], (), False)  # type: ignore[arg-type]
+        one._begin_session(SimpleNamespace(end=None), [], False)  # type: ignore[arg-type]
         assert one._transfers is not None
         kept.append(one._transfers.channels.kept)
         await one._end_session()
     assert kept[0] is kept[1]
+
+
+async def test_uploads_and_downloads_of_a_session_have_connections_of_their_own(
+    made: tuple[SyncerConnection, inbox.Inbox],
+) -> None:
+    """On each one call follows another, and a push would wait behind a download."""
+    one, _ = made
+    one._begin_session(SimpleNamespace(end=None), [*range(8)], False)  # type: ignore[arg-type,list-item]
+    assert one._transfers is not None
+    channels = one._transfers.channels
+    assert [*channels.upward, *channels.downward] == [*range(8)] and len(channels.upward) == 4
+    await one._end_session()
 
 
 class States:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from grpc import aio
 
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, sync_pb2
+from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_worker.net import bulk_channels
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts
 from operator_simulation import virtual_time
@@ -22,8 +22,8 @@ PAYLOAD = 32 << 20
 
 
 class Uplink:
-    """A channel, one of several that share ``rate`` bytes a second: what is written goes in the order of the writes.
-    ``breaks``: parts that break, by the number of the call."""
+    """A bulk connection, one of several that share ``rate`` bytes a second: what is written goes in the order of the
+    writes. ``breaks``: parts that break, by the number of the call."""
 
     def __init__(self, rate: float) -> None:
         self.rate, self.turn = rate, asyncio.Lock()
@@ -32,75 +32,65 @@ class Uplink:
         self.breaks: set[int] = set()
         self.calls = 0
 
-    def stream_stream(self, *_: Any, **__: Any) -> Any:
-        return lambda **_: Upload(self)
+    async def begin(self, *, upload: sync_pb2.UploadHeader) -> Any:
+        return Upload(self, upload)
 
 
 class Upload:
-    """One call, as gRPC shows it to its caller."""
+    """One call, as its caller has it (``BulkCall``)."""
 
-    def __init__(self, link: Uplink) -> None:
-        self._link = link
-        self._head: sync_pb2.UploadHeader | None = None
+    def __init__(self, link: Uplink, head: sync_pb2.UploadHeader) -> None:
+        self._link, self._head = link, head
+        self._left = head.bytes
         self._whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._number = link.calls
         link.calls += 1
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None:
         link = self._link
-        if self._head is None:
-            self._head = sync_pb2.UploadHeader.FromString(message)
-            return
         async with link.turn:
-            await asyncio.sleep(len(message) / link.rate)
-            link.carried += len(message)
-        if self._number in link.breaks and not self._whole.done():
-            metadata = aio.Metadata()
-            self._whole.set_exception(aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "reset"))
-
-    async def done_writing(self) -> None:
-        if not self._whole.done():
+            await asyncio.sleep(len(part) / link.rate)
+            link.carried += len(part)
+        note(len(part))
+        self._left -= len(part)
+        if self._number in link.breaks:
+            if not self._whole.done():
+                self._whole.set_exception(StreamBroken("connection reset by peer"))
+            raise StreamBroken("broken pipe")
+        if not self._left:
             self._whole.set_result(None)
 
-    async def read(self) -> bytes:
+    async def read_reply(self) -> sync_pb2.BulkReply:
         await self._whole
-        assert self._head is not None
         self._link.taken.add(self._head.offset)
         done = len(self._link.taken) == len(bulk.split(PAYLOAD, 4, limits.MAX_UPLOAD_PART_BYTES))
-        return sync_pb2.UploadReply(accepted=True, reason="" if done else TransferRefusal.PARTIAL).SerializeToString()
+        reason = "" if done else TransferRefusal.PARTIAL
+        return sync_pb2.BulkReply(upload=sync_pb2.UploadReply(accepted=True, reason=reason))
 
-    async def details(self) -> str:
-        return "reset"
+    async def give_up_upload(self) -> None:
+        pass
 
-    def cancel(self) -> None:
+    def end(self) -> None:
         pass
 
 
 class CutOff(Upload):
     """A call whose connection breaks while a write waits."""
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None:
         await asyncio.sleep(1e6)
 
-    async def read(self) -> bytes:
-        metadata = aio.Metadata()
+    async def read_reply(self) -> sync_pb2.BulkReply:
         try:
             await asyncio.sleep(1e6)
-        except asyncio.CancelledError:  # as gRPC does where the call has ended meanwhile
-            raise aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "reset") from None
+        except asyncio.CancelledError:  # as where the stream was closed meanwhile
+            raise StreamBroken("the connection was closed") from None
         raise AssertionError
 
 
 async def upload(link: Uplink) -> float:
     """Seconds that it took, once it was accepted."""
-    made = BulkChannels(
-        [link] * 4,  # type: ignore[list-item]
-        (),
-        "a",
-        "b" * 32,
-        executor=ThreadPoolExecutor(1),
-        counts=ByteCounts(),
-    )
+    made = BulkChannels([link] * 4, (), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
     reply = await made.upload(np.zeros(PAYLOAD, np.uint8), push=sync_pb2.Push(sequence=7))
     assert reply.accepted and not reply.reason
     return asyncio.get_running_loop().time()
@@ -152,7 +142,11 @@ def test_a_push_that_comes_to_nothing_is_given_up() -> None:
 def test_of_an_upload_that_is_cancelled_no_error_is_left_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with its session: asyncio would tell a traceback of each of its parts."""
     told = list[str]()
-    monkeypatch.setattr(Uplink, "stream_stream", lambda link, *_, **__: lambda **_: CutOff(link))
+
+    async def begin(link: Uplink, *, upload: sync_pb2.UploadHeader) -> CutOff:
+        return CutOff(link, upload)
+
+    monkeypatch.setattr(Uplink, "begin", begin)
 
     async def test() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))

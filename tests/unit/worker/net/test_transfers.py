@@ -30,7 +30,7 @@ class Broken(BulkChannels):
     """The connections of a session that carry nothing."""
 
     def __init__(self) -> None:
-        super().__init__([], (), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
+        super().__init__([], [], "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
         self.tries = 0
 
     async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
