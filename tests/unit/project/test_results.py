@@ -180,9 +180,8 @@ def test_commits_that_pages_name_are_in_the_history() -> None:
     named = {commit: page.name for page in pages for commit in COMMIT.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 10
     if git("rev-parse", "--is-shallow-repository").strip() == "false":  # a shallow clone has no history
-        kinds = git("cat-file", "--batch-check=%(objecttype)", given="".join(f"{commit}\n" for commit in named))
-        found = zip(named.items(), kinds.splitlines(), strict=True)
-        assert [name for name, kind in found if kind != "commit"] == []
+        history = git("rev-list", "HEAD").split()  # and not of a branch that only this machine has
+        assert [name for name in named.items() if not any(commit.startswith(name[0]) for commit in history)] == []
 
 
 def git(*words: str, given: str = "") -> str:
