@@ -144,9 +144,8 @@ def most_rounds(spec: JobSpec, sizes: Sequence[int]) -> int:
 
 
 def _round_bytes(spec: JobSpec, sizes: Sequence[int]) -> int:
-    """Of the pushes of one open round: encoded as they came, and decoded."""
-    largest = max(sizes)
-    return spec.most_slots * (4 * largest + payload_bytes(spec.sync.compression.up, largest))
+    """Of the pushes of one open round, as they came."""
+    return spec.most_slots * payload_bytes(spec.sync.compression.up, max(sizes))
 
 
 def _syncer_volume(spec: JobSpec, sizes: Sequence[int]) -> int:

@@ -287,13 +287,12 @@ class Pull:
 @dataclass(frozen=True, slots=True)
 class AnswerPush:
     """The answer to PushReceived; reason None: accepted. An accepted offer is
-    spooled durably by the shell before it answers. ``waits``: for a round that is not open yet."""
+    spooled durably by the shell before it answers."""
 
     handle: int
     reason: PushRefusal | None
     message: str
     offer: bool = False
-    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

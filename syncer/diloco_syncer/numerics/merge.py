@@ -149,11 +149,25 @@ def merge(
     return MergeResult(out, tuple(norms), norm, sum(cancelled))
 
 
-def piece_squares(pieces: Sequence[Piece], delta: Float32s, *, threads: int = 1) -> Float64s:
+def piece_squares(pieces: Sequence[Piece], delta: Delta, *, threads: int = 1) -> Float64s:
     """The squared L2 norm of each piece of one push, float64[pieces]. All are finite exactly if the push is, and
-    the root of their sum is its norm: so the syncer takes them once, when a push arrives."""
-    spans = (slice(piece.offset, piece.offset + piece.elements) for piece in pieces)
-    return np.array([kernels.square_sum(delta[span], threads) for span in spans], np.float64)
+    the root of their sum is its norm: so the syncer takes them once, when a push arrives. Of an encoded push no more is
+    decoded at a time than stays in the cache; the bits are those of the decoded one."""
+    return np.array([_square(delta, piece, threads) for piece in pieces], np.float64)
+
+
+def _square(delta: Delta, piece: Piece, threads: int) -> float:
+    start, stop = piece.offset, piece.offset + piece.elements
+    if isinstance(delta, np.ndarray):
+        return kernels.square_sum(delta[start:stop], threads)
+    sums = np.empty(kernels.blocks_of(piece.elements), np.float64)
+
+    def chunk(first: int, last: int) -> None:
+        window = sums[first // kernels.BLOCK : kernels.blocks_of(last)]
+        kernels.square_sums(delta[start + first : start + last], window, 0, window.size)
+
+    kernels.share(chunk, piece.elements, _CHUNK, threads)
+    return float(kernels.ordered_sum(sums))
 
 
 def growth(pieces: Sequence[Piece], delta_squares: Float64s, theta_squares: Float64s, usual_square: float) -> float:
@@ -263,7 +277,10 @@ def _combine(deltas: Sequence[Delta], offset: int, factors: Sequence[np.float32]
         window = sums[start // kernels.BLOCK : kernels.blocks_of(stop)]
         kernels.square_sums(out[start:stop], window, 0, window.size)
 
-    kernels.share(chunk, out.size, _CHUNK, threads, backwards=True)
+    # What is decoded stays in the cache until it is added, of all pushes together.
+    decoded = sum(isinstance(delta, EncodedDelta) for delta in deltas)
+    span = _CHUNK // (1 + decoded) // kernels.BLOCK * kernels.BLOCK
+    kernels.share(chunk, out.size, max(span, kernels.BLOCK), threads, backwards=True)
     return float(kernels.ordered_sum(sums))
 
 

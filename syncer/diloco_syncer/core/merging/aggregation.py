@@ -76,11 +76,10 @@ class Aggregator:
         opened = state.rounds.open.get(header.fragment)
         if opened is None and header.round and state.config.mode.opens_round(header, state.versions[header.fragment]):
             opened = state.rounds.open_round(header.fragment, now, state.progress())
-        waits = opened is None or opened.merging
-        self._actions.add(ev.AnswerPush(event.handle, None, "", offer=not header.round, waits=waits))
+        self._actions.add(ev.AnswerPush(event.handle, None, "", offer=not header.round))
         if state.rounds.came_in_time(header, now):
             slot.pushes.late_rounds, slot.pushes.starved = 0, False  # it is worth waiting for again
-        if opened is not None and not waits:
+        if opened is not None and not opened.merging:
             replaced = state.rounds.accept(opened, push, now)
             self._actions.add(*(ev.ReleasePush(old.handle) for old in replaced))
         else:

@@ -186,6 +186,8 @@ def test_encoded_pushes_are_merged_to_the_same_bits(encoding: str, method: str) 
     shares = [0.5, 0.2, 0.3]
     squares = [piece_squares(pieces, delta) for delta in decoded]
     waiting = [EncodedDelta(data, encoding, elements) for data in encoded]
+    for delta, known in zip(waiting, squares, strict=True):
+        assert all(piece_squares(pieces, delta, threads=n).tobytes() == known.tobytes() for n in (1, 3))
     expected = numerics.merge(pieces, decoded, shares, method, squares=squares)
     for deltas in (waiting, [decoded[0], *waiting[1:]]):
         merged = numerics.merge(pieces, deltas, shares, method, squares=squares, threads=3)
