@@ -16,7 +16,7 @@ downloaded; then 6 is downloaded next, as a whole, because a delta applies to th
 model soon, whatever its link, and a merge's broadcast is not held up by a share of everything else.
 
 *Up.* Pushes are encoded and sent in order, two at a time. The syncer's answer is passed on as
-``PushAnswered``. If the session ends first, the push's fate is open (``accepted`` None): its work stays
+``PushAnswered``. If the session ends first, at either end, the push's fate is open (``accepted`` None): its work stays
 above the base, and a later broadcast names the push if it was merged.
 
 A transfer that failed for good ends the session where the syncer may have another certificate by now, which only a
@@ -39,7 +39,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.format_units import download_text
-from diloco_protocol.vocabulary import MAX_FRAGMENTS, PushRefusal
+from diloco_protocol.vocabulary import MAX_FRAGMENTS, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
 from diloco_worker.device import return_free_memory
@@ -394,8 +394,11 @@ class Transfers:
         except asyncio.CancelledError:
             self._inbox.put(push.answered(None, "", "the connection broke"))
             raise
-        # `repeated`: the id came through before, so an earlier answer was lost.
-        accepted = reply.accepted or reply.reason == PushRefusal.REPEATED
+        # `repeated`: the id came through before, so an earlier answer was lost. `not-joined`: the session is over, and
+        # that says nothing of the push. An earlier try may have come through, and deterministic mode sends it again.
+        accepted: bool | None = reply.accepted or reply.reason == PushRefusal.REPEATED
+        if reply.reason == TransferRefusal.NOT_JOINED:
+            accepted = None
         if not accepted:
             level = logging.DEBUG if reply.reason == PushRefusal.OTHER_ROUND else logging.INFO  # late: it happens
             text = "push %d of fragment %d was refused (%s): %s"

@@ -43,7 +43,6 @@ _AGAIN = frozenset(
         PushRefusal.FENCED,
         PushRefusal.INCONSISTENT,
         TransferRefusal.BUSY,
-        TransferRefusal.NOT_JOINED,
     }
 )
 

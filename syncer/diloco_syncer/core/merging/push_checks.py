@@ -14,7 +14,8 @@ hopeless transfer costs nothing:
  4. Version 0 exists, the fragment exists (``_check_fragment``).
  5. The sender is the one that holds the slot, under its newest incarnation, and made the push in the slot's
     present tenure (``_check_sender``). The push is not a repeated one (``_check_repeated``): this comes before what
-    may have changed since the first copy was accepted, for the learner takes any other refusal to mean that none was.
+    may have changed since the first copy was accepted, for the learner takes any other refusal to mean that none was,
+    but for one that it has no session.
  6. The job has not ended (``_check_end``). When it has, this is also the reason for whatever 4 and 5 refuse, except
     for a repeated push. Its last merges are not made yet (``_check_last_merges``). Layout and encoding are its
     (``_check_format``).

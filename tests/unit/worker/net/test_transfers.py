@@ -209,6 +209,16 @@ def test_a_push_whose_first_answer_was_lost_counts_as_accepted() -> None:
     assert isinstance(answered, inbox.PushAnswered) and answered.accepted is True and answered.sequence == 3
 
 
+def test_a_push_that_comes_when_its_session_is_over_has_an_open_fate() -> None:
+    """An earlier copy may have been accepted. What was mended: a deterministic learner never sent it again, and its job
+    stood still."""
+    session = Session()
+    session.one.channels = Answering(sync_pb2.UploadReply(accepted=False, reason=TransferRefusal.NOT_JOINED))
+    asyncio.run(session.one._send_push(a_push(3)))
+    (answered,) = session.box.take_all()
+    assert isinstance(answered, inbox.PushAnswered) and answered.accepted is None and answered.sequence == 3
+
+
 class Answering(Broken):
     """Connections on which each upload is answered so."""
 
