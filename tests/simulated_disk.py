@@ -97,6 +97,11 @@ class SimulatedDisk:
                 self._real["link"](entry.path, kept)
         return names
 
+    def is_flushed(self, path: Path) -> bool:
+        """Whether the path is there after a power cut, whatever becomes of the rest: its name, and each above it."""
+        places = [each for each in (path, *path.parents) if self.base in each.parents]
+        return all(self._names.get(os.stat(p.parent).st_ino, {}).get(p.name) == os.stat(p).st_ino for p in places)
+
     def spoil(self, path: Path, content: bytes) -> None:
         """The medium holds something else from now on."""
         path.write_bytes(content)

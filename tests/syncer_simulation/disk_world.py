@@ -82,7 +82,9 @@ class DiskStore(DirectoryStore):
         world.disk.faults = 0.0
         super().__init__(world.objects.root)
         world.disk.faults = world.disk_faults()
-        # What is here now was flushed, or has been just now.
+        # What is here now was flushed, or has been just now: learners are told of it before anything else is written.
+        at_risk = [name for name in world.objects if not world.disk.is_flushed(world.objects.root / name)]
+        assert present_work() is None or not at_risk, f"{at_risk[0]} is gone on from, and a power cut may take it"
         world.promised = {name: {data} for name, data in world.objects.items()}
 
     def _begin(self) -> None:

@@ -64,17 +64,26 @@ def test_one_flipped_bit_costs_one_version_of_one_fragment_at_most() -> None:
     assert seen["flips"] > 10 and seen["power cuts"], seen
 
 
+# Where a power cut brings a torn line back, the next start cuts it off again, and the store has its record: nothing is
+# lost (test_tape.py).
+REPEATED = {"diloco_syncer.store.tape._cut_torn_line"}
+
+
 @pytest.mark.slow
 def test_the_worlds_notice_each_flush_that_is_left_out() -> None:
     callers = set[str]().union(*(simulate(replace(DISK, seed=s), DiskWorld).disk.flushed_by for s in range(3)))
+    callers -= REPEATED
     assert len(callers) >= 6, callers
-    for caller in sorted(callers):
-        with pytest.raises(AssertionError):
-            run_worlds(without(DISK, caller), DiskWorld, 40)
+    unnoticed = [caller for caller in sorted(callers) if not is_noticed(replace(DISK, left_out=caller))]
+    assert not unnoticed, unnoticed
 
 
-def without(setup: DiskSetup, caller: str) -> DiskSetup:
-    return replace(setup, left_out=caller)
+def is_noticed(setup: DiskSetup) -> bool:
+    try:
+        run_worlds(setup, DiskWorld, 40)
+    except AssertionError:
+        return True
+    return False
 
 
 @pytest.mark.slow
