@@ -457,11 +457,13 @@ async def _receive_part(call: BulkCall, part: Part, kept: PartialDownload, meter
         meter.end(time.monotonic(), taken)
 
 
-def cut_part(data: Any, offset: int, count: int, **fields: Any) -> tuple[sync_pb2.DownloadHeader, memoryview]:
+def cut_part(
+    data: Any, offset: int, count: int, known: int | None = None, **fields: Any
+) -> tuple[sync_pb2.DownloadHeader, memoryview]:
     """The server's side of ``download``: header and bytes of ``data[offset:offset+count]``.
 
-    ``count`` 0: to the end; more than ``MAX_PART_BYTES`` is never sent in one part.
-    Raises ``WireError`` if the range lies outside. ``fields`` go into the header.
+    ``count`` 0: to the end; more than ``MAX_PART_BYTES`` is never sent in one part. ``known``: its checksum, if it was
+    taken before. Raises ``WireError`` if the range lies outside. ``fields`` go into the header.
     """
     view = flat(data)
     if offset > view.nbytes or offset + count > view.nbytes or count > limits.MAX_PART_BYTES:
@@ -470,7 +472,6 @@ def cut_part(data: Any, offset: int, count: int, **fields: Any) -> tuple[sync_pb
         )
     count = count or min(view.nbytes - offset, limits.MAX_PART_BYTES)
     part = view[offset : offset + count]
-    header = sync_pb2.DownloadHeader(
-        found=True, total_bytes=view.nbytes, bytes=count, checksum=checksum(part), **fields
-    )
+    known = checksum(part) if known is None else known
+    header = sync_pb2.DownloadHeader(found=True, total_bytes=view.nbytes, bytes=count, checksum=known, **fields)
     return header, part

@@ -24,7 +24,8 @@ from typing import Any
 from diloco_protocol.wire import limits
 
 WIRE_BYTES = 256 << 10  # read from a socket at a time
-SENT_BYTES = 64 << 10  # encrypted at a time
+SENT_BYTES = 256 << 10  # encrypted at a time
+_RECORD_BYTES = 16 << 10  # of TLS, at most
 _TURN_BYTES = 1 << 20  # read or sent by one stream before others have their turn
 _LEAST_BYTES = 64 << 10  # that a read or a send counts as: small ones cost their time too
 _buffers = threading.local()
@@ -107,7 +108,8 @@ class ByteStream:
             check()
             count = self._take(view)
             if count is not None:
-                await self._end_turn(count)
+                if self._turn_is_over(count):
+                    await asyncio.sleep(0)
                 return count
             if self._state is None:
                 await self._wait(self._loop.add_reader, self._loop.remove_reader)
@@ -201,15 +203,15 @@ class ByteStream:
             return
         for piece in pieces:
             view = memoryview(piece)
-            for start in range(0, len(view), SENT_BYTES):
-                part = view[start : start + SENT_BYTES]
+            sent, size, encrypt, outgoing = 0, len(view), self._state.tls.write, self._state.outgoing
+            while sent < size:
                 try:
-                    while part:
-                        part = part[self._state.tls.write(part) :]
+                    while sent < size and outgoing.pending < SENT_BYTES:
+                        sent += encrypt(view[sent : sent + _RECORD_BYTES])
                 except ssl.SSLError as error:
                     raise StreamBroken(f"TLS: {error.reason or error}") from error
-                if self._state.outgoing.pending >= SENT_BYTES:
-                    await self._flush(note)
+                if outgoing.pending >= SENT_BYTES:
+                    await self._send(memoryview(outgoing.read()), note)
         await self._flush(note)
 
     async def _flush(self, note: Callable[[int], None] = lambda count: None) -> None:
@@ -231,15 +233,18 @@ class ByteStream:
             self.count.sent += count
             view = view[count:]
             note(count)
-            await self._end_turn(count)
+            if self._turn_is_over(count):
+                await asyncio.sleep(0)
 
     # ------------------------------------------------------------- waiting, and the end
 
-    async def _end_turn(self, count: int) -> None:
+    def _turn_is_over(self, count: int) -> bool:
+        """Whether others are to be served, after so many bytes more."""
         self._in_turn += max(count, _LEAST_BYTES)
-        if self._in_turn >= _TURN_BYTES:
-            self._in_turn = 0
-            await asyncio.sleep(0)
+        if self._in_turn < _TURN_BYTES:
+            return False
+        self._in_turn = 0
+        return True
 
     async def _wait(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
         """Wait until the socket can be read, or written."""

@@ -26,7 +26,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -63,6 +63,7 @@ class Broadcast:
     delta_payload: Payload | None = None
     digest: bytes = b""  # of all of ``full``
     receipt: bytes = b""  # of a version that is not the newest any more (the newest's is made when it is asked for)
+    checksums: dict[tuple[int, ...], int] = field(default_factory=dict)  # of its parts, by what of it was asked for
 
 
 class GlobalModel:

@@ -24,7 +24,7 @@ from diloco_protocol.wire.records import Held
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
-from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.server.download_queue import DownloadQueue, TooManyDownloads
@@ -41,6 +41,8 @@ class Sink(Protocol):
     async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None: ...
 
 
+MOST_CHECKSUMS = 256  # of parts of a version: who asks for others has them made anew
+PIECE_BYTES = 1 << 20  # handed to a connection at a time
 FRAGMENTS = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
 
 
@@ -108,7 +110,14 @@ class Downloads:
             await await_progress(sink.reply(sync_pb2.BulkReply(download=header)), progress)
             return
         held = map(convert.to_wire, versions)
-        header, part = wire_bulk.cut_part(data, request.offset, request.bytes, versions=held, receipt=receipt)
+        # All learners take the same parts of a version, whose checksums are taken once.
+        version = self._find_version(request)
+        checksums = {} if version is None else version.checksums
+        asked = request.what, request.offset, request.bytes
+        known = checksums.get(asked)
+        header, part = wire_bulk.cut_part(data, request.offset, request.bytes, known, versions=held, receipt=receipt)
+        if len(checksums) < MOST_CHECKSUMS:
+            checksums[asked] = header.checksum
         sent, whole = 0, wire_bulk.flat(data).nbytes
         # A fragment's version is kept for its reader.
         downloads = self.model.downloads if request.what in FRAGMENTS else None
@@ -120,7 +129,7 @@ class Downloads:
         try:
             await await_progress(sink.reply(sync_pb2.BulkReply(download=header)), progress)
             while sent < part.nbytes:
-                piece = part[sent : sent + limits.CHUNK_BYTES]
+                piece = part[sent : sent + PIECE_BYTES]
                 await await_progress(sink.write(piece, note), progress)
                 sent += piece.nbytes
         finally:
@@ -133,14 +142,18 @@ class Downloads:
 
     def _find_receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
         """The receipt that goes with a version's bytes; empty where it would be too large, or is not known."""
-        if request.what not in FRAGMENTS or request.epoch != self.core.epoch:
-            return b""
-        found = self.model.find_broadcast(request.fragment, request.version)
+        found = self._find_version(request)
         if found is None:
             return b""
         if found.version == self.core.versions[found.fragment]:
             return self.model.make_receipt(found, self.core.receipt(found.fragment))
         return found.receipt
+
+    def _find_version(self, request: sync_pb2.DownloadRequest) -> Broadcast | None:
+        """The version of a fragment that is requested; None: another thing is, or it is not to be had."""
+        if request.what not in FRAGMENTS or request.epoch != self.core.epoch:
+            return None
+        return self.model.find_broadcast(request.fragment, request.version)
 
     async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[Held, ...], str]:
         """The bytes that are requested (None: not to be had), the versions they go with, and the word why not."""
@@ -150,9 +163,7 @@ class Downloads:
         if request.job != self.job.metadata.name:
             return None, (), PushRefusal.OTHER_JOB.value
         if request.what in FRAGMENTS:
-            found = None
-            if request.epoch == self.core.epoch:
-                found = self.model.find_broadcast(request.fragment, request.version)
+            found = self._find_version(request)
             if found is None:
                 return None, (), "superseded"
             if request.what == kinds.FULL:
