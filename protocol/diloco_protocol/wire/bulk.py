@@ -333,7 +333,8 @@ async def _upload_part(
                         await await_progress(call.write(chunk, note), progress)
                         note_chunk()
                 reply = await await_progress(asyncio.shield(reading), progress, transfer_seconds(part.nbytes))
-                await call.give_up_upload()
+                with contextlib.suppress(StreamBroken, Stalled):  # the answer is here all the same
+                    await await_progress(call.give_up_upload(), progress)
             finally:
                 await cancel_tasks([reading])
             if not reply.HasField("upload"):

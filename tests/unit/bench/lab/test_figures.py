@@ -80,8 +80,18 @@ def test_places_are_bars_and_their_names_stand_beside_them() -> None:
         plot(Plot, x=arms, series=[Series(name="a", x=[3], y=[1])])
 
 
-def test_a_page_is_made_again_of_what_a_measurement_printed(tmp_path: Path) -> None:
+def test_a_page_is_made_again_of_what_a_measurement_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     document = ResultDocument(title="Bandwidth", plots=[plot(Plot)])
-    (tmp_path / "figures.json").write_text(document.model_dump_json())
-    page.main(str(tmp_path / "figures.json"), str(tmp_path / "page.html"))
-    assert (tmp_path / "page.html").read_text() == render_page(document)
+    figures, made = tmp_path / "figures.json", tmp_path / "page.html"
+    figures.write_text(document.model_dump_json())
+    monkeypatch.setattr("sys.argv", ["page.py", str(figures), str(made)])
+    assert page.main() == 0 and "Bandwidth" in capsys.readouterr().out
+    assert made.read_text() == render_page(document)
+    figures.write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        page.main()
+    assert ended.value.code == 2 and str(figures) in capsys.readouterr().err
+    figures.unlink()
+    assert page.main() == 1 and str(figures) in capsys.readouterr().err
