@@ -67,6 +67,7 @@ class Credentials:
     token: str = field(default="", repr=False)
     server_name: str = SERVER_NAME
     directory: Path | None = None  # where they were read from
+    is_pinned: bool = False  # ``authority`` is the one server certificate that is believed
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str] | None) -> Credentials:
@@ -129,7 +130,7 @@ class Credentials:
 
     def pinned(self, server: bytes) -> Credentials:
         """The same, but only the server with this very certificate (PEM) is believed."""
-        return replace(self, authority=server)
+        return replace(self, authority=server, is_pinned=True)
 
     def aio_channel(self, address: str, options: Sequence[Option] = ()) -> aio.Channel:
         """A ``grpc.aio`` channel to ``address`` (host:port)."""
@@ -144,8 +145,8 @@ class Credentials:
         folder = self.directory or Path()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(protocols)
-        # A pinned certificate is no authority, and trusted all the same.
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        if self.is_pinned:  # it is no authority, and trusted all the same
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         try:
             context.load_verify_locations(cadata=self.authority.decode("ascii"))
             context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=lambda: "")

@@ -220,7 +220,9 @@ class ServedCall:
     async def drain(self) -> None:
         """Read what is left of an upload that was answered before its end, at most ``STALL_SECONDS`` long. Raises
         StreamBroken."""
-        nothing = memoryview(bytearray(limits.MIN_PART_BYTES >> 4))
+        if not self._left:
+            return
+        nothing = memoryview(bytearray(limits.CHUNK_BYTES))
         with contextlib.suppress(WireError):
             try:
                 async with asyncio.timeout(limits.STALL_SECONDS):
@@ -228,7 +230,3 @@ class ServedCall:
                         pass
             except TimeoutError:
                 raise StreamBroken("what is left of a refused upload is not given up") from None
-
-    def close(self) -> None:
-        """End the connection."""
-        self._stream.close()
