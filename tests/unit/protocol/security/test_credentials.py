@@ -8,6 +8,7 @@ import shutil
 import ssl
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,9 @@ def test_a_pinned_certificate_is_trusted_and_no_other_of_its_authority(secrets: 
     learner = Credentials.from_directory(secrets / "learner")
     assert connects(learner.pinned((secrets / "syncer" / "tls.crt").read_bytes()), secrets / "syncer") == ""
     assert connects(learner.pinned((secrets / "impostor" / "tls.crt").read_bytes()), secrets / "syncer")
+    # As an authority, in ca.crt, it is none.
+    unpinned = replace(learner, authority=(secrets / "syncer" / "tls.crt").read_bytes())
+    assert connects(unpinned, secrets / "syncer")
 
 
 @pytest.mark.parametrize("file", ["ca.crt", "tls.crt", "tls.key", "another's key", "gone"])
