@@ -20,12 +20,12 @@ from typing import Any
 
 import yaml
 
-from diloco_operator.crd import schema as crd
 from diloco_operator.kube import kinds
 from diloco_operator.kube.client import MERGE_PATCH
 from diloco_operator.kube.errors import ApiError
 from kubeapi import Api
 
+CRD = Path(__file__).resolve().parent.parent / "manifests" / "crd.yaml"
 CLUSTER = "lkbench"
 NAMESPACE = "diloco-bench"  # the operator's own
 ACCOUNT = "diloco-operator"
@@ -121,7 +121,7 @@ def local_addresses() -> Iterator[None]:
 def admit_operator(api: Api, folder: Path, kubeconfig: str) -> str:
     """The CRD, the operator's namespace, ServiceAccount and rights; the path of a kubeconfig with these
     rights. The API server counts this account's requests apart (``requests_counted``)."""
-    definition = crd.definition()
+    definition = yaml.safe_load(CRD.read_text(encoding="utf-8"))
     name = definition["metadata"]["name"]
     api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}", definition)
     api.apply(f"/api/v1/namespaces/{NAMESPACE}", _named("v1", "Namespace", NAMESPACE))

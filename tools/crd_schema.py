@@ -2,11 +2,11 @@
 
 Theory of operation. The schema is made from the models that the loader validates with (``diloco_protocol.spec.job``,
 ``status.py``), field by field: type, range, choices, pattern, lengths, whether null is allowed, default, description.
-What holds between fields is in ``crd/rules.py``. So the API server refuses what ``diloco validate`` refuses, fills in
+What holds between fields is in ``crd_rules.py``. So the API server refuses what ``diloco validate`` refuses, fills in
 the same defaults, and stores what the models read back to the same job.
 
 Mappings that others define (pod templates, report) are kept as they are written. A model's configuration is a mapping
-of anything: unlike a wholly unknown object, it is compared key by key (``crd/rules.py`` says why that matters).
+of anything: unlike a wholly unknown object, it is compared key by key (``crd_rules.py`` says why that matters).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import yaml
+from crd_rules import Rule, rules
 from pydantic.fields import FieldInfo
 
-from diloco_operator.crd.rules import Rule, rules
 from diloco_operator.kube.kinds import JOB
 from diloco_operator.status_models import JobStatus
 from diloco_protocol.spec.base import Spec, fields_by_alias, nested_model, unwrap
@@ -204,5 +204,5 @@ def _renamed(bounds: dict[str, Any], what: str) -> Schema:
 
 def text() -> str:
     """The definition as YAML."""
-    head = "# Written by `make generate` from the job's models (diloco_operator.crd.schema). Don't edit.\n"
+    head = "# Written by `make generate` from the job's models (tools/crd_schema.py). Don't edit.\n"
     return head + yaml.safe_dump(definition(), sort_keys=False, width=110, allow_unicode=True)
