@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--compare", default="ddp", metavar="NAMES", help=words)
     words = "mean time until a healthy learner fails, Poisson (default: 60)"
     parser.add_argument("--mtbf", type=float, metavar="SECONDS", help=words)
-    words = "mean time that a fault lasts, exponentiated Weibull (default: --mtbf / 6)"
+    words = "mean time that a fault lasts, Weibull (default: --mtbf / 6)"
     parser.add_argument("--repair", type=float, metavar="SECONDS", help=words)
     parser.add_argument("--minutes", type=float, metavar="N", help="minutes of training in each arm (default: 5)")
     words = "where results are kept and the report goes (default: runs/chaos-<the job's name>)"

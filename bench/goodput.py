@@ -28,13 +28,12 @@ import diloco_worker.core.adoption
 import lab.fleet
 import lab.goodput
 from diloco.console import CommandError, print_text
-from diloco.local.chaos import failures
-from diloco.local.chaos.failures import RepairTimes
 from lab.cells import CellCache
 from lab.figures import ResultDocument
 from lab.fleet import parameters
 from lab.fleet.advice import CANDIDATES, FleetConditions, Row, advise, failures_left_out
 from lab.fleet.arguments import check_fleet, duration, learner_counts, positive, whole_number
+from lab.fleet.repairs import RepairTimes
 from lab.fleet.simulator import Run, Stops
 from lab.goodput import published
 from lab.goodput.core_rows import CoreRun, core_rows, uneven_core_rows
@@ -149,7 +148,7 @@ def find_cells(folder: Path) -> CellCache:
     """What the core did before, by the code that decides it. Raises CommandError."""
     packages = (lab.fleet, diloco_syncer.core, lab.goodput)
     code = [Path(str(package.__file__)).parent for package in packages]
-    modules = (failures, diloco_worker.core.adoption)
+    modules = (diloco_worker.core.adoption,)
     return CellCache(folder, [*code, *(Path(str(module.__file__)) for module in modules)])
 
 

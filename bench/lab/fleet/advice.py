@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from diloco.local.chaos.failures import RepairTimes
 from lab.fleet import parameters
+from lab.fleet.repairs import RepairTimes
 from lab.fleet.simulator import Fleet, Result, Run, Stops, simulate_fleets
 
 Row = dict[str, Any]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from diloco.local.chaos.failures import RepairTimes
+from lab.fleet.repairs import RepairTimes
 
 WARM_UP_REPAIRS = 3.0  # mean repair times that pass before anything is counted
 _DROP_EVERY = 32  # stretches between two removals of the chains that are done

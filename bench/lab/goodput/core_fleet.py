@@ -23,9 +23,9 @@ from functools import partial
 
 import numpy as np
 
-from diloco.local.chaos.failures import RepairTimes
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_syncer.core import events as ev
+from lab.fleet.repairs import RepairTimes
 from lab.fleet.simulator import WARM_UP_REPAIRS, Fleet
 from lab.world.links import LinkRates
 from lab.world.parts import CountedVersions, Replica, StepOrder, StepResult

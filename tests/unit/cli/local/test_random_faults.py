@@ -62,7 +62,7 @@ def test_kills_for_a_cluster_have_no_repair() -> None:
     assert parse(text_of(kills)) == kills
 
 
-@pytest.mark.parametrize("wrong", [{"mtbf": 0.0}, {"repair": 0.0}, {"learners": 0}])
+@pytest.mark.parametrize("wrong", [{"mtbf": 0.0}, {"repair": 0.0}])
 def test_nothing_that_is_none_is_drawn(wrong: dict[str, float]) -> None:
     arguments = {"seed": 0, "learners": 2, "mtbf": 60.0, "repair": 10.0, "seconds": 60.0} | wrong
     with pytest.raises(ValueError):

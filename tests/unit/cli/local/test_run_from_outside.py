@@ -82,7 +82,7 @@ def test_without_a_name_the_newest_run_is_meant(run: Workdir, monkeypatch: pytes
         assert diloco(command) == diloco(command, run.path)
     code, said = diloco("report")
     assert code != 0 and "runs/tiny" in "".join(said.split()), said
-    for command in ("logs", "events", "report"):
+    for command in ("logs", "report"):
         code, said = diloco(command, "--context", "hub")
         assert code == 2 and f"name the job in the cluster: diloco {command} JOB" in said
 
@@ -133,6 +133,8 @@ def test_what_is_for_pods_alone_is_said(run: Workdir) -> None:
     assert code == 2 and "no run's directory" in said
     code, said = diloco("events", "No Such")
     assert code == 2 and "no run's directory" in said
+    code, said = diloco("events", "tiny")
+    assert code == 2 and "`diloco status tiny` shows the newest events" in said
 
 
 def test_events_are_what_the_syncer_has_logged(run: Workdir) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.local.chaos.failures import RepairTimes
 from example_counts import share_of
+from lab.fleet.repairs import RepairTimes
 from lab.fleet.simulator import Fleet, Result, Run, Stops, simulate_fleets
 
 REPAIRS = RepairTimes.with_mean(600.0, 0.7, 2.0)
