@@ -7,6 +7,9 @@ cache between the passes. Values are bytes of pushes merged per second.
 
 from __future__ import annotations
 
+import statistics
+import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +18,27 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 import common
+from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Piece, Tensor
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.wire.records import PushHeader, StepReport
+from diloco_syncer.core import events as ev
 from diloco_syncer.numerics.isotropic import equalize_singular_values, find_matrices
-from diloco_syncer.numerics.merge import merge, piece_squares
+from diloco_syncer.numerics.merge import EncodedDelta, merge, piece_squares
+from diloco_syncer.runtime.global_model import GlobalModel, first_records
+from diloco_syncer.store.directory import DirectoryStore
 
 LEARNERS = 8
+JOB = """
+apiVersion: diloco.io/v1alpha1
+kind: DiLoCoJob
+metadata: {{name: bench-merge}}
+spec:
+  training: {{model: null, data: null, evaluation: null, stop: {{steps: 10}}}}
+  sync: {{merge: {{method: rda}}, outer: {{optimizer: nesterov}}, compression: {{down: {down}}}}}
+  learners: {{command: [none]}}
+  regions: [{{name: local, learners: 8}}]
+"""
 
 
 def main() -> None:
@@ -40,6 +59,7 @@ def main() -> None:
         rows += measure(f"merge {name}", method, pieces, args.threads, rounds=rounds)
     with ThreadpoolController().select(internal_api="openblas").limit(limits=1):  # as the syncer has it
         rows += measure_isotropic(128 if args.quick else 512, args.threads, rounds)
+    rows += [measure_version(down, elements, args.threads, rounds) for down in ("bfloat16", "delta-int4")]
     common.show(rows, args.json, f"{LEARNERS} learners, {args.threads} threads")
 
 
@@ -148,6 +168,65 @@ def by_svd(matrix: torch.Tensor) -> torch.Tensor:
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     product: torch.Tensor = left @ right * (values.norm() / len(values) ** 0.5)
     return product
+
+
+def measure_version(down: str, elements: int, threads: int, rounds: int) -> common.Row:
+    """The CPU time of a whole version, to its durable record in a temporary folder, beside that of its merge alone: of
+    int4 pushes, whose norms are known, with nesterov. The difference is what a version costs however many push."""
+    source = np.random.default_rng(0)
+    layout = Layout.build([Tensor("w", (elements,), "float32")], 1)
+    pushes = [source.standard_normal(elements, np.float32) * np.float32(0.01) for _ in range(LEARNERS)]
+    squares = [piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]
+    deltas = [EncodedDelta(codec.encode(push, "int4", threads=threads), "int4", elements) for push in pushes]
+    model = GlobalModel(parse_job(JOB.format(down=down)), threads)
+    model.begin(layout, first_records("bench-merge", 1, {0: source.standard_normal(elements, np.float32)}))
+    whole, alone = list[float](), list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        store = DirectoryStore(folder)
+        for version in range(1, rounds + 1):
+            action, began = merge_action(version), time.process_time()
+            record, broadcast = model.merge(action, deltas, squares, 1, version)
+            store.create(f"record-{version}", *record.pack())
+            whole.append(time.process_time() - began)
+            model.publish(record, broadcast, 0.0)
+            began = time.process_time()
+            merge(layout.fragments[0], deltas, [1 / LEARNERS] * LEARNERS, "rda", squares=squares, threads=threads)
+            alone.append(time.process_time() - began)
+    value, baseline = (1e9 * statistics.median(seconds) / elements for seconds in (whole, alone))
+    return common.Row(
+        f"CPU of a version, {down} down",
+        value,
+        "ns/value",
+        "its merge alone",
+        baseline=baseline,
+        ratio=baseline / value,
+    )
+
+
+def merge_action(version: int) -> ev.Merge:
+    """The order to merge a push of each learner."""
+    responders = []
+    for slot in range(LEARNERS):
+        header = PushHeader(
+            0,
+            version,
+            1,
+            1,
+            base_version=version - 1,
+            oldest_version=version - 1,
+            first_step=1,
+            last_step=1,
+            steps=1,
+            tokens=1,
+            compute_seconds=1.0,
+            encoding="int4",
+            layout_digest="",
+            report=StepReport(1, 1, 1, ()),
+            slot=slot,
+            incarnation=1,
+        )
+        responders.append(ev.Responder(header, slot, 1 / LEARNERS, 0))
+    return ev.Merge(0, version, 1, tuple(responders), quorum_seconds=0.0, waited_seconds=0.0, job_tokens=1)
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""``diloco plan``: how much bandwidth, memory and disk a job needs, before anything is built or bought.
+"""``diloco plan``: how much bandwidth, memory, disk and cores a job needs, before anything is built or bought.
 
 The numbers come from ``diloco_protocol.bandwidth`` and ``diloco_protocol.resources``; here they are put side by side.
 The model's size is that of the job's own model, whose shapes are built without values (and with torch), or what
-``--params`` says, or that of a model which was laid out already (``--layout``).
+``--params`` says.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 from diloco.console import CommandError
 from diloco.packages import require_packages
 from diloco.validate import problems_text, read_job_file
-from diloco_protocol.arrays.layout import ELEMENTS_PER_FRAGMENT, Layout
+from diloco_protocol.arrays.layout import ELEMENTS_PER_FRAGMENT
 from diloco_protocol.bandwidth import links
 from diloco_protocol.bandwidth import model as bandwidth
+from diloco_protocol.bandwidth.hub import hub_needs, hub_shortage
 from diloco_protocol.bandwidth.links import Need, Traffic
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import bits_text, seconds_text, size_text
@@ -66,18 +67,12 @@ def parameters_from(text: str) -> int:
     return count
 
 
-def plan(
-    path: Path, overrides: Iterable[str], parameters: str | None, conditions: Conditions, layout: Layout | None = None
-) -> dict[str, Any]:
-    """The plan of the job in the file, as ``--json`` prints it. Raises CommandError.
-
-    ``layout``: of a model of the same tensors."""
+def plan(path: Path, overrides: Iterable[str], parameters: str | None, conditions: Conditions) -> dict[str, Any]:
+    """The plan of the job in the file, as ``--json`` prints it. Raises CommandError."""
     conditions.check()
-    if parameters is not None and layout is not None:
-        raise CommandError("--params and --layout both say how large the model is: leave one of them out")
     count = None if parameters is None else parameters_from(parameters)
     job = read_job_file(path, overrides)
-    sizes, note = fragment_sizes(job, count, path.resolve().parent) if layout is None else _sizes_of_layout(job, layout)
+    sizes, note = fragment_sizes(job, count, path.resolve().parent)
     return document(job, sizes, note, conditions)
 
 
@@ -91,8 +86,7 @@ def fragment_sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> t
     if job.spec.training.model is None:
         raise CommandError(
             "the job has no training.model (its learners run a program of their own), so its size is not "
-            "known: give --params, the number of trained parameters, such as --params 350M, "
-            "or --layout, the directory of a run or an export of it"
+            "known: give --params, the number of trained parameters, such as --params 350M"
         )
     require_packages("diloco plan without --params", ["worker"])
     from diloco_worker.fragments import build_layout
@@ -106,13 +100,6 @@ def fragment_sizes(job: DiLoCoJob, parameters: int | None, directory: Path) -> t
         raise CommandError(str(error)) from error
     except JobError as error:  # the model's own configuration
         raise CommandError(problems_text(error)) from error
-    return [layout.elements(p) for p in range(len(layout))], layout.note
-
-
-def _sizes_of_layout(job: DiLoCoJob, known: Layout) -> tuple[list[int], str]:
-    """The same of a model that was laid out before, with the job's own number of fragments."""
-    sync = job.spec.sync
-    layout = Layout.build(known.tensors, sync.fragments, sync.every, sync.merge.mean_tensors)
     return [layout.elements(p) for p in range(len(layout))], layout.note
 
 
@@ -134,7 +121,10 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
         "data_parallel_bytes": 2 * 2 * sum(sizes) * bandwidth.all_reduce_factor(learners),
     }
     both = per_step["up_bytes"] + per_step["down_bytes"]
-    needed = needs(spec, sizes)
+    needed, hub = needs(spec, sizes), hub_needs(spec, sizes, conditions.step_seconds)
+    too_small = [{"field": one.path, "message": one.message} for one in find_shortages(spec, sizes)]
+    if few := hub_shortage(spec, len(sizes), hub):
+        too_small.append({"field": "syncer.shards", "message": few})
     return {
         "job": job.metadata.name,
         "parameters": sum(sizes),
@@ -175,6 +165,7 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
             for region in spec.regions
         ],
         "join": _join(sizes, queued),
+        "hub": {**asdict(hub), "cores": hub.cores},
         "resources": {
             "syncer_memory_bytes": needed.syncer_memory,
             "syncer_volume_bytes": needed.syncer_volume,
@@ -183,7 +174,7 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
                 {"region": one.name, **spec.group(one.name)._asdict(), **asdict(learner_needs(spec, sizes, one.name))}
                 for one in spec.regions
             ],
-            "too_small": [{"field": one.path, "message": one.message} for one in find_shortages(spec, sizes)],
+            "too_small": too_small,
         },
     }
 
@@ -299,6 +290,7 @@ def text(found: dict[str, Any]) -> str:
         f"Memory: the syncer up to {size_text(resources['syncer_memory_bytes'])}, each learner at least "
         f"{size_text(resources['learner_memory_bytes'])} on the host; the syncer's volume up to "
         f"{size_text(resources['syncer_volume_bytes'])}",
+        *_hub_lines(found["hub"]),
         *map(_group_text, (one for one in resources["learners"] if one["processes"] * one["pods"] > 1)),
         *(textwrap.fill(f"warning: {one['field']} {one['message']}", 100) for one in resources["too_small"]),
         "Size links by the queue; framing of TCP/IP and TLS is in. Below it nothing stops: merges become rarer.",
@@ -321,6 +313,18 @@ def text(found: dict[str, Any]) -> str:
             "Raise sync.overlap."
         )
     return "\n".join(lines)
+
+
+def _hub_lines(hub: Mapping[str, Any]) -> list[str]:
+    """What the syncer needs at the job's pace, for people."""
+    parts = ", ".join(f"{name}s {hub[f'{name}_cores']:.3g}" for name in ("byte", "norm", "merge"))
+    of_fragments = f", of {hub['shards']} that the fragments allow" if hub["wanted"] > hub["shards"] else ""
+    written = f"{size_text(hub['written'])}/s to its disk"
+    memory = f"; memory {size_text(hub['memory'])}, of a shard {size_text(hub['shard_memory'])}"
+    return [
+        f"The hub's work, by measured costs: {hub['cores']:.3g} cores ({parts}); {written}",
+        f"Shards wanted (syncer.shards): {hub['wanted']}{of_fragments}{memory * (hub['shards'] > 1)}",
+    ]
 
 
 def _bits(value: float | None) -> str:

@@ -132,7 +132,8 @@ def chaos(
     repair: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="Mean time that a fault lasts (exponentiated Weibull).  [default: --mtbf / 6]"
+            metavar="SECONDS",
+            help="Mean time that a fault lasts (Weibull: most are short, few are long).  [default: --mtbf / 6]",
         ),
     ] = None,
     minutes: Annotated[
@@ -247,13 +248,6 @@ def plan(
             metavar="N", help="Number of trained parameters, such as 5e9, 5B or 350M.  [default: the job's own model]"
         ),
     ] = None,
-    layout: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Directory of a run of the same model, or of an export of your own loop; or a layout.json.",
-        ),
-    ] = None,
     round_trip_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="Round trip between learner and hub, as ping shows it.")
     ] = 0.0,
@@ -263,10 +257,11 @@ def plan(
     overrides: Overrides = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="All figures, for programs.")] = False,
 ) -> None:
-    """Print the bandwidth that a job needs: each learner's link, each region's, the hub's.
+    """Print what a job needs: the bandwidth of each learner's link, each region's, the hub's; memory and disk; and the
+    cores of the hub, with the number of shards (syncer.shards) that its work wants.
 
-    Two figures are shown: by the paper's formula, and by a model in which fragments wait for each other on the link.
-    Size links by the second. The need of data-parallel training is beside them. Nothing is started.
+    Two figures of bandwidth are shown: by the paper's formula, and by a model in which fragments wait for each other on
+    the link. Size links by the second. The need of data-parallel training is beside them. Nothing is started.
 
     Examples:
 
@@ -274,21 +269,14 @@ def plan(
 
         diloco plan job.yaml --params 5e9 --step-seconds 1 --round-trip-seconds 0.1
 
-        diloco plan own-loop.yaml --layout runs/own-loop --step-seconds 0.5
-
         diloco plan job.yaml --params 5e9 --step-seconds 1 \\
           --set sync.compression.down=delta-int4 --json
     """
     from diloco.bandwidth_plan import Conditions, text
     from diloco.bandwidth_plan import plan as made
 
-    known = None
-    if layout is not None:
-        from diloco.export.export import read_layout
-
-        known = read_layout(layout)
     conditions = Conditions(step_seconds, round_trip_seconds, utilisation)
-    found = made(job_file(job, file, "diloco plan"), overrides, params, conditions, layout=known)
+    found = made(job_file(job, file, "diloco plan"), overrides, params, conditions)
     print_text(json.dumps(found, indent=1) if as_json else text(found))
 
 

@@ -72,7 +72,7 @@ class Shortage:
 def needs(spec: JobSpec, sizes: Sequence[int]) -> Needs:
     """What a job needs whose fragments have ``sizes`` elements."""
     most = max(learner_needs(spec, sizes, region.name).memory for region in spec.regions)
-    return Needs(_syncer_memory(spec, sizes), _syncer_volume(spec, sizes), most)
+    return Needs(syncer_memory(spec, sizes, min(spec.syncer.shards, len(sizes))), _syncer_volume(spec, sizes), most)
 
 
 def learner_needs(spec: JobSpec, sizes: Sequence[int], region: str) -> LearnerNeeds:
@@ -157,19 +157,36 @@ def _syncer_volume(spec: JobSpec, sizes: Sequence[int]) -> int:
     return records + offers + inner_states + output
 
 
-def _syncer_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
-    sync, parameters, largest = spec.sync, sum(sizes), max(sizes)
+def syncer_memory(spec: JobSpec, sizes: Sequence[int], shards: int) -> int:
+    """Of the syncer's processes together: one, or with more than one shard these and the one that coordinates them."""
+    whole = _process_memory(spec, sizes, most_rounds(spec, sizes))
+    return whole if shards == 1 else whole + shards * BASE_BYTES + (shards - 1) * _merge_bytes(spec, sizes)
+
+
+def shard_memory(spec: JobSpec, sizes: Sequence[int], shards: int) -> int:
+    """Of the largest of so many shards, which share the fragments evenly."""
+    dealt = sorted(sizes)[-math.ceil(len(sizes) / shards) :]
+    return _process_memory(spec, dealt, min(most_rounds(spec, sizes), len(dealt)))
+
+
+def _merge_bytes(spec: JobSpec, sizes: Sequence[int]) -> int:
+    """Of a merge under way."""
+    return 4 * max(sizes) * (2 * record_floats(spec.sync) + 2)
+
+
+def _process_memory(spec: JobSpec, sizes: Sequence[int], rounds: int) -> int:
+    """Of a process that has these fragments, of which so many rounds may be open."""
+    sync, parameters = spec.sync, sum(sizes)
     down = sync.compression.down
     sent = sum(payload_bytes(down, size) for size in sizes)
     # The newest whole broadcast is the parameters themselves where float32 is sent, and so is what a delta is of.
     broadcasts = sent if down == "float32" else 2 * sent
     overtaken = (1 if down == "bfloat16" else 2) * parameters  # half a model, for those who still read it
-    pushes = most_rounds(spec, sizes) * _round_bytes(spec, sizes)
+    pushes = rounds * _round_bytes(spec, sizes)
     # A push that came too late waits for the next merge of its fragment, encoded.
     late = spec.most_slots * sum(payload_bytes(sync.compression.up, size) for size in sizes)
-    merge = 4 * largest * (2 * record_floats(sync) + 2)
     model = 4 * record_floats(sync) * parameters + broadcasts + overtaken
-    return BASE_BYTES + model + pushes + late + merge
+    return BASE_BYTES + model + pushes + late + _merge_bytes(spec, sizes)
 
 
 # ------------------------------------------------------------------ compared with what the job asks for

@@ -239,12 +239,8 @@ class Cluster:
 
     def all_of(self, path: str, **query: Any) -> list[Object]:
         """A whole list, read in pages. Raises ClusterError."""
-        return [item for page in self.pages_of(path, **query) for item in page.get("items") or ()]
-
-    def pages_of(self, path: str, **query: Any) -> Iterator[Object]:
-        """A list, a page (its whole document) at a time. Raises ClusterError."""
         try:
-            yield from self.client.pages(path, query=query)
+            return [item for page in self.client.pages(path, query=query) for item in page.get("items") or ()]
         except ApiError as error:
             raise self.explain(path, error) from error
 

@@ -137,39 +137,6 @@ def apply(
     )
 
 
-def events(
-    job: RunOrJob = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep listing new events.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object per line, for programs.")] = False,
-    context: Contexts = [],  # noqa: B006
-    namespace: Namespace = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """List what happened to a job and its pods, in sentences, as long as the cluster keeps events (an hour).
-
-    For a run on this machine: what its syncer has logged, each thing once; with --json every event.
-
-    Examples:
-
-        diloco events runs/tiny-gpt
-
-        diloco events tiny-gpt
-
-        diloco events tiny-gpt --watch --context my-cluster
-    """
-    there = where(context, namespace, kubeconfig)
-    if not there.given and not means_job(job):
-        from diloco.local.log_files import show_events as show_run_events
-        from diloco.processes.workdir import find
-
-        show_run_events(find(job), watch, as_json)
-        return
-    from diloco.cluster.status import show_events
-
-    with in_cluster(None if there.given else job):
-        show_events(there, named_job(job, "diloco events"), watch, as_json)
-
-
 def logs(
     job: RunOrJob = None,
     target: Annotated[
@@ -343,7 +310,6 @@ def delete(
 
 
 def add_to(app: typer.Typer) -> None:
-    for show in (events, logs):  # of runs on this machine, too
-        app.command()(command(in_cluster()(show)))
+    app.command()(command(in_cluster()(logs)))  # of runs on this machine, too
     for run in (apply, scale, suspend, resume, upgrade, delete):
         app.command(rich_help_panel="In clusters")(command(in_cluster()(run)))

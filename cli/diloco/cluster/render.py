@@ -167,41 +167,12 @@ def event_count(event: Object) -> int:
     return int((event.get("series") or {}).get("count") or event.get("count") or 1)
 
 
-def event_line(event: Object, job: str, now: float) -> Text:
-    about = event.get("involvedObject") or {}
-    whom = "" if about.get("kind") == "DiLoCoJob" else f"{short(about, job)}: "
+def event_line(event: Object, now: float) -> Text:
     times = f" ({event_count(event)} times)" if event_count(event) > 1 else ""
     warning = event.get("type") == "Warning"
     head = Text(f"{span(now - event_time(event)):>7} ago  ", "dim")
     said = f"{event.get('reason')}: {' '.join(str(event.get('message') or '').split())}{times}"
-    return head + Text(whom) + Text(said, "yellow" if warning else "")
-
-
-def short(about: Object, job: str) -> str:
-    """An object of the job as people call it: ``learner local-1``, ``syncer``, ``StatefulSet local``."""
-    kind, name = str(about.get("kind")), str(about.get("name")).removeprefix(f"{job}-")
-    if kind != "Pod":
-        return f"{kind} {name}"
-    for role in ("syncer", "evaluator"):
-        if name.startswith(role):
-            return role
-    return f"learner {name}"
-
-
-def concerns(event: Object, job: str, regions: Sequence[str]) -> bool:
-    """Whether an event is about the job or an object of it. Names of jobs may begin alike, so each name
-    is matched whole."""
-    about = event.get("involvedObject") or {}
-    kind, name = str(about.get("kind")), str(about.get("name"))
-    if kind == "DiLoCoJob":
-        return name == job
-    if not name.startswith(f"{job}-"):
-        return False
-    rest = name[len(job) + 1 :]
-    if re.fullmatch(r"(syncer|evaluator)(-[a-z0-9]{1,10}){0,2}|learners|settings", rest):
-        return True
-    # A StatefulSet has the region's name, its pods have their number behind it.
-    return any(re.fullmatch(rf"{re.escape(region)}(-\d+)?", rest) for region in regions)
+    return head + Text(said, "yellow" if warning else "")
 
 
 def region_names(job: Object) -> list[str]:
@@ -286,7 +257,6 @@ def regions_table(job: Object, now: float) -> Table:
 def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Object], now: float) -> RenderableType:
     """The whole of ``diloco status NAME``. ``page``: the syncer's status document, or None."""
     metadata, status = job["metadata"], job.get("status") or {}
-    name = str(metadata["name"])
     conditions = conditions_shown(job)
     parts: list[RenderableType] = []
     if page is not None:
@@ -318,7 +288,7 @@ def job_picture(job: Object, page: StatusDocument | None, events: Sequence[Objec
         gone = span(since(metadata["deletionTimestamp"], now))
         parts.append(Text(f"being deleted for {gone}", "yellow"))
     if last := sorted(events, key=event_time)[-EVENTS_SHOWN:]:
-        parts += ["", *(event_line(event, name, now) for event in last)]
+        parts += ["", *(event_line(event, now) for event in last)]
     return Group(*parts)
 
 

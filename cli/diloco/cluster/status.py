@@ -1,11 +1,9 @@
-"""``diloco status`` and ``diloco events`` of jobs in clusters."""
+"""``diloco status`` of jobs in clusters."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +16,7 @@ from rich.text import Text
 from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
-from diloco.cluster.logs import SILENCE_SECONDS, lines
-from diloco.cluster.render import JobsTable, concerns, event_count, event_line, event_time, job_picture, region_names
+from diloco.cluster.render import JobsTable, event_count, event_time, job_picture
 from diloco.console import print_text
 from diloco.text_console import TextConsole
 from diloco_protocol.documents import StatusDocument
@@ -142,92 +139,3 @@ class _Watched:
             return
         self.parts = [job_picture(job, self.pages.read(job), events, time.time())]
         self.over = ended(job) is not None
-
-
-# ------------------------------------------------------------------ events
-
-
-def show_events(where: Where, name: str, watch: bool, as_json: bool) -> None:
-    """``diloco events NAME``: of the job and its objects, oldest first. Raises ClusterError."""
-    console = TextConsole(soft_wrap=True, highlight=False)
-    cursors = [EventCursor(cluster) for cluster in where.open()]
-    jobs = {one.cluster.context: one.cluster.job(name) for one in cursors}
-    told: dict[str, int] = {}
-    while True:
-        began, found = time.monotonic(), list[tuple[float, str, Object]]()
-        for one in cursors:
-            cluster, regions = one.cluster, region_names(jobs[one.cluster.context])
-            try:
-                events = one.read()
-            except ClusterError as error:
-                if not watch or not error.passing:
-                    raise
-                print_text(f"{error} (asking again)", file=sys.stderr)
-                continue
-            found += [(event_time(e), cluster.context, e) for e in events if concerns(e, name, regions)]
-        new: list[Any] = []
-        for _, context, event in sorted(found, key=lambda one: one[0]):
-            uid = str(event["metadata"].get("uid"))
-            if told.get(uid, 0) < event_count(event):
-                told[uid] = event_count(event)
-                new.append((context, event))
-        if as_json:
-            for _, event in new:
-                print_text(json.dumps(event))
-        else:
-            for context, event in new:
-                place = Text(f"{context}  ", "dim") if len(cursors) > 1 else Text("")
-                console.print(place + event_line(event, name, time.time()))
-        if not watch:
-            if not new and not as_json:
-                console.print(f"no events for {name} (the cluster keeps them for about an hour)")
-            return
-        time.sleep(max(0.0, began + POLL_SECONDS - time.monotonic()))
-
-
-class EventCursor:
-    """The Events of a cluster's namespace: at first all of them, then those that are new."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self._version = ""  # to watch from; empty: list first
-
-    def read(self) -> list[Object]:
-        """Those since the last call, and of the next ``POLL_SECONDS``. Raises ClusterError; the next call begins with
-        all of them then."""
-        version, self._version = self._version, ""
-        found: list[Object] = []
-        if version:
-            self._version = self._watch(version, found)
-            return found
-        for page in self.cluster.pages_of(self.cluster.core_path("events")):
-            found += page.get("items") or ()
-            version = str((page.get("metadata") or {}).get("resourceVersion") or "")
-        self._version = version
-        return found
-
-    def _watch(self, version: str, found: list[Object]) -> str:
-        """Add what comes within ``POLL_SECONDS``; the version to go on from, empty: it is forgotten."""
-        import urllib3
-
-        query = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": version,
-            "timeoutSeconds": math.ceil(POLL_SECONDS),
-        }
-        try:
-            with self.cluster.stream(self.cluster.core_path("events"), query, SILENCE_SECONDS) as reply:
-                for line in lines(reply):
-                    change = json.loads(line)
-                    if change["type"] == "ERROR":
-                        return ""
-                    version = str(change["object"]["metadata"]["resourceVersion"])
-                    found += [change["object"]] if change["type"] in ("ADDED", "MODIFIED") else []
-        except ClusterError as error:
-            if error.reason not in ("Expired", "Gone"):
-                raise
-            return ""
-        except (OSError, ValueError, urllib3.exceptions.HTTPError):
-            return ""  # it broke off: what is known already is not told again
-        return version

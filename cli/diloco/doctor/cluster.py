@@ -24,7 +24,7 @@ RIGHTS = (
     ("delete", DOMAIN, JOB_PLURAL, "diloco delete"),
     ("list", "", "pods", "diloco logs"),
     ("get", "", "pods/log", "diloco logs"),
-    ("list", "", "events", "diloco events"),
+    ("list", "", "events", "diloco status"),
     ("create", "", "pods/portforward", "diloco status, export, report"),
 )
 """Verb, group, resource, and the commands that need it."""

@@ -26,8 +26,8 @@ from diloco.export.remote_model import RemoteModelError, fetch_layout, fetch_mod
 from diloco.export.tensors import write_tensors
 from diloco.packages import require_packages
 from diloco.processes.workdir import Workdir, find
-from diloco_protocol.arrays.layout import MAX_JSON_BYTES, Layout, LayoutError
-from diloco_protocol.common.files import FileError, read_bounded
+from diloco_protocol.arrays.layout import Layout
+from diloco_protocol.common.files import FileError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, read_job
 from diloco_syncer.output.model_file import NotSafetensors, as_float32, frozen_entries
@@ -248,30 +248,6 @@ def _write_adapter(model: MergedModel, out: Path) -> int:
         return export_adapter(model.job, model.tensors, out, directory=model.directory)
     except (ExportError, JobError) as error:
         raise ExportFailed(str(error)) from error
-
-
-_WITH_LAYOUT = "give the directory of a run or of the export of your own loop; or leave it out, and give --params"
-
-
-def read_layout(path: Path) -> Layout:
-    """The layout in a layout.json, in the directory of an export, or in that of a run. Raises ExportFailed."""
-    file = path / "layout.json" if path.is_dir() else path
-    try:
-        if file.is_file() or not path.is_dir():
-            return Layout.from_json(read_bounded(file, MAX_JSON_BYTES))
-        workdir = Workdir(path)
-        layout = StoreReader(DirectoryStore(workdir.store), read_job(workdir.job).metadata.name).layout()
-    except FileNotFoundError as error:
-        why = "no such file"
-        if path.is_dir():
-            why = "it has no layout.json (an export for transformers has none) and no job.json"
-        raise ExportFailed(f"{path} holds no layout ({why}): {_WITH_LAYOUT}") from error
-    except (JobError, LayoutError, OSError, StoreUnusable) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ExportFailed(f"{path} holds no layout ({why}): {_WITH_LAYOUT}") from error
-    if layout is None:
-        raise ExportFailed(f"{path} holds no model yet: its run has not reached version 0")
-    return layout
 
 
 def read_model(store: Store, job: str) -> tuple[Layout, dict[str, NDArray[Any]], list[int]]:

@@ -4,7 +4,7 @@
 more than SHARD_BYTES, as transformers names them. Every parameter is there under the program's own name, float32.
 A program loads them with ``model.load_state_dict(safetensors.torch.load_file(...), strict=False)``; what it does not
 train as a parameter (buffers) is not among them. ``layout.json`` says which were trained, and in which dtype
-(docs/protocol.md); ``diloco plan --layout`` reads it.
+(docs/protocol.md).
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def _running(where: str | None, usage: str) -> tuple[Workdir, int]:
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(attach)
-    app.command()(stop)
+    for run in (attach, stop, events):
+        app.command()(run)
 
 
 @command
@@ -180,3 +180,29 @@ def _wait_for_end(workdir: Workdir) -> int:
     report = read_report(str(workdir.path))
     TextConsole(soft_wrap=True).print(summary(report))
     return _EXIT_CODES.get(report.outcome, FAILED)
+
+
+@command
+def events(
+    what: WhichRun = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep listing new events.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object per line, for programs.")] = False,
+) -> None:
+    """List what happened to a run: what its syncer has logged, each thing once; with --json every event.
+
+    Of a job in a cluster `diloco status JOB` shows the newest, and `kubectl get events` those of its pods too.
+
+    Examples:
+
+        diloco events
+
+        diloco events runs/tiny-gpt --watch
+    """
+    if means_job(what):
+        raise CommandError(
+            f"there is no run {what} here; of a job in a cluster `diloco status {what}` shows the newest events, and "
+            "`kubectl get events` those of its pods too"
+        )
+    from diloco.local.log_files import show_events
+
+    show_events(find(what), watch, as_json)

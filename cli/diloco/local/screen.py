@@ -172,6 +172,8 @@ def blocked_by(status: StatusDocument | None) -> str:
         return ""
     if status.store_problem:
         return status.store_problem
+    if away := [str(row.shard) for row in status.shards if not row.serving]:
+        return f"shard {' and '.join(away)} of the syncer is away: its fragments wait"
     return status.message if status.phase in (JobPhase.WAITING, JobPhase.HOLDING) else ""
 
 

@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from diloco.bandwidth_plan import Conditions, parameters_from
 from diloco.console import CommandError
-from diloco.export.tensors import write_tensors
 from diloco.main import app
 from diloco_protocol.arrays import codec
-from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.bandwidth import model
 from diloco_protocol.spec.load import load_job
 from diloco_worker.fragments import build_layout
@@ -107,6 +104,25 @@ def test_memory_and_volume_are_said_and_fields_that_ask_for_less() -> None:
     assert not planned(GPT, "--step-seconds", "0.1")["resources"]["too_small"]
 
 
+@pytest.mark.promise(
+    "`diloco plan` computes the cores, memory, disk and shards that the hub needs, and warns of too few"
+)
+def test_the_hubs_work_is_said_and_how_many_shards_it_wants() -> None:
+    hub = planned(GPT, *PAPER)["hub"]
+    assert hub["cores"] == sum(hub[f"{name}_cores"] for name in ("byte", "norm", "merge"))
+    assert (hub["wanted"], hub["shards"]) == (8, 8)
+    text = diloco("plan", GPT, *PAPER)[1]
+    assert "The hub's work, by measured costs: 8.51 cores (bytes 2.23, norms 0.867, merges 5.42); 2.5 GB/s" in text
+    assert "Shards wanted (syncer.shards): 8; memory 172 GB, of a shard 21.4 GB" in text
+    said = " ".join(text.split())
+    assert "warning: syncer.shards is 1, and one process cannot carry this job" in said and "syncer.shards: 8" in said
+    huge = diloco("plan", GPT, *PAPER, "--params", "70e9")[1]
+    assert "Shards wanted (syncer.shards): 109, of 24 that the fragments allow; memory" in huge
+    assert max(map(len, huge.splitlines())) <= 110
+    small = diloco("plan", GPT, "--step-seconds", "0.1")[1]
+    assert "Shards wanted (syncer.shards): 1\n" in small and "warning" not in small
+
+
 def test_for_people() -> None:
     code, text = diloco("plan", GPT, *PAPER)
     assert code == 0
@@ -156,24 +172,6 @@ def test_a_program_of_ones_own_needs_the_number() -> None:
     code, output = diloco("plan", job, "--step-seconds", "1")
     assert code == 2 and "give --params" in output
     assert planned(job, "--step-seconds", "1", "--params", "350M")["parameters"] == 350_000_000
-
-
-@pytest.mark.promise("A job with its own loop can be planned from its layout")
-def test_a_layout_tells_the_size_of_a_program_of_ones_own(tmp_path: Path) -> None:
-    job = EXAMPLES / "custom-loop.yaml"
-    tensors = {"body": np.zeros((3000, 10), np.float32), "head": np.zeros((500, 10), np.float32)}
-    layout = Layout.build([Tensor(name, values.shape, "float32") for name, values in tensors.items()], 2)
-    write_tensors("own", layout, tensors, [1, 1], out=tmp_path / "out")
-    found = planned(job, "--step-seconds", "1", "--layout", str(tmp_path / "out"))
-    assert found["parameters"] == 35_000 and found["fragments"] == 8, "the tensors are the layout's, P is the job's"
-    assert found == planned(job, "--step-seconds", "1", "--layout", str(tmp_path / "out" / "layout.json"))
-    for arguments, words in (
-        (["--layout", str(tmp_path / "none")], "holds no layout (no such file)"),
-        (["--layout", str(tmp_path)], "it has no layout.json (an export for transformers has none)"),
-        (["--layout", str(tmp_path / "out"), "--params", "5B"], "leave one of them out"),
-    ):
-        code, output = diloco("plan", job, "--step-seconds", "1", *arguments)
-        assert code == 2 and words in " ".join(output.split()), output
 
 
 @pytest.mark.parametrize(

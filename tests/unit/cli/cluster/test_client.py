@@ -20,7 +20,6 @@ from diloco.cluster.apply import ApplyOptions, apply, apply_to
 from diloco.cluster.client import Cluster, ClusterError, Where, open_cluster
 from diloco.cluster.follow import ended, follow, gone_within, seen
 from diloco.cluster.port_forward import forwarded
-from diloco.cluster.status import EventCursor
 from diloco.local.chaos.schedule import parse
 from diloco.main import app
 from diloco_protocol.spec.load import load_manifest
@@ -431,45 +430,6 @@ def test_for_programs_an_error_is_an_item_too(serve: Callable[[Answer], Cluster]
     assert done.exit_code == 2, done.output
     (item,) = json.loads(done.stdout)["items"]
     assert "there is no job tiny" in item["error"] and "there is no job tiny" in done.stderr
-
-
-@pytest.mark.promise("`diloco events --watch` lists the Events once, and then receives only new ones")
-def test_events_are_listed_once_and_then_watched(serve: Callable[[Answer], Cluster]) -> None:
-    """Only what is new travels; where the version is forgotten, or a reply breaks off, all are listed again."""
-
-    def event(name: str, version: int) -> dict[str, Any]:
-        return {"metadata": {"name": name, "resourceVersion": str(version)}}
-
-    def change(what: str, obj: Any) -> bytes:
-        return json.dumps({"type": what, "object": obj}).encode() + b"\n"
-
-    asked: list[str] = []
-    replies: list[Reply] = [
-        (200, {"metadata": {"resourceVersion": "7"}, "items": [event("a", 5), event("b", 6)]}),
-        (200, change("ADDED", event("c", 8)) + change("BOOKMARK", event("", 9)) + change("DELETED", event("a", 10))),
-        (200, b""),
-        (200, change("ERROR", {"code": 410, "reason": "Expired"})),
-        (200, {"metadata": {"resourceVersion": "20"}, "items": [event("c", 8)]}),
-        (410, a_status("Expired", "too old resource version")),
-        (200, {"metadata": {"resourceVersion": "30"}, "items": []}),
-        (200, change("MODIFIED", event("c", 31)) + b"{broken"),
-        (500, a_status("InternalError", "no")),
-        (200, {"metadata": {"resourceVersion": "40"}, "items": [event("d", 35)]}),
-    ]
-
-    def answer(method: str, path: str) -> Reply:
-        asked.append(path.partition("resourceVersion=")[2].partition("&")[0] or "list")
-        return replies.pop(0)
-
-    cursor = EventCursor(serve(answer))
-    found: list[list[str]] = []
-    while replies:
-        try:
-            found.append([one["metadata"]["name"] for one in cursor.read()])
-        except ClusterError:
-            found.append(["no answer"])
-    assert asked == ["list", "7", "10", "10", "list", "20", "list", "30", "list", "list"]
-    assert found == [["a", "b"], ["c"], [], [], ["c"], [], [], ["c"], ["no answer"], ["d"]]
 
 
 def test_deletions_by_a_schedule_are_told_as_rows(

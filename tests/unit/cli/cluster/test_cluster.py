@@ -20,7 +20,6 @@ from diloco.cluster.fetch import show_report, syncer_pod
 from diloco.cluster.follow import ProgressReporter, ended, hindered, resumed, seen, suspended
 from diloco.cluster.render import (
     JobsTable,
-    concerns,
     condition_style,
     condition_text,
     conditions_shown,
@@ -30,7 +29,6 @@ from diloco.cluster.render import (
     job_line,
     job_picture,
     pair,
-    short,
     span,
     unix,
 )
@@ -158,8 +156,7 @@ def diloco(*arguments: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["apply", "status", "logs", "scale", "suspend", "resume", "upgrade", "delete", "export", "events", "report"],
+    "command", ["apply", "status", "logs", "scale", "suspend", "resume", "upgrade", "delete", "export", "report"]
 )
 def test_help_has_examples_and_the_cluster_options(command: str) -> None:
     code, output = diloco(command, "--help")
@@ -676,40 +673,11 @@ def test_the_list_on_a_narrow_terminal_leaves_columns_out_and_cuts_no_cell() -> 
 # ------------------------------------------------------------------ events
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "ours"),
-    [
-        ("DiLoCoJob", "tiny", True),
-        ("DiLoCoJob", "tiny-east", False),
-        ("Pod", "tiny-east-0", True),
-        ("Pod", "tiny-east-12", True),
-        ("StatefulSet", "tiny-east", True),
-        ("Pod", "tiny-syncer-5d8f-x2x", True),
-        ("Deployment", "tiny-syncer", True),
-        ("PersistentVolumeClaim", "tiny-syncer", True),
-        ("ReplicaSet", "tiny-evaluator-7c9", True),
-        ("ConfigMap", "tiny-settings", True),
-        ("Pod", "tiny-east-x-0", False),
-        ("Pod", "tiny-north-0", False),
-        ("Pod", "tinyer-east-0", False),
-        ("Pod", "tiny", False),
-        ("Pod", "tiny-east-0-1", False),
-        ("Node", "node-1", False),
-    ],
-)
-def test_events_of_jobs_whose_names_begin_alike_do_not_mix(kind: str, name: str, ours: bool) -> None:
-    assert concerns(an_event(kind, name, "X", ""), "tiny", ["east", "west"]) is ours
-
-
 def test_an_event_is_a_sentence() -> None:
     event = an_event("Pod", "tiny-east-1", "FailedScheduling", "0/1 nodes\nare available", count=5)
-    assert str(event_line(event, "tiny", NOW)) == (
-        "  100 s ago  learner east-1: FailedScheduling: 0/1 nodes are available (5 times)"
-    )
-    assert short({"kind": "Pod", "name": "tiny-syncer-1"}, "tiny") == "syncer"
-    assert short({"kind": "StatefulSet", "name": "tiny-east"}, "tiny") == "StatefulSet east"
+    assert str(event_line(event, NOW)) == ("  100 s ago  FailedScheduling: 0/1 nodes are available (5 times)")
     newer = {**event, "lastTimestamp": None, "series": {"count": 9, "lastObservedTime": "2027-01-15T08:00:00Z"}}
-    assert event_time(newer) == NOW and "(9 times)" in str(event_line(newer, "tiny", NOW))
+    assert event_time(newer) == NOW and "(9 times)" in str(event_line(newer, NOW))
     assert event_time({"metadata": {}, "eventTime": None}) == 0.0
 
 
