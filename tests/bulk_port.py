@@ -14,6 +14,7 @@ from diloco_protocol.wire.byte_stream import ByteStream
 from diloco_protocol.wire.progress import Progress
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
 from diloco_syncer.server.bulk import BulkServer
+from diloco_syncer.server.callers import Caller
 from diloco_syncer.server.downloads import Downloads
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.connection_limits import Peer
@@ -25,25 +26,15 @@ class StoredDownloads(Downloads):
     ``sent``: the progress of the session."""
 
     def __init__(self, find: Callable[[sync_pb2.DownloadRequest], Any], sent: Progress) -> None:
-        nothing: Any = SimpleNamespace(epoch=None)
-        sessions: Any = SimpleNamespace(
-            find_caller=lambda process, peer, called: SimpleNamespace(sent=sent),
-            find_place_and_slot=lambda caller: ("", None),
-            find_process=lambda process: None,
+
+        async def find_reader(*whom: Any) -> Caller:
+            return Caller(1, "", sent=sent)
+
+        callers: Any = SimpleNamespace(
+            find_reader=find_reader, count_sent=lambda caller, count: None, note_sent=lambda request: None
         )
-        model: Any = SimpleNamespace(downloads=ActiveDownloads())
-        traffic: Any = SimpleNamespace(count_sent=lambda place, slot, count: None)
-        super().__init__(
-            nothing,
-            nothing,
-            model,
-            durability=nothing,
-            authorizer=nothing,
-            sessions=sessions,
-            relay=nothing,
-            traffic=traffic,
-            emit=lambda event: None,
-        )
+        nothing: Any = SimpleNamespace()
+        super().__init__(callers, SimpleNamespace(downloads=ActiveDownloads()), epoch=-1, find_other=nothing)  # type: ignore[arg-type]
         self._stored = find
 
     async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Any, Any, str]:
@@ -54,9 +45,16 @@ class BulkPort(BulkServer):
     """A port on loopback. ``uploads`` and ``downloads``: their ``upload`` and ``serve`` are called. ``connections``:
     all that have come."""
 
-    def __init__(self, uploads: Any, downloads: Any, credentials: Credentials | None = None, job: str = "job") -> None:
+    def __init__(
+        self,
+        uploads: Any,
+        downloads: Any,
+        credentials: Credentials | None = None,
+        job: str = "job",
+        shard: int | None = None,
+    ) -> None:
         self.credentials = credentials or Credentials()
-        self.listener = PortListener(self.credentials, job, {"local": 2})
+        self.listener = PortListener(self.credentials, job, {"local": 2}, shard)
         authorizer = CallAuthorizer(self.listener, {"local": 2}, self.credentials)
         super().__init__(authorizer, uploads, downloads)
         self.connections: list[ByteStream] = []

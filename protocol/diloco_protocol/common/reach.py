@@ -25,6 +25,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with the brackets of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only processes of this machine reach the host, by its name or address, with or without brackets."""
     try:
@@ -137,7 +142,7 @@ async def first_answering(address: str, seconds: float) -> str:
             number = str(made.getpeername()[0])
     except OSError:
         return address
-    return f"[{number}]:{port}" if ":" in number else f"{number}:{port}"
+    return join_address(number, port)
 
 
 def _by_turns(numbers: list[str]) -> list[str]:

@@ -95,6 +95,8 @@ class Channel(Protocol):
 
     async def begin(self, **what: Any) -> BulkCall: ...
 
+    def drop(self) -> None: ...
+
 
 async def receive_into(
     source: Source,
@@ -134,6 +136,8 @@ class Lanes:
     def __init__(self, channels: Channel | Sequence[Channel]) -> None:
         self._channels = [*channels] if isinstance(channels, Sequence) else [channels]
         self._breaks = [0] * len(self._channels)  # in succession
+        self._in_use: set[int] = set()
+        self._is_retired = False
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()  # what was used last is there, and warm
         for index in reversed(range(len(self._channels))):
             self._free.put_nowait(index)
@@ -143,9 +147,13 @@ class Lanes:
 
     @contextlib.asynccontextmanager
     async def borrow_channel(self) -> AsyncIterator[Channel]:
-        """Wait for a connection, and have it to oneself."""
+        """Wait for a connection, and have it to oneself. Raises TransferError where they are retired."""
         index = await self._free.get()
+        if self._is_retired:
+            self._free.put_nowait(index)  # for who waits too
+            raise TransferError("nothing goes there any more", retry=True)
         rest = 0.0
+        self._in_use.add(index)
         try:
             yield self._channels[index]
             self._breaks[index] = 0
@@ -155,10 +163,24 @@ class Lanes:
                 self._breaks[index] += 1
             raise
         finally:
-            if rest:
-                asyncio.get_running_loop().call_later(rest, self._free.put_nowait, index)
-            else:
-                self._free.put_nowait(index)
+            self._return_channel(index, rest)
+
+    def _return_channel(self, index: int, rest: float) -> None:
+        self._in_use.discard(index)
+        if self._is_retired:
+            self._channels[index].drop()
+        if rest:
+            asyncio.get_running_loop().call_later(rest, self._free.put_nowait, index)
+        else:
+            self._free.put_nowait(index)
+
+    def retire(self) -> None:
+        """Begin no more parts. Connections that carry none are dropped, the others as soon as they carry none."""
+        self._is_retired = True
+        for index, channel in enumerate(self._channels):
+            if index not in self._in_use:
+                channel.drop()
+        self._free.put_nowait(0)  # who waits finds out
 
 
 Channels = Lanes | Channel | Sequence[Channel]

@@ -2,7 +2,8 @@
 
 Theory of operation. Bulk bytes have connections of their own, at the address of the gRPC server: there is no HTTP/2
 between a socket and the array that its bytes belong to (byte_stream.py). The TLS handshake names ``BULK_PROTOCOL``;
-in plain text a connection begins with ``PREFACE``. Then one call follows another:
+in plain text a connection begins with ``PREFACE``. For a shard of the syncer both have its number (``bulk_protocol``,
+``bulk_preface``). Then one call follows another:
 
     client   BulkRequest, and of an upload its bytes in chunks, each behind its length; the length 0 gives it up
     server   BulkReply, and of a download so many bytes as its header says
@@ -63,19 +64,29 @@ async def read_frame(stream: ByteStream, seconds: float | None = None) -> bytes:
         raise StreamBroken(f"no whole message within {seconds:.0f} s") from None
 
 
-async def connect_bulk(credentials: Credentials, address: str) -> ByteStream:
-    """A bulk connection to the syncer at ``address`` (host:port). Raises StreamBroken; CallFailed where the syncer's
-    certificate is not trusted, which is final, or the credentials cannot be used."""
+def bulk_protocol(shard: int | None = None) -> str:
+    """What the TLS handshake names (ALPN); ``shard`` None: the syncer itself."""
+    return BULK_PROTOCOL if shard is None else f"{BULK_PROTOCOL}-{shard}"
+
+
+def bulk_preface(shard: int | None = None) -> bytes:
+    """What a connection in plain text begins with; ``shard`` None: the syncer itself."""
+    return PREFACE if shard is None else b"diloco-s%03d\n" % shard
+
+
+async def connect_bulk(credentials: Credentials, address: str, shard: int | None = None) -> ByteStream:
+    """A bulk connection to the syncer at ``address`` (host:port), or to its shard of this number. Raises StreamBroken;
+    CallFailed where the syncer's certificate is not trusted, which is final, or the credentials cannot be used."""
     made = None
     try:
-        context = credentials.client_context([BULK_PROTOCOL]) if credentials.secure else None
+        context = credentials.client_context([bulk_protocol(shard)]) if credentials.secure else None
         made = await connect_first(address, limits.CONNECT_SECONDS)
         set_options(made)
         tls = None if context is None else TlsState.begin(context, credentials.server_name)
         stream, made = ByteStream(made, tls), None
         try:
             async with asyncio.timeout(limits.CONNECT_SECONDS):
-                await (stream.write(PREFACE) if tls is None else stream.shake_hands())
+                await (stream.write(bulk_preface(shard)) if tls is None else stream.shake_hands())
         except BaseException:
             stream.close()
             raise
@@ -93,9 +104,9 @@ async def connect_bulk(credentials: Credentials, address: str) -> ByteStream:
             made.close()
 
 
-def bulk_connection(credentials: Credentials, address: str) -> BulkConnection:
-    """A connection to the syncer at ``address`` (host:port), not made yet."""
-    return BulkConnection(lambda: connect_bulk(credentials, address), credentials.token)
+def bulk_connection(credentials: Credentials, address: str, shard: int | None = None) -> BulkConnection:
+    """A connection to the syncer at ``address`` (host:port), or to its shard of this number, not made yet."""
+    return BulkConnection(lambda: connect_bulk(credentials, address, shard), credentials.token)
 
 
 class BulkConnection:

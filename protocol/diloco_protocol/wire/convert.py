@@ -11,13 +11,14 @@ types of its fields and the message's descriptor (``_shape``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import DecodeError, Message
 
+from diloco_protocol.vocabulary import MAX_FRAGMENTS
 from diloco_protocol.wire import limits, records, sync_pb2
 from diloco_protocol.wire.limits import WireError
 
@@ -42,6 +43,7 @@ MESSAGES: dict[type, type[Message]] = {
     records.Payload: sync_pb2.Payload,
     records.Announcement: sync_pb2.Announcement,
     records.SlotReceipt: sync_pb2.SlotReceipt,
+    records.Shard: sync_pb2.Shard,
 }
 """The message of each record; the parts of a record come before it."""
 
@@ -85,6 +87,16 @@ def parse_receipt(data: bytes) -> tuple[sync_pb2.Receipt, records.Receipt]:
     """A receipt that came back, and its rows, checked."""
     message = parse(sync_pb2.Receipt, data, limits.MAX_RECEIPT_BYTES)
     return message, tuple(from_wire(records.SlotReceipt, row) for row in message.slots)
+
+
+def read_shards(messages: Sequence[sync_pb2.Shard]) -> tuple[records.Shard, ...]:
+    """The records of a list of shards, checked: no fragment is named twice."""
+    check_few = limits.check_length(MAX_FRAGMENTS)
+    check_few(messages, "shards")
+    named = check_few([fragment for shard in messages for fragment in shard.fragments], "shards.fragments")
+    if len(set(named)) < len(named):
+        raise WireError("shards: a fragment is named twice")
+    return tuple(from_wire(records.Shard, shard) for shard in messages)
 
 
 # ------------------------------------------------------------------ what a record type needs
@@ -144,6 +156,8 @@ def _shape(kind: type) -> _Shape:
             shape = _SHAPES[part]
             inward.append((index, _each(shape.read) if many else _one(shape.read)))
             outward.append((name, _each(shape.write) if many else shape.write))
+        elif many:
+            inward.append((index, lambda values, _: tuple(values)))
     return _Shape(
         kind,
         tuple(hints),

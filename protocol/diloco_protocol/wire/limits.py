@@ -84,6 +84,13 @@ def check_sequences(value: int, field: str) -> int:
     return value
 
 
+def check_port(value: int, field: str) -> int:
+    """A port, or 0."""
+    if value >= 1 << 16:
+        raise WireError(f"{field} is {value}: it must be below {1 << 16}")
+    return value
+
+
 def check_seconds(value: float, field: str) -> float:
     """A time in seconds: a number, not negative, below ``MAX_SECONDS``."""
     if not 0 <= value < MAX_SECONDS:

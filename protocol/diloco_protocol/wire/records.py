@@ -291,3 +291,19 @@ class SlotReceipt:
 
 
 Receipt = tuple[SlotReceipt, ...]
+
+
+# ------------------------------------------------------------------ shards
+
+Port = Annotated[int, limits.check_port]
+Host = Annotated[str, limits.check_pattern(r"[-.:%_0-9A-Za-z]{0,253}", "a host's name or address")]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A process of the syncer that has the bytes of these fragments. ``port`` 0: the syncer's. ``host`` empty: the one
+    at which the receiver reaches the syncer."""
+
+    port: Port
+    host: Host
+    fragments: tuple[int, ...]

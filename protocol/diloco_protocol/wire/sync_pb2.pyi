@@ -263,7 +263,7 @@ class BaseUnavailable(_message.Message):
     def __init__(self, fragment: _Optional[int] = ...) -> None: ...
 
 class SyncerMessage(_message.Message):
-    __slots__ = ("welcome", "refusal", "pull", "announcement", "lease", "phase", "peer_state_request", "peer_state_ready", "promotion", "base_request", "echo")
+    __slots__ = ("welcome", "refusal", "pull", "announcement", "lease", "phase", "peer_state_request", "peer_state_ready", "promotion", "base_request", "echo", "shards")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +275,7 @@ class SyncerMessage(_message.Message):
     PROMOTION_FIELD_NUMBER: _ClassVar[int]
     BASE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     pull: Pull
@@ -286,7 +287,8 @@ class SyncerMessage(_message.Message):
     promotion: Promotion
     base_request: BaseRequest
     echo: Echo
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., peer_state_request: _Optional[_Union[PeerStateRequest, _Mapping]] = ..., peer_state_ready: _Optional[_Union[PeerStateReady, _Mapping]] = ..., promotion: _Optional[_Union[Promotion, _Mapping]] = ..., base_request: _Optional[_Union[BaseRequest, _Mapping]] = ..., echo: _Optional[_Union[Echo, _Mapping]] = ...) -> None: ...
+    shards: Shards
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., peer_state_request: _Optional[_Union[PeerStateRequest, _Mapping]] = ..., peer_state_ready: _Optional[_Union[PeerStateReady, _Mapping]] = ..., promotion: _Optional[_Union[Promotion, _Mapping]] = ..., base_request: _Optional[_Union[BaseRequest, _Mapping]] = ..., echo: _Optional[_Union[Echo, _Mapping]] = ..., shards: _Optional[_Union[Shards, _Mapping]] = ...) -> None: ...
 
 class Echo(_message.Message):
     __slots__ = ("number",)
@@ -307,7 +309,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., fatal: _Optional[bool] = ..., tensors: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("epoch", "standby", "observer", "settings", "phase", "seat", "fragments", "initialise", "optimizer_bytes")
+    __slots__ = ("epoch", "standby", "observer", "settings", "phase", "seat", "fragments", "initialise", "optimizer_bytes", "shards")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     OBSERVER_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +319,7 @@ class Welcome(_message.Message):
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     INITIALISE_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     standby: bool
     observer: bool
@@ -326,7 +329,24 @@ class Welcome(_message.Message):
     fragments: _containers.RepeatedCompositeFieldContainer[Announcement]
     initialise: bool
     optimizer_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., standby: _Optional[bool] = ..., observer: _Optional[bool] = ..., settings: _Optional[str] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., initialise: _Optional[bool] = ..., optimizer_bytes: _Optional[int] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    def __init__(self, epoch: _Optional[int] = ..., standby: _Optional[bool] = ..., observer: _Optional[bool] = ..., settings: _Optional[str] = ..., phase: _Optional[_Union[Phase, _Mapping]] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., fragments: _Optional[_Iterable[_Union[Announcement, _Mapping]]] = ..., initialise: _Optional[bool] = ..., optimizer_bytes: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ...) -> None: ...
+
+class Shard(_message.Message):
+    __slots__ = ("port", "host", "fragments")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    host: str
+    fragments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, port: _Optional[int] = ..., host: _Optional[str] = ..., fragments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Shards(_message.Message):
+    __slots__ = ("shards",)
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    def __init__(self, shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ...) -> None: ...
 
 class Seat(_message.Message):
     __slots__ = ("slot", "incarnation", "continuing", "slot_step", "slot_tokens", "leases", "tenure")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from diloco_protocol.common.meter import Meter
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.progress import Progress
+from diloco_worker.net.routes import Routes
 
 T = TypeVar("T")
 _BUSY_TRIES = 20
@@ -63,12 +64,11 @@ class KeptDownloads:
 
 @dataclass
 class BulkChannels:
-    """Uploads have connections of their own (``upward``), and so have downloads: each carries one part at a time.
-    ``slot`` and ``incarnation`` go into every upload's header, where they fence a stale process; the client sets them
-    when the syncer names others. ``up`` and ``down`` measure the throughput; ``arriving``: what has come."""
+    """A session's uploads and downloads over ``routes``: pushes and versions over that of their fragment. ``slot`` and
+    ``incarnation`` go into every upload's header, where they fence a stale process; the client sets them when the
+    syncer names others. ``up`` and ``down`` measure the throughput; ``arriving``: what has come."""
 
-    upward: Sequence[bulk.Channel]
-    downward: Sequence[bulk.Channel]
+    routes: Routes
     job: str
     process: str
     executor: Executor
@@ -82,7 +82,6 @@ class BulkChannels:
 
     def __post_init__(self) -> None:
         self._leaving = Progress()
-        self._lanes_up, self._lanes_down = bulk.Lanes(self.upward), bulk.Lanes(self.downward)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run ``work`` in an executor thread."""
@@ -95,13 +94,16 @@ class BulkChannels:
         header = sync_pb2.UploadHeader(
             job=self.job, slot=self.slot, incarnation=self.incarnation, process=self.process, **kind
         )
-        sent = bulk.SentParts()
+        fragment = header.push.fragment if header.HasField("push") else -1
+        lanes = None
         broken = busy = 0  # tries in succession
         while busy < _BUSY_TRIES:
+            if lanes is not self.routes.find(fragment).up:  # nothing of it is there
+                lanes, sent = self.routes.find(fragment).up, bulk.SentParts()
             before = sent.done
             try:
                 reply = await bulk.upload(
-                    self._lanes_up,
+                    lanes,
                     header,
                     payload,
                     meter=self.up,
@@ -139,13 +141,14 @@ class BulkChannels:
         ``size``: exactly so many bytes; otherwise at most ``limit``. ``allocate`` makes the array. Raises TransferError
         and, for another size, WireError."""
         request = sync_pb2.DownloadRequest(job=self.job, process=self.process, **what)
+        is_version = request.what in (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
         kept = self.kept.find(request)
         broken = 0  # tries in succession
         while True:
             before = kept.received
             try:
                 header, data = await bulk.download(
-                    self._lanes_down,
+                    self.routes.find(request.fragment if is_version else -1).down,
                     request,
                     size=size,
                     limit=limit,

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import InitVar, dataclass, replace
+from functools import partial
 from typing import Any
 
 from diloco_protocol.arrays.layout import Layout, LayoutError, describe_difference, tensors_from_json
@@ -29,7 +30,7 @@ from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.spec.job import SyncerSettings, immutable_digests
 from diloco_protocol.vocabulary import JoinRefusal, TrustFailure
 from diloco_protocol.wire import channels, convert, limits, sync_pb2
-from diloco_protocol.wire.bulk_calls import BulkConnection, bulk_connection
+from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.records import Announcement, DataSample, Lease, Pull, Seat, StepReport
 from diloco_protocol.wire.verify_server import ServerNotTrusted
 from diloco_worker.core.connection_status import ConnectionStatus
@@ -51,13 +52,13 @@ from diloco_worker.net.inbox import (
     Welcomed,
 )
 from diloco_worker.net.link_probe import LinkProbe
+from diloco_worker.net.routes import Routes
 from diloco_worker.net.session import Outbox, Session, SessionEnded
 from diloco_worker.net.transfers import Push, TransferContext, Transfers
 from diloco_worker.settings import RefusedError, WorkerError, WorkerSettings
 
 log = logging.getLogger(__name__)
 
-_BULK_CONNECTIONS = 4  # up, and as many down; each is made when a payload is large enough to be split
 _CLOSE_SECONDS = 2.0  # for the syncer to end the session, once it is half-closed
 _SOON_SECONDS = 60.0  # after losing the syncer it is tried about once a second, then less often
 _STEADY_SECONDS = 10.0  # a session that lasted so long starts the backoff anew
@@ -104,7 +105,14 @@ class SyncerConnection:
         self._state_offered: tuple[int, int] | None = None  # epoch and transfer of one whose download has begun
         self._state_comes = False
         self._context = TransferContext(
-            self.layout, self.inbox, self.outbox, self._cache, feedback=self.feedback, to_vector=to_vector, eager=eager
+            self.layout,
+            self.inbox,
+            self.outbox,
+            self._cache,
+            feedback=self.feedback,
+            to_vector=to_vector,
+            eager=eager,
+            pushes_again=sync.deterministic,
         )
         # What the syncer has said of this process; it outlives sessions.
         self._incarnation = 0
@@ -174,7 +182,7 @@ class SyncerConnection:
             return str(error)
         address = await first_answering(address, limits.CONNECT_SECONDS)
         control = credentials.aio_channel(address, channels.channel_options())
-        bulk = [bulk_connection(credentials, address) for _ in range(2 * _BULK_CONNECTIONS)]
+        routes = Routes(partial(bulk_connection, credentials), address)
         session = Session(control, credentials.metadata())
         reason = "the session ended"
         try:
@@ -183,7 +191,7 @@ class SyncerConnection:
                 self._on_refusal(first.refusal)
             if not first.HasField("welcome"):
                 raise limits.WireError("the first message was neither Welcome nor Refusal")
-            self._begin_session(session, bulk, pinned)
+            self._begin_session(session, routes, pinned)
             self._handle(first)
             await session.run(self.outbox, self._heartbeat, self._handle, self._stamp)
         except* SessionEnded as group:
@@ -201,16 +209,14 @@ class SyncerConnection:
             session.cancel()
             await self._end_session()
             await control.close(None)
-            for one in bulk:
-                one.drop()
+            routes.close()
         return reason
 
-    def _begin_session(self, session: Session, bulk: Sequence[BulkConnection], pinned: bool) -> None:
+    def _begin_session(self, session: Session, routes: Routes, pinned: bool) -> None:
         settings = self.settings
         self.probe.reset()
         bulk_channels = BulkChannels(
-            bulk[:_BULK_CONNECTIONS],
-            bulk[_BULK_CONNECTIONS:],
+            routes,
             settings.job.metadata.name,
             settings.process,
             executor=self.executor,
@@ -304,8 +310,18 @@ class SyncerConnection:
             self._spawn(self._transfers.return_version, message.base_request)
         elif kind == "promotion":
             self._on_seat(convert.from_wire(Seat, message.promotion.seat))
+        elif kind == "shards":
+            self._set_shards(message.shards.shards)
         elif kind == "echo":
             self.probe.record_echo(message.echo.number, asyncio.get_running_loop().time())
+
+    def _set_shards(self, messages: Sequence[sync_pb2.Shard]) -> None:
+        shards = convert.read_shards(messages)
+        for shard in shards:
+            for fragment in shard.fragments:
+                self._check_fragment(fragment)
+        if self._transfers is not None:
+            self._transfers.set_shards(shards)
 
     def _on_refusal(self, refusal: sync_pb2.Refusal) -> None:
         message = self._describe_refusal(refusal)
@@ -333,6 +349,7 @@ class SyncerConnection:
         if self.idle:
             self._on_phase(welcome.phase)
             return
+        self._set_shards(welcome.shards)
         announcements = [convert.from_wire(Announcement, announcement) for announcement in welcome.fragments]
         trained = any(announcement.version > 0 for announcement in announcements)
         self._apply_settings(welcome.settings)

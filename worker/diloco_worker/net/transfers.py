@@ -19,9 +19,13 @@ model soon, whatever its link, and a merge's broadcast is not held up by a share
 ``PushAnswered``. If the session ends first, at either end, the push's fate is open (``accepted`` None): its work stays
 above the base, and a later broadcast names the push if it was merged.
 
+*Shards.* The bytes of a fragment may be those of another process, a shard of the syncer (``routes``). Each shard has
+a share of the transfers at a time, so those with one that is away hold up no others.
+
 A transfer that failed for good ends the session where the syncer may have another certificate by now, which only a
 new connection finds out. So do a version that does not arrive and a push that gets no answer, in several tries: the
-next session has new connections, and the syncer asks anew.
+next session has new connections, and the syncer asks anew. But where it is a shard that does not answer, the session
+goes on: the syncer asks for the push again, and the version is asked for until it comes.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -41,13 +46,14 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.format_units import download_text
 from diloco_protocol.vocabulary import MAX_FRAGMENTS, PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, convert, limits, sync_pb2
-from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
+from diloco_protocol.wire.records import Announcement, Payload, PushPlan, Shard, StepReport
 from diloco_worker.device import return_free_memory
 from diloco_worker.fragments import Floats, Vector
 from diloco_worker.net.bulk_channels import BulkChannels, pause
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
 from diloco_worker.net.inbox import Downloaded, FrozenDownloaded, Inbox, PushAnswered, StateDownloaded
+from diloco_worker.net.routes import Route
 from diloco_worker.net.session import Outbox
 from diloco_worker.net.tensor_file import map_new_file
 from diloco_worker.settings import ConfigurationError, DivergedError
@@ -92,7 +98,8 @@ class TransferContext:
 
     ``to_vector`` makes the vector that the training thread gets, of decoded values float32[elements].
     ``eager``: every announced version is downloaded; otherwise the first of each fragment, and later
-    ones when ``fetch_announced`` asks for them.
+    ones when ``fetch_announced`` asks for them. ``pushes_again``: what a session did not bring to the syncer is pushed
+    again in the next one, and by nobody in the same one (deterministic mode).
     """
 
     layout: Layout
@@ -102,6 +109,7 @@ class TransferContext:
     feedback: ErrorFeedback
     to_vector: Callable[[Floats], Vector] = Vector.from_array
     eager: bool = True
+    pushes_again: bool = False
 
 
 @dataclass
@@ -123,16 +131,22 @@ class Transfers:
         self._cache = self.context.cache
         self._announced: dict[int, Announcement] = {}  # the newest, per fragment
         self._fetching: set[int] = set()
-        self._download_turns = asyncio.Semaphore(_DOWNLOADS_AT_ONCE)
+        self._in_vain = Counter[int]()  # per fragment, tries of its version in succession; not those of an absent shard
+        self._download_turns: dict[Route, asyncio.Semaphore] = {}
         self._tell_at = 0.0
         self._pushes: list[Push] = []
-        self._pushing = 0
+        self._pushing = Counter[Route]()
         self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
 
     def set_identity(self, slot: int, incarnation: int) -> None:
         """Upload in the name of this slot and incarnation from now on."""
         self.channels.slot = slot
         self.channels.incarnation = incarnation
+
+    def set_shards(self, shards: Sequence[Shard]) -> None:
+        """Exchange the bytes of fragments with these from now on, and of others with the syncer."""
+        self.channels.routes.set_shards(shards)
+        self._start_pushes()
 
     def close(self) -> None:
         """Answer the pushes that are still queued. The tasks that were spawned must have ended."""
@@ -184,16 +198,16 @@ class Transfers:
         attempt = 0
         try:
             while True:
-                async with self._download_turns:
+                async with self._turns(fragment):
                     announcement = self._announced[fragment]
                     version = await self._obtain_version(announcement)
                 if version is None:
                     attempt += 1
-                    if attempt >= _VERSION_TRIES:
+                    if self._in_vain[fragment] >= _VERSION_TRIES:
                         self.end_session(f"fragment {fragment} does not arrive in {attempt} tries")
                     await asyncio.sleep(pause(attempt))
                     continue
-                attempt = 0
+                attempt = self._in_vain[fragment] = 0
                 self._cache.put(version)
                 self._tell_progress()
                 vector = await self.channels.run(self.context.to_vector, version.values)  # it may pin its memory
@@ -206,6 +220,10 @@ class Transfers:
                     break
         finally:
             self._fetching.discard(fragment)
+
+    def _turns(self, fragment: int) -> asyncio.Semaphore:
+        route = self.channels.routes.find(fragment)
+        return self._download_turns.setdefault(route, asyncio.Semaphore(route.share(_DOWNLOADS_AT_ONCE)))
 
     @property
     def missing_fragments(self) -> int:
@@ -234,9 +252,12 @@ class Transfers:
             if version is not None:
                 return version
             why = "the syncer has it no more"
+            self._in_vain[announcement.fragment] += 1
         except (bulk.TransferError, limits.WireError) as error:
             why = str(error)
-            self._reconnect_if_pinned(error)
+            if not self._is_shard_away(announcement.fragment, error):
+                self._in_vain[announcement.fragment] += 1
+                self._reconnect_if_pinned(error)
         log.warning("fragment %d version %d did not arrive: %s", announcement.fragment, announcement.version, why)
         return None
 
@@ -278,6 +299,10 @@ class Transfers:
                 f"fragment {fragment} version {version}: its bytes are not those that were announced"
             )
         return header.receipt, data
+
+    def _is_shard_away(self, fragment: int, error: Exception) -> bool:
+        """Whether a transfer of the fragment failed for no more than that its shard did not answer."""
+        return isinstance(error, bulk.TransferError) and error.retry and self.channels.routes.has_shard(fragment)
 
     def _reconnect_if_pinned(self, error: Exception) -> None:
         """End the session if a transfer failed for good and the syncer may have another certificate by now."""
@@ -366,16 +391,28 @@ class Transfers:
             return
         self.context.feedback.expect_push(push.plan.fragment, push.plan.sequence)
         self._pushes.append(push)
-        if self._pushing < _PUSHES_AT_ONCE:
-            self._pushing += 1
-            self.spawn(self._send_pushes)
+        self._start_pushes()
 
-    async def _send_pushes(self) -> None:
+    def _start_pushes(self) -> None:
+        for push in self._pushes:
+            route = self.channels.routes.find(push.plan.fragment)
+            if self._pushing[route] < route.share(_PUSHES_AT_ONCE):
+                self._pushing[route] += 1
+                self.spawn(self._send_pushes, route)
+
+    async def _send_pushes(self, route: Route) -> None:
         try:
-            while self._pushes:
-                await self._send_push(self._pushes.pop(0))
+            while (push := self._take_push(route)) is not None:
+                await self._send_push(push)
         finally:
-            self._pushing -= 1
+            self._pushing[route] -= 1
+
+    def _take_push(self, route: Route) -> Push | None:
+        """The next push that goes there."""
+        for place, push in enumerate(self._pushes):
+            if self.channels.routes.find(push.plan.fragment) is route:
+                return self._pushes.pop(place)
+        return None
 
     async def _send_push(self, push: Push) -> None:
         plan = push.plan
@@ -388,7 +425,8 @@ class Transfers:
         except bulk.TransferError as error:
             log.warning("push %d of fragment %d got no answer: %s", plan.sequence, plan.fragment, error)
             self._inbox.put(push.answered(None, "", "no answer came"))
-            if error.retry or self.pinned_server:
+            is_asked_again = self._is_shard_away(plan.fragment, error) and not self.context.pushes_again
+            if not is_asked_again and (error.retry or self.pinned_server):
                 self.end_session(f"pushes do not come through: {error}")
             return
         except asyncio.CancelledError:

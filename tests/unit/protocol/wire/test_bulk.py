@@ -463,6 +463,49 @@ def test_a_channel_carries_one_part_at_a_time_and_rests_after_a_break() -> None:
     virtual_time.run(test())
 
 
+def test_retired_lanes_end_what_they_carry_and_begin_nothing() -> None:
+    """One carries a part, one rests after a break, and one is free."""
+
+    class Dropped:
+        drops = 0
+
+        def drop(self) -> None:
+            self.drops += 1
+
+    async def test() -> None:
+        made = [Dropped() for _ in range(3)]
+        lanes: Any = bulk.Lanes(made)  # type: ignore[arg-type]
+
+        async def use(seconds: float, breaks: bool = False) -> None:
+            async with lanes.borrow_channel():
+                await asyncio.sleep(seconds)
+                if breaks:
+                    raise bulk.TransferError("it broke", retry=True)
+
+        carried = asyncio.ensure_future(use(50.0))
+        with pytest.raises(bulk.TransferError, match="broke"):
+            await use(1.0, breaks=True)
+        lanes.retire()
+        assert sorted(one.drops for one in made) == [0, 1, 1]
+        holders = [asyncio.ensure_future(use(1.0)) for _ in range(5)]
+        assert [str(error) for error in await asyncio.gather(*holders, return_exceptions=True)] == [
+            "nothing goes there any more"
+        ] * 5
+        await carried
+        assert all(one.drops == 1 for one in made)
+
+        lanes = bulk.Lanes([Dropped()])  # type: ignore[list-item]
+        carried = asyncio.ensure_future(use(50.0))
+        holders = [asyncio.ensure_future(use(1.0)) for _ in range(5)]
+        await asyncio.sleep(1.0)
+        lanes.retire()
+        assert len((await asyncio.wait(holders, timeout=1.0))[0]) == 5, "they do not wait for what is carried"
+        assert all(isinstance(one.exception(), bulk.TransferError) for one in holders)
+        await carried
+
+    virtual_time.run(test())
+
+
 async def test_nobody_there_is_an_error_that_may_be_retried() -> None:
     with pytest.raises(bulk.TransferError, match=r"upload: nothing listens on 127\.0\.0\.1:1;") as caught:
         await bulk.upload(bulk_connection(Credentials(), "127.0.0.1:1"), sync_pb2.UploadHeader(), b"x")

@@ -18,6 +18,7 @@ from diloco_protocol.wire.records import (
     Link,
     PushHeader,
     RanksReport,
+    Shard,
     SlotReceipt,
     StepReport,
 )
@@ -31,6 +32,10 @@ FLOATS = st.floats(0, 1e9)
 VALID = {records.Join: {"process": "ab", "region": "r"}}  # fields that may not be empty
 HEX = st.text("0123456789abcdef", min_size=1, max_size=64)
 TEXTS = {records.Hex: HEX, records.ProcessId: HEX, records.RegionName: st.text("abz09", min_size=1, max_size=20)}
+NARROW = {
+    records.Port: st.integers(0, 65535),
+    records.Host: st.sampled_from(["", "a-1.b.svc", "10.0.0.7", "fe80::1%e"]),
+}
 
 
 def of_field(hint: Any) -> st.SearchStrategy[Any]:
@@ -40,12 +45,14 @@ def of_field(hint: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_infinity=False, allow_nan=False) | st.just(math.nan)
     if hint == records.Share:
         return st.floats(0, 1)
-    if hint in TEXTS:
-        return TEXTS[hint]
+    if hint in TEXTS | NARROW:
+        return (TEXTS | NARROW)[hint]
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     if get_origin(hint) is dict:
         return st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=3)
+    if hint == tuple[int, ...]:
+        return st.lists(st.integers(0, 511), max_size=3).map(tuple)
     simple = {bool: st.booleans(), int: st.integers(0, (1 << 32) - 1), float: FLOATS, str: st.text(max_size=20)}
     if hint in simple:
         return simple[hint]
@@ -156,6 +163,29 @@ def test_seats_are_read_with_their_leases() -> None:
     assert convert.from_wire(records.Seat, convert.to_wire(seat)) == seat
     with pytest.raises(limits.WireError, match=r"^block_size is"):
         convert.from_wire(records.Seat, convert.to_wire(replace(seat, leases=(replace(lease, block_size=1 << 63),))))
+
+
+SHARDS = [Shard(7001, "", (0, 2)), Shard(0, "syncer-1.ns.svc", (1,)), Shard(65535, "fd00::7", ())]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([Shard(65536, "", ())], "port is 65536: it must be below 65536"),
+        ([Shard(0, "a b", ())], "host 'a b': expected a host's name or address"),
+        ([Shard(0, "a/b", ())], "host 'a/b'"),
+        ([Shard(0, "a" * 254, ())], "host 'aaa"),
+        ([Shard(0, "", (2,))], "shards: a fragment is named twice"),
+        ([Shard(0, "", (5, 5))], "shards: a fragment is named twice"),
+        ([Shard(0, "", tuple(range(3, 513)))], "shards.fragments has 513 entries; at most 512"),
+        ([Shard(0, "", ())] * 510, "shards has 513 entries; at most 512"),
+    ],
+)
+def test_shards_that_make_no_sense_are_refused(more: list[Shard], words: str) -> None:
+    assert convert.read_shards([convert.to_wire(shard) for shard in SHARDS]) == tuple(SHARDS)
+    with pytest.raises(limits.WireError) as refused:
+        convert.read_shards([convert.to_wire(shard) for shard in SHARDS + more])
+    assert str(refused.value).startswith(words)
 
 
 def test_digests_are_bounded_and_a_text_matches_its_pattern_as_a_whole() -> None:

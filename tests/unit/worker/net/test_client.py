@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,12 @@ import torch
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.security.certificates import issue
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, FINISHING_PHASES, STOPPED_PHASES
-from diloco_protocol.wire import bulk, convert, sync_pb2
+from diloco_protocol.wire import bulk, convert, limits, sync_pb2
+from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, Seat, StepReport
 from diloco_worker import Learner, device
 from diloco_worker.core.connection_status import ConnectionStatus
@@ -30,6 +33,7 @@ from diloco_worker.net import inbox
 from diloco_worker.net.bulk_channels import BulkChannels
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.connection import SyncerConnection
+from diloco_worker.net.routes import Routes
 from diloco_worker.net.session import Outbox
 from diloco_worker.net.transfers import Push, Transfers
 from diloco_worker.settings import ConfigurationError, WorkerSettings
@@ -75,9 +79,13 @@ def connection(settings: WorkerSettings, layout: Layout, box: inbox.Inbox) -> Sy
     )
 
 
+def routes() -> Routes:
+    return Routes(partial(bulk_connection, Credentials()), "127.0.0.1:1")
+
+
 def begin_session(one: SyncerConnection) -> None:
     """One in which nothing is carried."""
-    channels = BulkChannels([], [], "a", "b", executor=ThreadPoolExecutor(1), counts=one.counts)
+    channels = BulkChannels(routes(), "a", "b", executor=ThreadPoolExecutor(1), counts=one.counts)
     one._transfers = Transfers(one._context, channels, "float32", lambda *work: None, end_session=lambda reason: None)
 
 
@@ -488,23 +496,44 @@ async def test_what_has_come_of_a_download_outlives_the_session(made: tuple[Sync
     one, _ = made
     kept = []
     for _ in range(2):
-        one._begin_session(SimpleNamespace(end=None), [], False)  # type: ignore[arg-type]
+        one._begin_session(SimpleNamespace(end=None), routes(), False)  # type: ignore[arg-type]
         assert one._transfers is not None
         kept.append(one._transfers.channels.kept)
         await one._end_session()
     assert kept[0] is kept[1]
 
 
-async def test_uploads_and_downloads_of_a_session_have_connections_of_their_own(
+def test_a_welcome_and_a_later_message_say_where_fragments_go(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, _ = made
+    begin_session(one)
+    assert one._transfers is not None
+    found = one._transfers.channels.routes
+    shard = sync_pb2.Shard(port=7001, fragments=[0])
+    one._handle(sync_pb2.SyncerMessage(welcome=sync_pb2.Welcome(shards=[shard])))
+    assert found.has_shard(0)
+    first = found.find(0)
+    one._handle(sync_pb2.SyncerMessage(shards=sync_pb2.Shards(shards=[sync_pb2.Shard(port=7002, fragments=[0])])))
+    assert found.has_shard(0) and found.find(0) is not first
+    other = sync_pb2.Shard(port=7001, fragments=[1])
+    for wrong, words in (([other], "fragment 1 is named, and there are 1"), ([shard, shard], "named twice")):
+        with pytest.raises(limits.WireError, match=words):
+            one._handle(sync_pb2.SyncerMessage(shards=sync_pb2.Shards(shards=wrong)))
+        with pytest.raises(limits.WireError, match=words):
+            one._handle(sync_pb2.SyncerMessage(welcome=sync_pb2.Welcome(shards=wrong)))
+    assert found.has_shard(0), "nothing of it is believed"
+    one._handle(sync_pb2.SyncerMessage(shards=sync_pb2.Shards()))
+    assert not found.has_shard(0)
+
+
+def test_pushes_of_a_deterministic_job_are_sent_again_in_its_next_session(
     made: tuple[SyncerConnection, inbox.Inbox],
 ) -> None:
-    """On each one call follows another, and a push would wait behind a download."""
-    one, _ = made
-    one._begin_session(SimpleNamespace(end=None), [*range(8)], False)  # type: ignore[arg-type,list-item]
-    assert one._transfers is not None
-    channels = one._transfers.channels
-    assert [*channels.upward, *channels.downward] == [*range(8)] and len(channels.upward) == 4
-    await one._end_session()
+    settings = made[0].settings
+    sync = settings.job.spec.sync.model_copy(update={"deterministic": True})
+    spec = settings.job.spec.model_copy(update={"sync": sync})
+    other = dataclasses.replace(settings, job=settings.job.model_copy(update={"spec": spec}))
+    assert not made[0]._context.pushes_again
+    assert connection(other, made[0].layout, inbox.Inbox())._context.pushes_again
 
 
 class States:

@@ -24,6 +24,7 @@ from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts, KeptDownlo
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import FragmentCache
 from diloco_worker.net.inbox import Inbox
+from diloco_worker.net.routes import Routes
 from diloco_worker.net.session import Outbox
 from diloco_worker.net.transfers import TransferContext, Transfers
 from operator_simulation import virtual_time
@@ -67,11 +68,10 @@ class World:
     def begin_session(self) -> None:
         self.tasks: list[asyncio.Task[Any]] = []
         self.downloads = StoredDownloads(lambda request: self.data, Progress())
-        self.channels = [Channel(self.link, self.serve) for _ in range(4)]
-        down: Any = self.channels
-        made = BulkChannels(
-            (), down, "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts(), kept=self.kept
-        )
+        connect: Any = lambda address, shard: Channel(self.link, self.serve)  # noqa: E731
+        routes = Routes(connect, "a:1")
+        self.channels: list[Any] = routes.find(-1).down._channels
+        made = BulkChannels(routes, "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts(), kept=self.kept)
         self.transfers = Transfers(self.context, made, "int4", self.spawn, end_session=self.end)
 
     async def end_session(self) -> None:

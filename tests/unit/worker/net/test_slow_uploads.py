@@ -16,6 +16,7 @@ from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_worker.net import bulk_channels
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts
+from diloco_worker.net.routes import Routes
 from operator_simulation import virtual_time
 
 PAYLOAD = 32 << 20
@@ -90,7 +91,8 @@ class CutOff(Upload):
 
 async def upload(link: Uplink) -> float:
     """Seconds that it took, once it was accepted."""
-    made = BulkChannels([link] * 4, (), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
+    connect: Any = lambda address, shard: link  # noqa: E731
+    made = BulkChannels(Routes(connect, "a:1"), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
     reply = await made.upload(np.zeros(PAYLOAD, np.uint8), push=sync_pb2.Push(sequence=7))
     assert reply.accepted and not reply.reason
     return asyncio.get_running_loop().time()

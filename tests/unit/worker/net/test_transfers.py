@@ -7,20 +7,24 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk, sync_pb2
+from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.records import Announcement, Payload, PushPlan, StepReport
 from diloco_worker.fragments import Vector, build_layout
 from diloco_worker.net import bulk_channels, inbox, transfers
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts
 from diloco_worker.net.error_feedback import ErrorFeedback
 from diloco_worker.net.fragment_cache import CachedVersion, FragmentCache
+from diloco_worker.net.routes import Routes
 from diloco_worker.net.session import Outbox
 from diloco_worker.net.transfers import Push, TransferContext, Transfers, encode_push
 from diloco_worker.settings import ConfigurationError, DivergedError
@@ -30,7 +34,8 @@ class Broken(BulkChannels):
     """The connections of a session that carry nothing."""
 
     def __init__(self) -> None:
-        super().__init__([], [], "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
+        nowhere = Routes(partial(bulk_connection, Credentials()), "127.0.0.1:1")
+        super().__init__(nowhere, "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
         self.tries = 0
 
     async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
