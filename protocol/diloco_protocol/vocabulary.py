@@ -77,6 +77,8 @@ class EventKind(StrEnum):
     RESUME = "resume"
     REGION_LOST = "region-lost"
     REGION_BACK = "region-back"
+    SHARD_LOST = "shard-lost"
+    SHARD_READY = "shard-ready"  # it is back from its store
     LOST_DATA = "lost-data"
     RECOVERED = "recovered"
     OUTER_RESTART = "outer-restart"

@@ -418,7 +418,7 @@ class World:
         """Whether the syncer crashes right after it has told this; half of the time who was told dies too."""
         if not isinstance(action, ev.Admit | ev.Promote | ev.GrantLease):
             return False
-        if self.changes.random() >= self.setup.told_crashes or not self.core.initialised:
+        if self.changes.random() >= self.setup.told_crashes or not self.core.initialised or self.is_over():
             return False
         learner = self.connections.get(action.connection)
         if learner in self.learners and self.changes.random() < 0.5:
@@ -518,6 +518,17 @@ class World:
         """The runtime merges and writes the record; a crash before loses it, after keeps it."""
         if life != self.life:
             return
+        durable = self.make_record(action, content)
+        if self.chance(0.01 * self.setup.crashes):
+            self.crash_syncer()
+            return
+        self.merge_values(action)
+        self.handle(durable)
+        if life == self.life:
+            self.check()
+
+    def make_record(self, action: ev.Merge, content: list[Ids]) -> ev.MergeDurable:
+        """Write the record; returns what the core is to be told of it."""
         p, v, responders = action.fragment, action.version, list(action.responders)
         assert (p, v) not in self.records, "a version was made twice"
         before = self.records[p, v - 1].ids
@@ -535,26 +546,29 @@ class World:
         headers = [json.dumps(header_to_json(r.header)) for r in responders]
         norms = tuple(self.size_of(r.header)[0] for r in responders)
         self.records[p, v] = Record(self.epoch, after, headers, self.epoch)
-        if self.chance(0.01 * self.setup.crashes):
-            self.crash_syncer()
-            return
-        self.merge_values(action)
-        self.handle(ev.MergeDurable(p, v, 0.05, norms, left_out=tuple(r.handle for r in left_out)))
-        if life == self.life:
-            self.check()
+        return ev.MergeDurable(p, v, 0.05, norms, left_out=tuple(r.handle for r in left_out))
 
     def merge_values(self, action: ev.Merge) -> None:
         """The version has parameters, in worlds that have some."""
 
     def remove_offer(self, handle: int) -> None:
         """An offer was merged or replaced. Its file goes a while later, and not at all if the syncer crashes before."""
-        push_id, life = self.offer_of.pop(handle, None), self.life
+        push_id = self.offer_of.pop(handle, None)
+        life = self.life_of(push_id)
 
         def remove() -> None:
-            if life == self.life and push_id is not None:
+            if life == self.life_of(push_id) and push_id is not None:
                 self.spool.pop(push_id, None)
 
         self.at(self.removals.uniform(0.0, 2.0), remove)
+
+    def serves(self, fragment: int) -> bool:
+        """Whether the process that has the fragment's bytes is there."""
+        return True
+
+    def life_of(self, push_id: PushId | None) -> tuple[int, int]:
+        """Of the process that has the push's bytes."""
+        return self.life, 0
 
     def swallows(self, kind: str) -> bool:
         return self.setup.swallowed == kind
@@ -782,7 +796,9 @@ class World:
         rows, settled = self.core.receipt(p), self.core.newest_settled_epoch
 
         def arrive() -> None:
-            if learner.connection == connection:  # a broken session takes its downloads with it
+            if not self.serves(p):
+                self.at(0.5, arrive)
+            elif learner.connection == connection:  # a broken session takes its downloads with it
                 learner.news.append((news, ids))
                 # Whatever this session tells of goes before what an earlier one did, as in the worker.
                 if learner.held_since.get(p) != connection or learner.holdings[p][:2] <= (epoch, version):
@@ -885,7 +901,7 @@ class World:
 
     def arrive(self, learner: Learner, header: PushHeader, ids: Ids, life: int) -> None:
         self.on_their_way[header.id] -= 1
-        if not self.up() or life != self.life or self.core.is_recovering:
+        if not self.up() or life != self.life or self.core.is_recovering or not self.serves(header.fragment):
             return  # settling: told to try again later
         refused = self.core.check_push(header)
         if refused is None:
@@ -938,7 +954,7 @@ class World:
         elif final and learner.pushed.get(p, (0, 0))[1] == header.sequence:
             del learner.pushed[p]
         for sequence in learner.adoption.on_push_answer(p, header.sequence, final):
-            del learner.snapshots[p, sequence]
+            learner.snapshots.pop((p, sequence), None)  # its values may be given up
         if header.round == 0:
             (learner.unsettled.discard if final else learner.offered.add)(p)
 

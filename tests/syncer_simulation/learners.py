@@ -136,7 +136,7 @@ class Learner:
             for sequence in decision.move:
                 self.snapshots[p, sequence] = merged_ids | (self.snapshots[p, sequence] - self.base[p])
             for sequence in decision.forget:
-                del self.snapshots[p, sequence]
+                self.snapshots.pop((p, sequence), None)  # its values may be given up
             self.base[p] = merged_ids
             assert len(self.theta[p] - self.base[p]) == self.adoption.pending_steps(p)
         self.news = held_back

@@ -42,6 +42,7 @@ class CoreConfig:
     region_lost_seconds: float = 120.0
     evaluated: bool = False
     seed: int = 0
+    shards: int = 1  # processes that share the fragments
     digests: dict[str, str] = field(default_factory=dict)
     drain_seconds: float = 120.0  # at the end: the longest wait for another offer, or another byte of one
     most_drain_seconds: float = 900.0  # and after which bytes prolong it no more
@@ -87,6 +88,7 @@ class CoreConfig:
             region_lost_seconds=spec.failure_policy.region_lost_seconds,
             evaluated=spec.evaluated,
             seed=spec.seed,
+            shards=spec.syncer.shards,
             digests=immutable_digests(job),
             most_rounds=partial(resources.most_rounds, spec),
         )

@@ -343,6 +343,11 @@ class Core:
                 self._recovery.mark_stored(event.fragment)
             case ev.LostVersionFailed():
                 self._recovery.mark_failed(event.connection, event.fragment, now, event.not_believed)
+            case ev.ShardLost():
+                self._aggregator.shards.mark_lost(event.shard)
+            case ev.ShardReady():
+                self._aggregator.shards.mark_ready(event.shard, event.handles, now)
+                self._phases.record_bytes(now)
             case ev.Tick():
                 pass
             case _:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco_protocol.documents import (
     EventRow,
@@ -17,6 +17,7 @@ from diloco_protocol.documents import (
     ReportLearner,
     ReportSyncer,
     RoundRow,
+    ShardRow,
     SlotLink,
     SlotRow,
     Span,
@@ -52,6 +53,7 @@ class ShellFigures:
     events: list[EventRow]
     ledger_imbalances: int = 0
     output: OutputRow | None = None
+    shards: list[ShardRow] = field(default_factory=list)
 
 
 def goodput(state: JobState, now: float) -> float:
@@ -205,6 +207,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         sessions=shell.sessions,
         refusals=state.refusals.rows(now),
         regions=shell.regions,
+        shards=shell.shards,
         tls=shell.tls,
         store_problem=shell.store_problem,
         seconds=shell.merge_seconds,

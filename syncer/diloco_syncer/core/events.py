@@ -203,6 +203,24 @@ class LostVersionFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardLost:
+    """The process that has the bytes of some fragments has ended, or is not reached. The shell tells of what happens to
+    one shard in its order: a loss that is told after the shard is ready is another one."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReady:
+    """A shard has come back from its store; what it had made durable and not told of was told before. ``handles``: of
+    all those accepted pushes that it still has, the new handle by the old one. No new one was ever an old one, and what
+    is said of an old one from now on (``ReleasePush``) is about nothing that the shard has."""
+
+    shard: int
+    handles: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; send one at ``core.wake_at`` at the latest."""
 
@@ -232,6 +250,8 @@ Event = (
     | LostVersionAccepted
     | LostVersionStored
     | LostVersionFailed
+    | ShardLost
+    | ShardReady
     | Tick
 )
 

@@ -13,7 +13,8 @@ Below K active slots the job holds: learners go on, merges wait, and K stays. Th
 lost and failurePolicy.onRegionLost is Hold; where it is Fail, a lost region ends the job.
 
 At the end all drain: every learner finishes its step and offers what it has. Then each fragment that K slots
-have work for is merged once more.
+have work for is merged once more. While a shard is lost, learners are waited for as long as their bytes would be
+(``most_drain_seconds``), and a job is not complete before it has the merges that wait for the shard.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Phases:
         self._progress_at = now
 
     def record_bytes(self, now: float) -> None:
-        """Bytes of a push or an offer came. They count for so long only: whoever sends them may never be done."""
+        """Bytes of a push or an offer came, or a shard did. They count for so long only: whoever sends them may never
+        be done, and a shard may be lost again and again."""
         if self.state.phase is JobPhase.DRAINING and now - self._entered_at < self.state.config.most_drain_seconds:
             self._progress_at = now
 
@@ -181,8 +183,12 @@ class Phases:
         return f"no learner of region {lost} was heard for {self.state.config.region_lost_seconds:g} s"
 
     def _leave_draining(self, now: float) -> bool:
-        staying = [s for s in self.state.members.slots if s.occupied]
-        if staying and now - self._progress_at < self.state.config.drain_seconds:
+        state, config = self.state, self.state.config
+        staying = [s for s in state.members.slots if s.occupied]
+        patient = now - self._progress_at < config.drain_seconds
+        # Of a lost shard's fragments nobody can offer anything.
+        patient |= not state.shards.all_served and now - self._entered_at < config.most_drain_seconds
+        if staying and patient:
             return False
         for slot in staying:
             slot.state = SlotState.LOST
@@ -191,12 +197,13 @@ class Phases:
             return True
         if not self.begin_last_merges(self._target):
             return False
-        state = self.state
         begun, merging = self.aggregator.finish_rounds(now)
         if begun:
             return True
         if merging or self.donors.checkpoint_pending:
             return False
+        if self._target is JobPhase.COMPLETE and self.aggregator.awaits_shards:
+            return False  # a suspended job has the offers when it is resumed
         self.state.clock.end(now)
         if self._target is JobPhase.COMPLETE and not any(state.versions):
             quorum = state.config.rules.quorum

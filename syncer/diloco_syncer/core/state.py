@@ -1,8 +1,9 @@
 """What the syncer knows of its job: the data that the decisions are made from.
 
 ``JobState`` holds the books, each of which changes only itself: ``members`` the slots, ``clock`` the job's time,
-``leases`` the data, ``rounds`` the versions and open rounds, ``norm_gate`` the usual norms, ``ledger`` the tokens,
-``lineage`` the store's past, ``scores`` the losses. It is private to the core: the shell asks ``Core``.
+``leases`` the data, ``rounds`` the versions and open rounds, ``shards`` who has which fragment, ``norm_gate`` the
+usual norms, ``ledger`` the tokens, ``lineage`` the store's past, ``scores`` the losses. It is private to the core: the
+shell asks ``Core``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from diloco_syncer.core.books.rounds import Progress, Round, RoundBook
 from diloco_syncer.core.books.scores import Scores
 from diloco_syncer.core.books.slots import MergedPush, Slot, SlotTable
 from diloco_syncer.core.config import CoreConfig
+from diloco_syncer.core.shards import Shards
 
 NAMED = 4  # slots in a message
 
@@ -51,6 +53,7 @@ class JobState:
         self.leases: LeaseBook | None = None
         self.layout_digest = ""
         self.fragment_elements: tuple[int, ...] = ()
+        self.shards = Shards(config.shards)
         self.rounds: RoundBook | None = None
         self.ledger: Ledger | None = None
         self.norm_gate = NormGate(config.norm_gate)
@@ -85,8 +88,10 @@ class JobState:
         fragments = len(fragment_elements)
         self.layout_digest = layout_digest
         self.fragment_elements = fragment_elements
+        self.shards.deal(fragment_elements)
+        most_rounds = self.config.most_rounds(fragment_elements)
         self.rounds = RoundBook(
-            fragments, self.config.rules, self.config.mode, self.config.most_rounds(fragment_elements)
+            fragments, self.config.rules, self.config.mode, most_rounds=most_rounds, shards=self.shards
         )
         self.ledger = Ledger(fragments, len(self.members.slots))
         self.epochs = [(self.epoch, [0] * fragments)]

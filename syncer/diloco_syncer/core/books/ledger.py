@@ -205,12 +205,14 @@ class Ledger:
         book.forget_sums()
         return dropped
 
-    def drop_held(self, header: PushHeader) -> None:
-        """Drop a held push that no merge can take."""
+    def drop_held(self, header: PushHeader, reason: str) -> int:
+        """Drop a held push that no merge can take. Returns its tokens; 0: it is none of those that are held."""
         book = self.books[header.slot]
         cell = book.cells[header.fragment]
-        cell.dropped["drain"] += cell.held.pop(header.id, 0)
+        tokens = cell.held.pop(header.id, 0)
+        cell.dropped[reason] += tokens
         book.forget_sums()
+        return tokens
 
     def write_off_held(self, keep: set[PushId]) -> list[int]:
         """After a restart, drop held pushes whose bytes are not in the store: they died with their learner. Returns the

@@ -35,6 +35,9 @@ least, is overdue. Nothing depends on it; people are told, with the last refusal
 *Merging.* From then on the round is merging, until the shell says that the record is durable. No push may
 join it any more.
 
+*Shards.* The process that has a fragment's bytes may be lost (core/shards.py). Until it is back nothing of the above
+happens to the fragment's round, which counts for nothing else either: not as open, overdue or late.
+
 What deterministic mode has in place of the opening rule and the grace window: core/books/deterministic.py.
 """
 
@@ -50,6 +53,7 @@ from typing import Any
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core.books.deterministic import Mode
 from diloco_syncer.core.books.exchanges import ExchangeLimit
+from diloco_syncer.core.shards import Shards
 
 MOST_PULL_WAIT = 6.0  # between two pulls of one push, in ``pull_seconds``
 OVERDUE_SECONDS = 120.0
@@ -167,8 +171,13 @@ def superseded(waiting: Iterable[Accepted], header: PushHeader) -> list[Accepted
 class RoundBook:
     """All rounds of a job's P fragments."""
 
-    def __init__(self, fragments: int, rules: RoundRules, mode: Mode, most_rounds: int = 0) -> None:
+    def __init__(
+        self, fragments: int, rules: RoundRules, mode: Mode, *, most_rounds: int = 0, shards: Shards | None = None
+    ) -> None:
         self.rules = rules
+        self._shards = shards or Shards()
+        if shards is None:
+            self._shards.deal((1,) * fragments)
         least = max(1, math.ceil(rules.overlap * fragments / rules.every))
         self.exchanges = ExchangeLimit(least, most_rounds)
         self._mode = mode
@@ -206,6 +215,25 @@ class RoundBook:
             silent.pop(slot, None)
         self.steps_at_last_opening[slot] = step
 
+    # ------------------------------------------------------------- shards
+
+    def served(self) -> list[Round]:
+        """The open rounds whose shard is there."""
+        return [opened for opened in self.open.values() if self._shards.is_served(opened.fragment)]
+
+    def able_to_merge(self) -> list[Round]:
+        """The open rounds whose shard is there and makes no merge, by age: a shard makes its merges one at a time."""
+        busy = {self._shards.of[opened.fragment] for opened in self.open.values() if opened.merging}
+        free = [opened for opened in self.served() if self._shards.of[opened.fragment] not in busy]
+        return sorted(free, key=lambda opened: opened.id)
+
+    def lose_shard(self, shard: int) -> None:
+        """The shard is lost. Nobody is late in its rounds meanwhile, and how long they take says nothing."""
+        for fragment in self._shards.fragments(shard):
+            self._deliveries.pop(fragment, None)
+            if fragment in self.open:
+                self.open[fragment].overdue = False
+
     # ------------------------------------------------------------- opening
 
     def steps_toward(self, learner: Progress, fragment: int) -> int | None:
@@ -230,7 +258,7 @@ class RoundBook:
     def next_due(self, active: Iterable[Progress], now: float = 0.0) -> int | None:
         """The fragment whose round should open now, or None."""
         rules, learners = self.rules, list(active)
-        has_room = len(self.open) < self.exchanges.value
+        has_room = len(self.served()) < self.exchanges.value
         if self._mode.is_scheduled or len(learners) < rules.quorum or (self.exchanges.hindered and not has_room):
             return None
         since = sorted(
@@ -241,7 +269,7 @@ class RoundBook:
         leads = {learner.slot: self._lead(learner.slot) for learner in learners}
         best: tuple[float, int] | None = None
         for fragment in range(self.fragments):
-            if fragment in self.open:
+            if fragment in self.open or not self._shards.is_served(fragment):
                 continue
             silent = self._silent[fragment]
             counted = [learner for learner in learners if now >= silent.get(learner.slot, now)] if silent else learners
@@ -330,7 +358,8 @@ class RoundBook:
         """Whether the round has waited for its quorum for much longer than a turn takes."""
         turn = self.rules.every * (self.step_seconds.value or 0.0)
         patience = max(OVERDUE_SECONDS, OVERDUE_TURNS * turn)
-        return not opened.merging and opened.quorum_at is None and now - opened.opened_at >= patience
+        waits = not opened.merging and opened.quorum_at is None and self._shards.is_served(opened.fragment)
+        return waits and now - opened.opened_at >= patience
 
     def is_ready(self, opened: Round, now: float, reachable: set[int], late: Set[int] = frozenset()) -> bool:
         """May the round be merged now? ``reachable``: slots that can still push; ``late``: those that are late round
@@ -344,9 +373,8 @@ class RoundBook:
 
     def wake_at(self) -> float | None:
         """When a grace window ends next (seconds), or None."""
-        if any(opened.merging for opened in self.open.values()):
-            return None  # the next merge begins when that one is made
-        return min((r.deadline for r in self.open.values() if r.deadline is not None), default=None)
+        # While a shard makes a merge, its next one begins when that one is made.
+        return min((r.deadline for r in self.able_to_merge() if r.deadline is not None), default=None)
 
     # ------------------------------------------------------------- merging
 
@@ -369,13 +397,16 @@ class RoundBook:
             learners = len(closed.slots())
             self.learners_in_merges.add(learners)
             self.counted_merges, self.counted_learners = self.counted_merges + 1, self.counted_learners + learners
-        self._deliveries[fragment] = Delivery(version, closed, now)
+        served = self._shards.is_served(fragment)
+        if served:
+            self._deliveries[fragment] = Delivery(version, closed, now)
         for slot, step in closed.steps_at_opening.items():
             self._mark(fragment, slot, step)
             answer = next((push.header for push in closed.pushes if push.header.slot == slot), None)
             if answer is not None and answer.round == closed.id:
                 self._leads.setdefault(slot, deque(maxlen=LEADS)).append(answer.last_step - step)
-        self.begin_silence(closed)
+        if served:  # else who was asked had nobody to push to
+            self.begin_silence(closed)
         self.apply_record(fragment, version, (push.header for push in closed.pushes))
         return closed
 
@@ -392,7 +423,7 @@ class RoundBook:
         delivery.slots.add(slot)
         if len(delivery.slots) >= self.rules.quorum:
             self.broadcast_seconds.add(now - delivery.announced_at)
-            opened, under_way = delivery.opened, len(self.open) + len(self._deliveries)
+            opened, under_way = delivery.opened, len(self.served()) + len(self._deliveries)
             self.exchange_seconds.add(now - opened.opened_at)
             self.exchanges.record(opened.id, under_way, opened.opened_at, ended=now, next_round=self.next_round)
             del self._deliveries[fragment]

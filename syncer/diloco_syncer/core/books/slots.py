@@ -137,6 +137,10 @@ class PushHistory:
         """A push is accepted, or was once: no push up to its number is taken again."""
         self.accepted_sequence[fragment] = max(sequence, self.accepted_sequence.get(fragment, 0))
 
+    def unmark_accepted(self, fragment: int) -> None:
+        """The newest accepted push is lost: only those up to the newest merged one are not taken again."""
+        self.accepted_sequence[fragment] = self.merged.get(fragment, MergedPush()).sequence
+
     def mark_merged(self, fragment: int, push: MergedPush) -> None:
         """A push is merged, which may have been accepted in an earlier life of the syncer."""
         self.merged[fragment] = push

@@ -8,6 +8,8 @@ it is there. ``receive_push`` puts a push into the round. ``start_ready_merges``
 enough, and adds the ``Merge`` action: the shell merges, makes the record durable and says ``MergeDurable``. Only then
 does ``complete_merge`` raise the version, count the tokens and announce it.
 
+A shard makes its merges one at a time, beside those of other shards. ``lost_shards``: what is lost with one.
+
 An *offer* is a push without a round, of a learner that leaves. It waits here, and counts in the next round of its
 fragment.
 """
@@ -25,6 +27,7 @@ from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.books.slots import MergedPush, Slot
+from diloco_syncer.core.merging.lost_shards import LostShards
 from diloco_syncer.core.merging.push_checks import PushChecks
 from diloco_syncer.core.recovery.receipts import hold_taken_back_offer, hold_unknown_offer, remember_version
 from diloco_syncer.core.reports import apply_report
@@ -47,6 +50,7 @@ class Aggregator:
         self._few_told_at = -math.inf
         self._offers: dict[int, list[Accepted]] = {}  # by fragment, those that wait for a round
         self.checks = PushChecks(state)
+        self.shards = LostShards(state, actions, self._offers)
 
     def accepted_headers(self) -> list[PushHeader]:
         """The pushes and offers that were accepted and are not merged."""
@@ -121,7 +125,7 @@ class Aggregator:
         """Ask for the pushes that open rounds lack, newcomers too, and again where none came."""
         rounds, slots = self._state.rounds, self._state.members.slots
         assert rounds
-        for opened in rounds.open.values():
+        for opened in rounds.served():
             # Who is late round after round is not asked for more while its last push waits in this round.
             late = {slot for slot in opened.slots() if slots[slot].pushes.starved}
             responded = opened.answered() | late
@@ -160,14 +164,12 @@ class Aggregator:
         missed = state.members.lost_regions and state.config.on_region_lost != "Continue"
         if state.phase is JobPhase.HOLDING and missed:
             return  # K slots may have pushed, but the lost region is waited for
-        if any(opened.merging for opened in state.rounds.open.values()):
-            return  # they are made one at a time, and until a merge begins, its round takes what comes
         reachable = state.members.reachable()
         late = {slot.index for slot in state.members.slots if slot.pushes.starved}
-        for opened in sorted(state.rounds.open.values(), key=lambda opened: opened.id):
-            if state.rounds.is_ready(opened, now, reachable, late):
-                self._start_merge(opened, now)
-                return
+        # A shard makes them one at a time, and until a merge begins, its round takes what comes.
+        able = state.rounds.able_to_merge
+        while (ready := next((r for r in able() if state.rounds.is_ready(r, now, reachable, late)), None)) is not None:
+            self._start_merge(ready, now)
 
     @property
     def has_last_merges(self) -> bool:
@@ -175,11 +177,12 @@ class Aggregator:
         return any(len({offer.header.slot for offer in offers}) >= self._quorum for offers in self._offers.values())
 
     def finish_rounds(self, now: float) -> tuple[bool, bool]:
-        """Start the last merges, when all have left. Returns whether one was started, and whether one is under way."""
+        """Start the last merges of fragments that are served, when all have left. Returns whether one was started, and
+        whether one is under way."""
         rounds = self._state.rounds
         assert rounds
         started = False
-        for fragment in range(rounds.fragments):
+        for fragment in filter(self._state.shards.is_served, range(rounds.fragments)):
             opened = rounds.open.get(fragment)
             if opened is not None and opened.merging:
                 continue
@@ -194,7 +197,16 @@ class Aggregator:
             if len(opened.slots()) >= self._quorum:
                 self._start_merge(opened, now, last=True)
                 started = True
-        return started, any(opened.merging for opened in rounds.open.values())
+        return started, any(opened.merging for opened in rounds.served())
+
+    @property
+    def awaits_shards(self) -> bool:
+        """Whether a fragment is unserved that K slots have work for, which is being merged or will be."""
+        slots: dict[int, set[int]] = {}
+        for header in self.accepted_headers():
+            if not self._state.shards.is_served(header.fragment):
+                slots.setdefault(header.fragment, set()).add(header.slot)
+        return any(len(some) >= self._quorum for some in slots.values())
 
     def _start_merge(self, opened: Round, now: float, last: bool = False) -> None:
         """Close the round to further pushes, and have it merged. ``last``: see ``ev.Merge``."""
@@ -232,8 +244,13 @@ class Aggregator:
         """The record of a merge is durable: the version rises, its tokens count, and it is announced."""
         state = self._state
         assert state.rounds
-        self._leave_out(state.rounds.open[event.fragment], event.left_out)
-        pushes = state.rounds.open[event.fragment].pushes
+        merged = state.rounds.open.get(event.fragment)
+        if merged is None or not merged.merging:
+            words = f"version {event.version} of fragment {event.fragment} is durable, and its merge was given up"
+            self._actions.add(ev.RestartFromStore(words, 0))
+            return
+        self._leave_out(merged, event.left_out)
+        pushes = merged.pushes
         remember_version(state, event.fragment, (push.header.slot for push in pushes))
         closed = state.rounds.complete_merge(event.fragment, event.version, event.merge_seconds, now)
         state.merges += 1
@@ -250,7 +267,8 @@ class Aggregator:
                 message = f"{slot.learner} is in a merge (fragment {event.fragment})"
                 self._actions.record_event(EventKind.FIRST_MERGE, slot, message)
             self._actions.add(ev.ReleasePush(push.handle))
-        self._update_lateness(closed, now)
+        if state.shards.is_served(event.fragment):  # else nobody could be in time
+            self._update_lateness(closed, now)
         self._tell_few_learners(now)
         self._actions.add(state.announcement(event.fragment))
 
@@ -265,7 +283,7 @@ class Aggregator:
             )
             self._actions.record_event(EventKind.LEFT_OUT, slot, f"{words}: it is not merged")
             if self._state.ledger:
-                self._state.ledger.drop_held(push.header)
+                self._state.ledger.drop_held(push.header, "drain")
             self._actions.add(ev.ReleasePush(push.handle))
 
     def record_arrival(self, event: ev.VersionSent, now: float) -> None:

@@ -24,7 +24,7 @@ from example_counts import share_of
 from syncer_simulation.broken_world import BrokenSetup, BrokenWorld, settle_broken
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.learners import Learner, Setup
-from syncer_simulation.settings import CROSSINGS, HARSH, LOSSY, SCALED, WIPED, settle_rebuilt
+from syncer_simulation.settings import CORE, CROSSINGS, HARSH, LOSSY, SCALED, WIPED, settle_rebuilt
 
 
 @settings(max_examples=share_of(30), deadline=None)
@@ -123,6 +123,14 @@ def test_learners_that_come_and_go_beyond_the_places_keep_the_books_exact(
     world = World(replace(setup, crashes=5.0, scales=scales))
     world.run()
     settle(world)
+
+
+def test_shards_crash_and_merge_side_by_side() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        seen += CORE["SHARDS"].run(seed, {}).seen
+    kinds = ("shards lost", "merges side by side", "merges lost", "merges that were durable")
+    assert all(seen[kind] for kind in (*kinds, "offers lost before their answer", "crashes")), seen
 
 
 def test_visitors_train_and_are_merged() -> None:
