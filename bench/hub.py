@@ -67,7 +67,7 @@ spec:
     adoption: {{rule: overwrite}}
     compression: {{up: {up}, down: {down}}}
     heartbeat: {{intervalSeconds: 60, timeoutSeconds: 3600}}
-  syncer: {{checkpoint: {{everySeconds: 3600}}}}
+  syncer: {{checkpoint: {{everySeconds: 3600}}, shards: {shards}}}
   learners: {{command: [none]}}
   regions: [{{name: local, learners: {quorum}}}]
 """
@@ -144,6 +144,7 @@ class Place:
     elements: int
     up: str
     down: str
+    shards: int = 1
 
 
 def host_learners(pipe: Connection, ordinals: list[int], place: Place) -> None:
@@ -175,9 +176,8 @@ class Learner:
         self._turn = self._slot = self._incarnation = self._epoch = 0
         self._credentials = Credentials.from_directory(place.folder)
         self._control = self._credentials.aio_channel(place.hub, wire_channels.channel_options())
-        self._lanes_up, self._lanes_down = (
-            bulk.Lanes([bulk_connection(self._credentials, place.hub) for _ in range(CONNECTIONS)]) for _ in range(2)
-        )
+        self._lanes_up, self._lanes_down = self._connect(CONNECTIONS)
+        self._shards: dict[int, tuple[bulk.Lanes, bulk.Lanes]] = {}  # by fragment: of its shard, up and down
         kinds = sync_pb2.DownloadRequest
         self.ways: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "join": self._join,
@@ -187,6 +187,12 @@ class Learner:
             "raw up": lambda: asyncio.to_thread(self._raw, b"u"),
             "raw down": lambda: asyncio.to_thread(self._raw, b"d"),
         }
+
+    def _connect(self, count: int, shard: int | None = None) -> tuple[bulk.Lanes, bulk.Lanes]:
+        """Connections to the hub or a shard of it, up and as many down."""
+        hub = self._place.hub
+        up, down = ([bulk_connection(self._credentials, hub, shard) for _ in range(count)] for _ in range(2))
+        return bulk.Lanes(up), bulk.Lanes(down)
 
     async def _each_fragment(self, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """All fragments, ``AT_ONCE`` under way."""
@@ -226,13 +232,20 @@ class Learner:
             ]
             rows += [(part(part=part.DONE), b"")]
             for what, payload in rows:
-                await self._upload(payload, initial=what)
+                await self._upload(self._lanes_up, payload, initial=what)
+        shards = welcome.shards
+        while self._place.shards > 1 and not shards:
+            raw = await asyncio.wait_for(self._call.read(), WAIT_SECONDS)
+            shards = convert.parse(sync_pb2.SyncerMessage, raw).shards.shards
+        for number, shard in enumerate(shards):
+            lanes = self._connect(max(1, CONNECTIONS // self._place.shards), number)
+            self._shards |= dict.fromkeys(shard.fragments, lanes)
 
-    async def _upload(self, payload: Any, **what: Any) -> None:
+    async def _upload(self, lanes: bulk.Lanes, payload: Any, **what: Any) -> None:
         header = sync_pb2.UploadHeader(
             job="bench-hub", slot=self._slot, incarnation=self._incarnation, process=self._process, **what
         )
-        answer = await bulk.upload(self._lanes_up, header, payload)
+        answer = await bulk.upload(lanes, header, payload)
         if not answer.accepted:
             raise RuntimeError(f"refused ({answer.reason}): {answer.message}")
 
@@ -260,7 +273,8 @@ class Learner:
             layout_digest=self._layout.digest,
             report=report,
         )
-        await self._upload(self._payloads[fragment], push=push)
+        lanes = self._shards[fragment][0] if self._shards else self._lanes_up
+        await self._upload(lanes, self._payloads[fragment], push=push)
 
     async def _download(self, what: Any, fragment: int) -> None:
         request = sync_pb2.DownloadRequest(
@@ -270,7 +284,8 @@ class Learner:
         if what == sync_pb2.DownloadRequest.DELTA:
             encoding = self._place.down.removeprefix("delta-")
         size = codec.encoded_bytes(encoding, self._place.elements)
-        header, _ = await bulk.download(self._lanes_down, request, size=size)
+        lanes = self._shards[fragment][1] if self._shards else self._lanes_down
+        header, _ = await bulk.download(lanes, request, size=size)
         if not header.found:
             raise RuntimeError(f"version 1 of fragment {fragment} is not to be had: {header.reason}")
 
@@ -303,6 +318,12 @@ def cpu_seconds(pids: list[int]) -> list[float]:
     return [(int(one[11]) + int(one[12])) / os.sysconf("SC_CLK_TCK") for one in fields]
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in found for child in text.split()]
+
+
 def cpu_by_thread(pids: list[int]) -> Counter[str]:
     """CPU time, in nanoseconds, of the threads that live, by their names without a number. The first one of a process
     has the event loop."""
@@ -321,8 +342,9 @@ def cpu_by_thread(pids: list[int]) -> Counter[str]:
 class Bench:
     """One hub with its learners and its reference."""
 
-    def __init__(self, folder: Path, up: str, secure: bool, elements: int) -> None:
-        self.up, self.down, self.secure, self.elements = up, ENCODINGS[up], secure, elements
+    def __init__(self, folder: Path, up: str, secure: bool, elements: int, shards: int = 1) -> None:
+        self.up, self.down, self.secure, self.elements, self.shards = up, ENCODINGS[up], secure, elements, shards
+        self.busiest: dict[str, float] = {}  # by row: CPU-seconds per GB of the busiest process of the hub
         self._folder, self._children = folder, list[Any]()
         self._pipes: list[Connection] = []
         self.profile: dict[str, Counter[str]] = {}
@@ -348,7 +370,8 @@ class Bench:
 
     def measure(self, turns: int) -> list[common.Row]:
         """The rows of this hub."""
-        job = parse_job(JOB.format(fragments=FRAGMENTS, quorum=LEARNERS + 1, up=self.up, down=self.down))
+        text = JOB.format(fragments=FRAGMENTS, quorum=LEARNERS + 1, up=self.up, down=self.down, shards=self.shards)
+        job = parse_job(text)
         learners = syncer = None
         if self.secure:
             certs.init(self._folder / "pki", "bench", 2)
@@ -358,14 +381,17 @@ class Bench:
         with programs.Syncer(self._folder / "hub", job, credentials=syncer) as hub:
             raw = self._start(serve_raw, syncer, 4 * self.elements)
             raw_pid, raw_port = raw.recv()
-            place = Place(hub.address, raw_port, learners, elements=self.elements, up=self.up, down=self.down)
+            place = Place(
+                hub.address, raw_port, learners, elements=self.elements, up=self.up, down=self.down, shards=self.shards
+            )
             dealt = [list(range(LEARNERS + 1))[start::PROCESSES] for start in range(PROCESSES)]
             last = self._start(host_learners, [LEARNERS], place)
             for ordinals in dealt:
                 self._pipes.append(self._start(host_learners, [o for o in ordinals if o != LEARNERS], place))
             self._tell("join", [*self._pipes, last])
+            pids = [hub.pid, *children_of(hub.pid)]
             words = "tls" if self.secure else "plain"
-            count = partial(self._count, pids=[hub.pid], raw_pids=[raw_pid], turns=turns)
+            count = partial(self._count, pids=pids, raw_pids=[raw_pid], turns=turns)
             rows = [count(f"{words} {self.up} up", "push", "raw up", size=codec.encoded_bytes(self.up, self.elements))]
             self._tell("push", [last])  # each round is whole now
             end = time.monotonic() + WAIT_SECONDS
@@ -388,18 +414,22 @@ class Bench:
     ) -> common.Row:
         """A row: ``turns`` of ours and of the reference after one of each. ``size``: bytes of a payload of ours; it is
         moved as often in a turn as makes the reference's, that of a float32 fragment."""
-        spent, times = [0.0, 0.0], 4 * self.elements // size
+        spent, times, each = [0.0, 0.0], 4 * self.elements // size, list[float]()
         threads = Counter[str]()
         for turn in range(turns + 1):
             for which, (word, counted) in enumerate(((ours, pids), (reference, raw_pids))):
-                before, split = sum(cpu_seconds(counted)), cpu_by_thread(counted)
+                before, split = cpu_seconds(counted), cpu_by_thread(counted)
                 for _ in range(1 if which else times):
                     self._tell(word)
+                used = [now - then for now, then in zip(cpu_seconds(counted), before, strict=True)]
                 if turn:
-                    spent[which] += sum(cpu_seconds(counted)) - before
+                    spent[which] += sum(used)
+                if turn and not which:
+                    each = [known + more for known, more in zip(each or [0.0] * len(used), used, strict=True)]
                 if turn and not which:
                     threads += cpu_by_thread(counted) - split
-        gigabytes = [turns * LEARNERS * FRAGMENTS * each / 1e9 for each in (times * size, 4 * self.elements)]
+        gigabytes = [turns * LEARNERS * FRAGMENTS * count / 1e9 for count in (times * size, 4 * self.elements)]
+        self.busiest[name] = max(each) / gigabytes[0]
         value, raw = (seconds / bytes_moved for seconds, bytes_moved in zip(spent, gigabytes, strict=True))
         self.profile[name] = threads
         against = "a raw TLS socket" if self.secure else "a raw socket"

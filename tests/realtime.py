@@ -31,6 +31,7 @@ FILES = (
     *(
         "syncer/runtime/test_traffic.py",
         "syncer/server/test_bulk_server.py",
+        "syncer/server/test_shard_connections.py",
         "syncer/server/test_tls_listener.py",
         "syncer/store/test_bucket.py",
     ),
@@ -38,6 +39,7 @@ FILES = (
         "worker/data/test_prefetch.py",
         "worker/group/test_rank_watch.py",
         "worker/net/test_client.py",
+        "worker/net/test_routes.py",
         "worker/standalone/test_learner.py",
     ),
     *("worker/test_exit_hooks.py", "worker/test_launch.py", "bench/lab/test_pace.py"),

@@ -20,6 +20,7 @@ RECORDED: dict[str, dict[str, range]] = {
         "CHANGED": range(200),
         "SLOW": range(50),
         "DRAWN": range(200),
+        "SHARDS": range(200),
         "BROKEN": range(16),
     },
     "shell": {
@@ -34,6 +35,7 @@ RECORDED: dict[str, dict[str, range]] = {
         "BUCKET": range(6),
         "INTERRUPTED": range(12),
         "DAMAGED": range(20),
+        "SHARDED": range(12),
     },
     "workers": dict.fromkeys(
         ("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "SCHEDULED", "DRAWN"), range(5)

@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 """A job in which every part of the spec is there, so that every field can be set."""
 
 LEFT_TO_THE_OPERATOR = ("training.model.config.model_type", "training.model.config.vocab_size")
-"""Fields below spec that the loader judges and no rule of the API server can (crd/rules.py says why)."""
+"""Fields below spec that the loader judges and no rule of the API server can (tools/crd_rules.py says why)."""
 
 LOCAL: dict[str, Any] = {
     "training": {"model": {"config": {"model_type": "llama"}}, "data": {"paths": ["python-stdlib"]}},

@@ -20,7 +20,9 @@ import chart
 import cluster_examples
 import command_pages
 import contracts
+import crd_schema
 import helper_table
+import hub_tables
 import job_reference
 import lock
 import main_results
@@ -36,7 +38,6 @@ import time_limits
 import trial_tables
 import version
 
-from diloco_operator.crd import schema
 from diloco_protocol.common.files import PUBLIC, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +81,7 @@ FILES: dict[str, Maker] = {
     "docs/time-limits.md": parts(time_limits.tables),
     "docs/results.md": parts(main_results.for_results),
     "docs/results/quality.md": parts(trial_tables.quality_tables),
+    "docs/results/parts.md": parts(hub_tables.tables),
     "docs/results/ablations.md": parts(trial_tables.ablation_tables),
     "docs/faq.md": parts(lambda: {"quality by length": quality_words.by_length()}),
     "docs/choosing.md": parts(lambda: {"quality by settings": quality_words.by_settings()}),
@@ -87,8 +89,8 @@ FILES: dict[str, Maker] = {
     "CONTRIBUTING.md": parts(helper_table.tables),
     "docs/pictures/goodput.svg": results_picture.picture,
     "charts/diloco/README.md": parts(chart.values_table),
-    "charts/diloco/files/crd.yaml": whole(schema.text),
-    "manifests/crd.yaml": whole(schema.text),
+    "charts/diloco/files/crd.yaml": whole(crd_schema.text),
+    "manifests/crd.yaml": whole(crd_schema.text),
     **{f"manifests/examples/{name}.yaml": whole(make) for name, make in cluster_examples.EXAMPLES.items()},
     "manifests/install.yaml": whole(chart.install_manifest),
     **{f"protocol/diloco_protocol/wire/{name}": make for name, make in proto_stubs.STUBS.items()},

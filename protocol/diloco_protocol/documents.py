@@ -163,6 +163,15 @@ class RegionRow(Document):
     )
 
 
+class ShardRow(Document):
+    shard: Count = Field(description="its number, from 0")
+    fragments: list[int] = Field(description="the fragments whose bytes it has; empty: it has not begun")
+    serving: bool = Field(description="it is there; if not, no merge of its fragments begins")
+    cpu_seconds: float = Field(description="processor time of its process")
+    resident_bytes: Count = Field(description="the most memory that its process has had")
+    store_problem: str = Field(description="why it cannot write to the store; empty: it can")
+
+
 class RefusalRow(Document):
     role: str = Field(description="learner or evaluator")
     region: str = Field(description="region of the refused process")
@@ -276,6 +285,7 @@ class StatusDocument(Document):
     sessions: Count = Field(description="open sessions with learners and evaluators")
     refusals: list[RefusalRow] = Field(description="the last final refusal of each place, at most 64")
     regions: list[RegionRow] = Field(description="traffic on the links of each region")
+    shards: list[ShardRow] = Field([], description="shards of the syncer; empty: it has all fragments itself")
     tls: TlsStatus = Field(description="TLS on the sync port")
     store_problem: str = Field(description="why the store cannot be written; empty: it can be written")
     output: OutputRow | None = Field(

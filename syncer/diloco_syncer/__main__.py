@@ -71,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="of merges (default: this process's cores, at most 16)"
     )
+    # What the syncer calls its own shards with.
+    parser.add_argument("--shard", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--syncer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--connections", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
 
@@ -85,12 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # explicitly, because the first process of a container has no default for this signal.
     before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     try:
-        return _serve(given)
+        return _serve(given, sys.argv[1:] if arguments is None else arguments)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _serve(given: argparse.Namespace) -> int:
+def _serve(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         job = read_job(given.job)
         _log(job.metadata.name, given.log_level)
@@ -115,6 +119,7 @@ def _serve(given: argparse.Namespace) -> int:
     # Late: compiled kernels and gRPC are not needed to find the mistakes above.
     from diloco_syncer.numerics.outer import OuterError
     from diloco_syncer.service import run
+    from diloco_syncer.shards.process import ShardOptions, run_shard
     from diloco_syncer.startup import Options
     from diloco_syncer.store.base import HigherEpoch
     from diloco_syncer.store.records import FormatRefused
@@ -134,8 +139,20 @@ def _serve(given: argparse.Namespace) -> int:
         export=given.export,
         stay=given.stay,
         pod=os.environ.get("DILOCO_POD", ""),
+        command=(sys.executable, "-m", "diloco_syncer", *arguments),
     )
     try:
+        if given.syncer:
+            shard = ShardOptions(
+                job,
+                given.store,
+                credentials,
+                threads,
+                shard=given.shard,
+                syncer=given.syncer,
+                connections=given.connections,
+            )
+            return asyncio.run(run_shard(shard))
         return asyncio.run(run(options))
     except (AddressError, ListenError, StoreUnusable, FormatRefused, OuterError) as error:
         log.error("%s", error)

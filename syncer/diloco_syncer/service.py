@@ -46,7 +46,9 @@ from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.front_page import front_page
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.tls.listener import PortListener
+from diloco_syncer.shards.supervisor import ShardProcesses
 from diloco_syncer.startup import Options
+from diloco_syncer.store.checkpoint import Restored
 from diloco_syncer.syncer import Syncer
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,17 @@ async def _life(options: Options) -> tuple[int, Options]:
     web = listen_on(options.http, "--http")
     out = listen_on(options.export, "--export") if options.export is not None else None
     syncer, restored = await asyncio.to_thread(startup.restore, options, asyncio.get_running_loop(), listener)
+    processes = None
+    if syncer.shards is not None:
+        processes = ShardProcesses(syncer.shards, options.command, listener, syncer.driver.stop_by)
+        await processes.start()
+        if not await _begin_shards(syncer, restored):
+            for bound in filter(None, (web, out)):
+                bound.close()
+            await asyncio.to_thread(listener.stop)
+            await syncer.close(checkpoint=False)
+            await processes.close()
+            return syncer.driver.outcome.result(), replace(options, min_epoch=syncer.min_epoch)
     startup.replay(syncer, restored)
     driver, status = syncer.driver, syncer.status_page.status
     control = Control(
@@ -121,7 +134,9 @@ async def _life(options: Options) -> tuple[int, Options]:
         await _add_health(server)
     epoch = syncer.core.epoch
     pages = HttpServer(_pages(syncer))
-    export = HttpServer(export_pages(options.job, epoch, syncer.model, syncer.durability))
+    export = HttpServer(
+        export_pages(options.job, epoch, syncer.model, syncer.durability, read_thetas=syncer.read_thetas)
+    )
     options = replace(
         options,
         listen=_at(options.listen, ports[0]),
@@ -145,10 +160,27 @@ async def _life(options: Options) -> tuple[int, Options]:
     await syncer.bulk.close()
     await asyncio.to_thread(listener.stop)
     await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
+    if processes is not None:
+        await processes.close()
     if outcome not in (SyncerExit.OK, RESTART):
         log.error("%s", driver.stop_reason)  # last, where people and clusters look for it
     # A signal that came meanwhile has replaced RESTART.
     return driver.outcome.result(), replace(options, min_epoch=syncer.min_epoch)
+
+
+async def _begin_shards(syncer: Syncer, restored: Restored) -> bool:
+    """Have the shards begin where the store is; False: this life ends before they have."""
+    if restored.layout is None:
+        return True
+    beginning = asyncio.ensure_future(
+        syncer.begin_model(restored.layout, restored.newest, restored.frozen, restored.frozen_digest)
+    )
+    await asyncio.wait((beginning, syncer.driver.outcome), return_when=asyncio.FIRST_COMPLETED)
+    if not beginning.done():
+        beginning.cancel()
+        return False
+    await beginning
+    return True
 
 
 def _gate(options: Options, server: Any) -> PortListener:

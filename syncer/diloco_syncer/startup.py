@@ -21,9 +21,7 @@ from typing import Any
 import numpy as np
 
 from diloco_protocol.arrays import codec
-from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.common.reach import is_loopback
-from diloco_protocol.merging import choose_merge
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests, json_digest
 from diloco_protocol.vocabulary import EventKind
@@ -32,7 +30,7 @@ from diloco_syncer.core.books.deterministic import make_mode
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.events import InitialModelStored, ReleasePush
-from diloco_syncer.numerics import merge, outer
+from diloco_syncer.numerics.warm_up import warm_up
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.store.base import HigherEpoch
@@ -64,6 +62,7 @@ class Options:
     stay: bool = False  # after the job's end serve on, until told to stop
     min_epoch: int = 0  # claim a higher epoch than this
     pod: str = ""  # the UID of the pod that it runs in, if it does
+    command: tuple[str, ...] = ()  # this program with its arguments, for shards
 
 
 def restore(
@@ -83,7 +82,8 @@ def restore(
     claimant = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
     claimant |= {"pod": options.pod} if options.pod else {}
     epoch = Epoch.claim(store, json.dumps(claimant).encode(), options.min_epoch)
-    checkpoints = Checkpoints(store, epoch, job.metadata.name, job.spec.syncer.checkpoint.keep)
+    sharded = job.spec.syncer.shards > 1
+    checkpoints = Checkpoints(store, epoch, job.metadata.name, job.spec.syncer.checkpoint.keep, forget_arrays=sharded)
     checkpoints.identify(immutable_digests(job) | _fixed_digests(job))
     restored = checkpoints.load()
     for problem in restored.problems:
@@ -100,11 +100,8 @@ def restore(
     core = Core(CoreConfig.from_job(job), core_state, epoch.number, now, wall=time.time())
     restored.newest = take_back_versions(core, restored.newest)
     model = GlobalModel(job, options.threads, control_key=options.control_key)
-    if restored.layout is not None:
+    if restored.layout is not None and not sharded:
         model.begin(restored.layout, restored.newest, restored.frozen, restored.frozen_digest)
-        if model.outer_state_reset:
-            optimizer = job.spec.sync.outer.optimizer
-            core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
     # A port that the system is yet to choose is one at which no learner can be trying to join.
     expected = options.listen.rpartition(":")[2] not in ("", "0")
     syncer = Syncer(
@@ -172,39 +169,22 @@ def settings_line(job: DiLoCoJob, epoch: int, restored: Restored) -> dict[str, A
 def replay(syncer: Syncer, restored: Restored) -> None:
     """Tell the core what is newer than its state: records, then offers. Call it in the event loop."""
     core = syncer.core
+    if syncer.model.outer_state_reset:
+        optimizer = syncer.job.spec.sync.outer.optimizer
+        core.record_event(EventKind.OUTER_RESTART, f"the outer optimizer is {optimizer} now: its state begins anew")
     if restored.layout is not None and not core.initialised:
         layout = restored.layout
         syncer.driver.handle(InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
     replay_records(core, restored.newer, [offer.header for offer in restored.offers])
     for offer in restored.offers:
         try:
-            handle = syncer.pushes.restore_offer(offer)
+            handle = syncer.restore_offer(offer)
         except codec.CodecError as error:
             log.error("spooled offer %s cannot be used: %s", offer.name, error)
             continue
         if not core.restore_offer(offer.header, handle, offer.norm):
-            syncer.pushes.release(ReleasePush(handle))
+            syncer.driver.carry_out(ReleasePush(handle))
     if restored.core is not None:
         merges, offers = len(restored.newer), len(restored.offers)
         log.info("restored: versions %s, %d merges after the state, %d offers", core.versions, merges, offers)
         log.info("merges: %s", syncer.model.merging)
-
-
-def warm_up(job: DiLoCoJob, threads: int) -> None:
-    """Load (or compile) every kernel that this job's merges need, before anybody waits for one."""
-    sync = job.spec.sync
-    layout = Layout.build([Tensor("a", (256,), "float32", False), Tensor("b", (256,), "float32", True)], 1)
-    values = np.linspace(-1, 1, layout.elements(0), dtype=np.float32)
-    for encoding in (sync.compression.up, sync.compression.down.removeprefix("delta-")):
-        encoded = codec.encode(values, encoding, threads=threads)
-        codec.norm_and_finite(codec.decode(encoded, encoding, values.size), threads=threads)
-        codec.encode_with_feedback(values, None, encoding, threads=threads)
-        codec.apply_delta(values, encoded, encoding)
-    method, settings = choose_merge(job.spec, 0)
-    optimizer = outer.make(settings, max_versions=sync.staleness.max_versions)
-    for count in range(1, min(9, job.spec.most_slots + 1)):
-        shares = [1 / count] * count
-        pushes = [values.copy() for _ in shares]
-        squares = [merge.piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]
-        merged = merge.merge(layout.fragments[0], pushes, shares, method, squares=squares, threads=threads)
-        optimizer.step(values.copy(), merged.delta, {}, ages=[0] * count, weights=shares, threads=threads)

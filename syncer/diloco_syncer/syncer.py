@@ -11,14 +11,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import get_args
 
+from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.documents import MergeSeconds, Report
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState, SyncerExit
+from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.core.core import Core
@@ -28,23 +31,26 @@ from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.driver import RESTART, Driver
 from diloco_syncer.runtime.durability import Durability, Snapshot
 from diloco_syncer.runtime.event_log import EventLog
-from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
 from diloco_syncer.runtime.initial_model import InitialModelUpload
-from diloco_syncer.runtime.merger import Merger
-from diloco_syncer.runtime.multipart import MultipartUploads
+from diloco_syncer.runtime.merger import MergeMaker, Merger
+from diloco_syncer.runtime.multipart import MultipartUploads, TooManyUploads, UploadRefused
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.pushes import ReceivedPushes
 from diloco_syncer.runtime.traffic import Traffic
 from diloco_syncer.runtime.version_recovery import VersionUploads
 from diloco_syncer.server.bulk import BulkServer
-from diloco_syncer.server.downloads import Downloads
+from diloco_syncer.server.callers import SessionCallers
+from diloco_syncer.server.downloads import Downloads, JobPayloads
 from diloco_syncer.server.messages import Addressed
 from diloco_syncer.server.pages.status_page import StatusPage
 from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import PLAINTEXT, CallAuthorizer
 from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.server.uploads import Uploads
-from diloco_syncer.store.checkpoint import Checkpoints, Restored
+from diloco_syncer.shards.coordinator import Coordinator, ShardState, add_bytes
+from diloco_syncer.store.checkpoint import Checkpoints, Restored, SpooledOffer
+from diloco_syncer.store.records import Floats, MergeRecord
 from diloco_syncer.store.spool import Spool
 from diloco_syncer.store.tape import Tape
 
@@ -104,16 +110,16 @@ class Syncer:
         self.authorizer = CallAuthorizer(listener, learners_by_region(job), plaintext)
         self.traffic = Traffic(
             (region.name for region in job.spec.regions),
-            listener.bytes_by_place if listener is not None and listener.secure else None,
+            partial(self._wire_bytes, listener) if listener is not None and listener.secure else None,
         )
         self.traffic.load(runtime.get("traffic", {}))
         self.event_log = EventLog(runtime.get("events", 0))
         self.durability = Durability(
-            checkpoints,
-            tape,
-            self._snapshot,
-            self._on_store_problem,
-            newest_records=lambda: model.newest,
+            checkpoints=checkpoints,
+            tape=tape,
+            snapshot=self._snapshot,
+            on_problem=self._on_store_problem,
+            newest_records=lambda: [] if self.shards is not None else model.newest,
             optimizer=restored.optimizer,
             optimizer_bytes=restored.optimizer_bytes,
         )
@@ -133,22 +139,19 @@ class Syncer:
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()
         self._multipart = MultipartUploads(self._note_chunk)
-        self.pushes = ReceivedPushes(
+        self.pushes = self._make_pushes()
+        seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
+        self.merger = Merger(core, model, self.durability, emit, number=restored.number, seconds=seconds)
+        self._maker = MergeMaker(core.config, core.epoch, model, self.pushes, writer=self.durability)
+        self.initial_model = InitialModelUpload(
+            name,
             core,
             model,
             self.durability,
-            self._buffers,
-            decode_thread=self._decode_thread,
+            spool=spool,
             emit=emit,
-            run_task=self.driver.run_task,
-            refused=self._refused,
-        )
-        seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
-        self.merger = Merger(
-            core, model, self.pushes, self.durability, emit=emit, number=restored.number, seconds=seconds
-        )
-        self.initial_model = InitialModelUpload(
-            name, core, model, self.durability, spool=spool, emit=emit, stop_by=self.driver.stop_by
+            stop_by=self.driver.stop_by,
+            begin_model=self.begin_model,
         )
         self.versions = VersionUploads(
             name,
@@ -157,13 +160,99 @@ class Syncer:
             self.durability,
             decode_thread=self._decode_thread,
             next_number=self.merger.next_number,
+            read_newest=self._read_newest,
             emit=emit,
             run_task=self.driver.run_task,
         )
+        self._callers = SessionCallers(name, core, model, self.sessions, traffic=self.traffic, emit=emit)
         self.bulk = BulkServer(self.authorizer, self._make_uploads(), self._make_downloads())
+        self.shards = self._make_shards() if job.spec.syncer.shards > 1 else None
         self.output = ModelOutput.of(job, checkpoints.epoch.check)
         self.status_page = self._make_status_page()
         self._register()
+
+    def _make_pushes(self) -> ReceivedPushes:
+        return ReceivedPushes(
+            self._check_push,
+            lambda: self.core.is_recovering,
+            self.model,
+            self.durability,
+            buffers=self._buffers,
+            decode_thread=self._decode_thread,
+            emit=self.driver.handle,
+            run_task=self.driver.run_task,
+            refused=self._refused,
+        )
+
+    def _wire_bytes(self, listener: PortListener) -> dict[str, tuple[int, int]]:
+        sums = listener.bytes_by_place()
+        if self.shards is not None:
+            add_bytes(sums, self.shards.wire_bytes())
+        return sums
+
+    def _refusals(self) -> Counter[str]:
+        """Refused uploads since the job's start, by reason."""
+        shards = self.shards
+        if shards is None:
+            return self._refused
+        return sum((Counter(shard.figures.refused) for shard in shards.shards), self._refused + shards.refused)
+
+    def _make_shards(self) -> Coordinator:
+        return Coordinator(
+            self.core,
+            self.model,
+            self.merger,
+            self._callers,
+            check_push=self._check_push,
+            emit=self.driver.handle,
+            run_task=self.driver.run_task,
+            restart=lambda why: self.driver.stop(RESTART, why),
+            on_change=self._on_shards_changed,
+            shards=[ShardState(index) for index in range(self.job.spec.syncer.shards)],
+        )
+
+    async def begin_model(
+        self,
+        layout: Layout,
+        newest: Sequence[MergeRecord],
+        frozen: str = "",
+        frozen_digest: str = "",
+        broadcasts: Sequence[Broadcast] | None = None,
+    ) -> None:
+        """Go on from these records, here or in the shards that have the fragments (``GlobalModel.begin``)."""
+        if self.shards is None:
+            self.model.begin(layout, newest, frozen, frozen_digest, broadcasts)
+        else:
+            await self.shards.begin(layout, newest, frozen, frozen_digest)
+
+    def restore_offer(self, offer: SpooledOffer) -> int:
+        """Take back a spooled offer, at start; returns its handle. Raises ``codec.CodecError`` if it does not fit its
+        fragment."""
+        return (self.pushes if self.shards is None else self.shards).restore_offer(offer)
+
+    def _read_newest(self, fragment: int) -> MergeRecord:
+        record = self.model.newest[fragment]
+        if self.shards is None or not record.epoch:  # a stand-in
+            return record
+        return self.durability.checkpoints.read_record(fragment, record.version)
+
+    async def read_thetas(self, newest: Sequence[MergeRecord]) -> list[Floats]:
+        """The parameters of these versions, by fragment."""
+        if self.shards is None:
+            return [record.theta for record in newest]
+        read = self.durability.checkpoints.read_record
+        return await asyncio.to_thread(lambda: [read(one.fragment, one.version).theta for one in newest])
+
+    def _on_shards_changed(self) -> None:
+        assert self.shards is not None
+        self.sessions.set_shards(self.shards.where())
+        self._on_store_problem(self.status_page.status().store_problem)
+
+    def _check_push(self, push: PushHeader, process: str) -> None:
+        if self.core.is_recovering:
+            raise TooManyUploads
+        if (refusal := self.core.check_push(push, process)) is not None:
+            raise UploadRefused(*refusal)
 
     def _make_uploads(self) -> Uploads:
         """Whoever receives the uploads of each kind is there."""
@@ -173,27 +262,11 @@ class Syncer:
             "peer_state": self.relay.receive,
             "base": self.versions.receive,
         }
-        return Uploads(
-            self.job.metadata.name,
-            self.sessions,
-            self.traffic,
-            multipart=self._multipart,
-            receivers=receivers,
-            refused=self._refused,
-        )
+        return Uploads(self._callers, self._multipart, receivers, self._refused)
 
     def _make_downloads(self) -> Downloads:
-        return Downloads(
-            self.job,
-            self.core,
-            self.model,
-            self.durability,
-            authorizer=self.authorizer,
-            sessions=self.sessions,
-            relay=self.relay,
-            traffic=self.traffic,
-            emit=self.driver.handle,
-        )
+        payloads = JobPayloads(self.job, self.model, self.durability, self.relay)
+        return Downloads(self._callers, self.model, self.core.epoch, payloads.find)
 
     def _make_status_page(self) -> StatusPage:
         return StatusPage(
@@ -207,19 +280,25 @@ class Syncer:
             authorizer=self.authorizer,
             traffic=self.traffic,
             event_log=self.event_log,
-            refused=self._refused,
+            refused=self._refusals,
             imbalances=lambda: self._imbalances,
             find_output=lambda: None if self.output is None else self.output.row,
             one_machine=self._one_machine,
+            find_shards=lambda: [] if self.shards is None else self.shards.rows(),
         )
 
     def _register(self) -> None:
         """Which part carries out which action."""
         on, on_with, sessions = self.driver.on, self.driver.on_with, self.sessions
         on_with(ev.Persist, lambda: self.driver.generation, lambda _, generation: self.durability.persist(generation))
-        on(ev.Merge, self.merger.queue_merge)
-        on(ev.AnswerPush, self.pushes.reply)
-        on(ev.ReleasePush, self.pushes.release)
+        if self.shards is None:
+            on(ev.Merge, self.merger.queue_merge)
+            on(ev.AnswerPush, self.pushes.reply)
+            on(ev.ReleasePush, self.pushes.release)
+        else:
+            on_with(ev.Merge, self.shards.count_returns, self.shards.merge)
+            on(ev.AnswerPush, self.shards.answer)
+            on(ev.ReleasePush, self.shards.release)
         on(ev.RecordEvent, lambda note: self.durability.note_event(self.event_log.record(note)))
         on(ev.RestartFromStore, self._restart)
         on(ev.SetPhase, self._set_phase)
@@ -249,7 +328,7 @@ class Syncer:
         driver.start([record.made_in for record in self.model.newest], behind)
         seconds = self.job.spec.syncer.checkpoint.every_seconds
         for work in (
-            self.merger.run(),
+            self.merger.run(self._maker.make_version),
             self.durability.checkpoint_every(seconds, lambda: core.phase in ENDED_PHASES),
             self._check_ledger_every(seconds),
             self.initial_model.watch_sender(),
@@ -265,9 +344,9 @@ class Syncer:
     async def close(self, checkpoint: bool) -> None:
         """Stop all work; with ``checkpoint``, make everything durable before (not after a higher epoch)."""
         if checkpoint:
-            await self.pushes.wait_spooled(SPOOL_SECONDS)
+            await (self.pushes if self.shards is None else self.shards).wait_spooled(SPOOL_SECONDS)
         await self.driver.cancel_tasks()
-        await self.merger.close()
+        await self._maker.close()
         await self.durability.close(checkpoint)
         self._decode_thread.shutdown(True, cancel_futures=True)
         self.pushes.close()
@@ -281,11 +360,11 @@ class Syncer:
         runtime = {
             "traffic": self.traffic.state(),
             "events": self.event_log.number,
-            "refused": dict(self._refused),
+            "refused": dict(self._refusals()),
             "seconds": self.merger.seconds,
         }
         document = {"core": self.core.state(self.driver.clock(), time.time()), "runtime": runtime}
-        return Snapshot(self.driver.generation, document, list(self.core.versions), dict(self._refused))
+        return Snapshot(self.driver.generation, document, list(self.core.versions), dict(self._refusals()))
 
     async def _check_ledger_every(self, seconds: float) -> None:
         """Every so many seconds look whether the ledger is exact. That it is not is a fault of this program, which
@@ -369,7 +448,7 @@ class Syncer:
             self.job.metadata.name,
             self.core.epoch,
             model.layout,
-            [record.theta for record in model.newest],
+            await self.read_thetas(model.newest),
             versions=model.versions,
             frozen=await self.durability.read_blob(model.frozen) if model.frozen else None,
         )

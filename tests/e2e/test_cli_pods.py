@@ -234,7 +234,6 @@ def test_status_with_the_syncers_page(pods: Shell) -> None:
     document = until("as JSON too", lambda: (d := json.loads(pods("status", "tiny", "--json")))["slots"] and d, 60)
     assert document["running"] is True and document["slots"][0]["step"] == 777
     assert document["resource"]["metadata"]["name"] == "tiny"
-    assert "learner local-1: Started" in pods("events", "tiny")
 
 
 @pytest.mark.promise("`diloco report` of a job in a cluster is its syncer's report, and says whether the job continues")
@@ -351,7 +350,6 @@ def test_who_may_not(pods: Shell, tmp_path: Path) -> None:
         (("scale", "tiny", "local=4"), "patch dilocojobs.diloco.io"),
         (("delete", "tiny"), "delete dilocojobs.diloco.io"),
         (("logs", "tiny"), "get pods/log"),
-        (("events", "tiny"), "list events"),
         (("export", "tiny", str(tmp_path / "model")), "get and create pods/portforward"),
         (("apply", str(write(tmp_path / "j.yaml", "tiny"))), "patch dilocojobs.diloco.io"),
     ):

@@ -17,10 +17,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+import yaml
 from kubernetes import config
 from urllib3.exceptions import HTTPError
 
-from diloco_operator.crd.schema import definition, schema
 from diloco_protocol.spec.job import DiLoCoJob, immutable_digests
 from diloco_protocol.spec.load import JobError, job_to_json, load_job, load_manifest, parse_job
 from repository import ROOT
@@ -53,6 +53,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
+DEFINITION = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text(encoding="utf-8"))
+FIELDS = DEFINITION["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
 COLLECTION = "/apis/diloco.io/v1alpha1/namespaces/default/dilocojobs"
 EXAMPLES = sorted([*ROOT.glob("examples/*.yaml"), *ROOT.glob("manifests/examples/*.yaml")])
 
@@ -382,7 +384,7 @@ def test_the_least_job_has_every_default(api: Api) -> None:
             elif "properties" in node and name in value:
                 yield from missing(node["properties"], value[name], f"{path}.{name}")
 
-    assert list(missing(schema()["properties"]["spec"]["properties"], filled, "spec")) == []
+    assert list(missing(FIELDS, filled, "spec")) == []
 
 
 def test_free_mappings_are_kept_as_written(api: Api) -> None:
@@ -592,7 +594,7 @@ def apply_patch(job: Any, change: Any) -> Any:
 
 
 def test_every_immutable_field_is_edited() -> None:
-    sections = schema()["properties"]["spec"]["properties"]["training"]["properties"]
+    sections = FIELDS["training"]["properties"]
     fields = {"seed", "sync.fragments", "training.model", "training.data"}
     for name in ("model", "data"):
         fields |= {f"training.{name}.{field}" for field in sections[name]["properties"]}
@@ -734,7 +736,7 @@ def test_a_job_that_older_rules_let_in_can_still_be_served(api: Api, bare_cluste
     """After an upgrade with a rule more, the operator writes the job's status and takes its finalizer off."""
     name = f"crd-older-{random.randrange(10**6)}"
     job = put(elsewhere(name), ("spec", "sync", "overlap"), 99)
-    older = definition()
+    older = copy.deepcopy(DEFINITION)
     node = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     del node["properties"]["sync"]["x-kubernetes-validations"]
     assert not api.create(job).taken

@@ -228,6 +228,7 @@ class Client:
         self.metadata = self.credentials.metadata()
         self.channel = self.credentials.aio_channel(syncer.addresses["sync"], options)
         self._bulk = bulk_connection(self.credentials, syncer.addresses["sync"])
+        self._shards: dict[int, bulk.Channel] = {}  # connections to shards
         self._calling = asyncio.Lock()  # for one bulk call at a time; after one that failed the next need not wait
         self.call: Any = None
         self.heard: list[sync_pb2.SyncerMessage] = []
@@ -292,15 +293,32 @@ class Client:
             job="raw", slot=seat.slot, incarnation=seat.incarnation, process=self.process, **what
         )
 
+    def shards(self) -> list[sync_pb2.Shard]:
+        """As the syncer told last."""
+        told = self.of_kind("shards")
+        return list(told[-1].shards if told else self.welcome.shards)
+
+    def way_to(self, fragment: int | None) -> bulk.Channel:
+        """The connection to who has this fragment; None: to the syncer itself."""
+        shards = self.shards()
+        for number, shard in enumerate(shards if fragment is not None else ()):
+            if fragment in shard.fragments:
+                made = bulk_connection(self.credentials, self.syncer.addresses["sync"], number)
+                return self._shards.setdefault(number, made)
+        return self._bulk
+
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:
+        way = self.way_to(header.push.fragment if header.HasField("push") else None)
         async with asyncio.timeout(60), self._calling:
-            return await bulk.upload(self._bulk, header, payload)
+            return await bulk.upload(way, header, payload)
 
     async def download(
         self, request: sync_pb2.DownloadRequest, size: int | None = None
     ) -> tuple[sync_pb2.DownloadHeader, np.ndarray[Any, Any]]:
+        fragments = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
+        way = self.way_to(request.fragment if request.what in fragments else None)
         async with asyncio.timeout(60), self._calling:
-            return await bulk.download(self._bulk, request, size=size)
+            return await bulk.download(way, request, size=size)
 
     async def raw_bulk(self) -> RawBulk:
         """Another bulk connection, by hand."""

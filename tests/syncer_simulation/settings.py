@@ -14,6 +14,8 @@ from syncer_simulation.bucket_world import BucketSetup, BucketWorld
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.disk_world import DiskSetup, DiskWorld
 from syncer_simulation.learners import Setup
+from syncer_simulation.shard_world import ShardSetup, ShardWorld
+from syncer_simulation.sharded_world import ShardedSetup, ShardedWorld
 from syncer_simulation.shell_sessions import ShellWorld
 from syncer_simulation.shell_world import ShellSetup, settle_shell
 
@@ -109,6 +111,14 @@ def drawn_changes(seed: int) -> Setup:
     )
 
 
+def drawn_shards(seed: int) -> ShardSetup:
+    """A job as ``drawn_changes`` has it, whose fragments some shards share, which crash too."""
+    rng = random.Random(f"shard setup of {seed}")
+    drawn = asdict(drawn_changes(seed))
+    drawn["fragments"] = rng.randint(1, 5)
+    return ShardSetup(**drawn, shards=rng.randint(1, 5), between=rng.choice([3.0, 10.0]))
+
+
 CHANGING = ("slots", "fragments", "every", "overlap", "quorum", "rule", "stop", "edits", "clocks", "regions")
 CHANGING += ("on_region_lost", "norm_gate", "diverged", "told_crashes", "slow")
 
@@ -137,6 +147,7 @@ CORE: dict[str, Kind[Any, Any]] = {
     "SLOW": of_core(SLOW),
     "DRAWN": Kind(drawn_setup, World, settle),
     "CHANGED": Kind(drawn_changes, World, settle),
+    "SHARDS": Kind(drawn_shards, ShardWorld, settle),
     "BROKEN": Kind(drawn_broken, BrokenWorld, settle_broken),
     # With K = M every loss holds everybody up. Of the seeds that it names, a test asks for a greater share of the pace.
     "LIVE_1": of_core(LOSSY, settle_live(0.5), 600.0),
@@ -200,6 +211,10 @@ FLIPPED = replace(DISK, faults=0.0, doubles=0.0, flips=0.7, crashes=6.0)
 BUCKET = BucketSetup(**asdict(TROUBLE))
 
 
+# Shards share the fragments, which crash alone and with the syncer.
+SHARDED = ShardedSetup(**asdict(replace(TROUBLE, fragments=4)))
+
+
 def drawn_shell(seed: int) -> ShellSetup:
     """A job that changes as ``drawn_changes`` has it, under the shell's troubles."""
     rng = random.Random(seed)
@@ -228,7 +243,11 @@ def of_bucket(setup: BucketSetup) -> Kind[BucketSetup, BucketWorld]:
     return Kind(lambda seed: replace(setup, seed=seed), BucketWorld, settle_shell, 600.0)
 
 
-SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
+def of_shards(setup: ShardedSetup) -> Kind[ShardedSetup, ShardedWorld]:
+    return Kind(lambda seed: replace(setup, seed=seed), ShardedWorld, settle_shell, 600.0)
+
+
+SHELL: dict[str, Kind[Any, Any]] = {
     "TROUBLE": of_shell(TROUBLE),
     "LOSING": of_shell(LOSING),
     "STANDING_BY": of_shell(STANDING_BY),
@@ -240,4 +259,5 @@ SHELL: dict[str, Kind[ShellSetup, ShellWorld]] = {
     "DISK": of_disk(DISK),
     "FLIPPED": of_disk(FLIPPED),
     "BUCKET": of_bucket(BUCKET),
+    "SHARDED": of_shards(SHARDED),
 }

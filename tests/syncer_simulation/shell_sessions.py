@@ -152,9 +152,15 @@ class ShellWorld(SyncerProcesses):
 
     # ------------------------------------------------------------ uploads
 
-    def begin_upload(self, connection: int, upload: Callable[[Life], Any]) -> None:
+    def begin_upload(self, connection: int, upload: Callable[[Life], Any], fragment: int | None = None) -> None:
+        """``fragment``: of a push."""
         if (life := self.life_of[connection]).serving:
             life.loop.create_task(upload(life))
+
+    def find_receiver(self, life: Life, header: sync_pb2.UploadHeader) -> Any:
+        """Who takes an upload."""
+        assert life.syncer is not None
+        return life.syncer.bulk.uploads.receivers[header.WhichOneof("what") or ""]
 
     async def upload(
         self, life: Life, learner: Learner, connection: int, data: Array, **what: Any
@@ -167,11 +173,9 @@ class ShellWorld(SyncerProcesses):
             whole[:] = data
             return whole
 
-        assert life.syncer is not None
         header = sync_pb2.UploadHeader(job="shell", process=learner.process, total_bytes=data.nbytes, **what)
-        receive = life.syncer.bulk.uploads.receivers[header.WhichOneof("what") or ""]
         try:
-            reply: sync_pb2.UploadReply | None = await receive(
+            reply: sync_pb2.UploadReply | None = await self.find_receiver(life, header)(
                 header, connection if connection in self.connections else 0, read
             )
         except UploadRefused as error:
@@ -218,7 +222,7 @@ class ShellWorld(SyncerProcesses):
         for _ in range(2 if self.chance(0.05) else 1):
             if not self.chance(0.05):
                 self.on_their_way[header.id] += 1
-                self.at(self.delay(0.4), lambda: self.begin_upload(connection, push))
+                self.at(self.delay(0.4), lambda: self.begin_upload(connection, push, header.fragment))
 
     def hear_answer(
         self,

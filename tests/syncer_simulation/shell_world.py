@@ -255,12 +255,13 @@ class SyncerProcesses(World):
         core = Core(self.config, state, life.epoch, self.now, wall=time.time())
         restored.newest = take_back_versions(core, restored.newest)
         model = GlobalModel(self.job, threads=1, control_key=CONTROL_KEY)
-        if restored.layout is not None:
-            model.begin(restored.layout, restored.newest)
         syncer = Syncer(self.job, core, model, checkpoints, tape=tape, restored=restored, loop=life.loop)
         syncer.driver.clock = SteadyClock(raw=life.loop.time)
         syncer.durability.settings = settings_line(self.job, life.epoch, restored)
         self.register(life, syncer)
+        self.begin_shards(life, syncer)
+        if restored.layout is not None:
+            await syncer.begin_model(restored.layout, restored.newest)
         self.epoch, self.core, self.newest, life.syncer = life.epoch, core, life, syncer
         replay(syncer, restored)
         fewer = {p: v for p, v in self.expected.items() if core.versions[p] < v}
@@ -283,19 +284,23 @@ class SyncerProcesses(World):
         await life.loop.finish_threads()
         return outcome
 
+    def begin_shards(self, life: Life, syncer: Syncer) -> None:
+        """Here the syncer has all fragments itself."""
+
     def register(self, life: Life, syncer: Syncer) -> None:
         """Let the world be the syncer's servers."""
         for kind in TOLD:
             syncer.driver.on_with(kind, lambda: self.capture(syncer.core), lambda a, known: self.tell(life, a, known))
         syncer.driver.on(ev.SetPhase, lambda action: self.set_phase(life, action))
-        emit = syncer.pushes.emit
+        taker: Any = syncer.pushes if syncer.shards is None else syncer.shards
+        emit = taker.emit
 
         def judge(event: ev.Event) -> None:
             sought = isinstance(event, ev.PushReceived) and syncer.core.is_recovering
             assert not sought, f"a push is taken while a lost version is sought: {event}"
             emit(event)
 
-        syncer.pushes.emit = judge
+        taker.emit = judge
 
     async def stop_servers(self, life: Life) -> None:
         self.end_sessions(life)
@@ -316,7 +321,13 @@ class SyncerProcesses(World):
 
     def load(self) -> tuple[Checkpoints, Restored, Tape]:
         store = self.open_store()
-        checkpoints = Checkpoints(store, Epoch.claim(store, b"", self.min_epoch), "shell", 1)
+        checkpoints = Checkpoints(
+            store,
+            Epoch.claim(store, b"", self.min_epoch),
+            "shell",
+            keep=1,
+            forget_arrays=self.job.spec.syncer.shards > 1,
+        )
         self.identify(checkpoints)
         restored = checkpoints.load()
         tape = Tape(store)

@@ -129,7 +129,9 @@ class SyncerSpec(Spec):
     """The service that holds the global parameters."""
 
     cluster: Name | None = Field(None, description="Name of its cluster; null if the job has one cluster.")
-    shards: int = Field(1, ge=1, le=1, description="Processes that share the fragments; more than 1 do not work yet.")
+    shards: int = Field(
+        1, ge=1, le=64, description="Processes that share the fragments, beside the syncer; 1: the syncer has all."
+    )
     endpoint: EndpointSpec = Field(default_factory=EndpointSpec, description="Where learners reach it.")
     tls: TlsSpec = Field(default_factory=TlsSpec, description="Its certificate.")
     storage: StorageSpec = Field(default_factory=StorageSpec, description="Where it keeps its durable state.")

@@ -110,6 +110,10 @@ class Driver:
         self.generation += 1
         self._queue(self.core.handle(event, self.clock()))
 
+    def carry_out(self, action: ev.Action) -> None:
+        """Carry out an action that is no part of the queue, and does not wait."""
+        self._handlers[type(action)](action)()
+
     def start(self, made: Sequence[int], behind: bool) -> None:
         """Begin: the core's first actions, the queue and the clock. ``made``, ``behind``: see ``Core.start``."""
         missing = [kind.__name__ for kind in get_args(ev.Action) if kind not in self._handlers]

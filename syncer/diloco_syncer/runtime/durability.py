@@ -59,31 +59,14 @@ class Snapshot:
     refused: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass
-class Durability:
-    """The one way from the running syncer to its store.
-
-    ``snapshot`` returns the state as it is now; ``on_problem`` is called when ``problem`` has changed;
-    ``newest_records`` returns each fragment's newest version, which is durable.
-    """
+@dataclass(kw_only=True)
+class StoreWriter:
+    """Writes what may not be lost, one write at a time. ``on_problem`` is called when ``problem`` has changed."""
 
     checkpoints: Checkpoints  # its methods block: call them by ``run_write``
-    tape: Tape
-    snapshot: Callable[[], Snapshot]
     on_problem: Callable[[str], None]
-    newest_records: Callable[[], Sequence[MergeRecord]]
-    optimizer: str = ""  # the name in the store of the inner optimizer state; empty: none
-    optimizer_bytes: int = 0
-    settings: dict[str, Any] | None = None  # the tape's line of this start, until it is there
     problem: str = ""  # what is wrong with the store, for people
-    _optimizers: int = 0  # that were to be written
     _scrubbed: int = 0  # records
-    _persisted: int = -1  # the newest generation whose state is durable
-    _blobs: dict[str, Array] = field(default_factory=dict)
-    _notes: deque[EventRow] = field(default_factory=deque)  # transitions that the tape is to get
-    _noted: int = 0  # since the last checkpoint
-    _left_out: int = 0
-    _refused: dict[str, int] = field(default_factory=dict)  # as the tape has it
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
 
     async def run_write(self, work: Callable[..., T], *arguments: Any, pool: ThreadPoolExecutor | None = None) -> T:
@@ -122,6 +105,46 @@ class Durability:
         if problem != self.problem:
             self.problem = problem
             self.on_problem(problem)
+
+    async def scrub(self, newest_records: Callable[[], Sequence[MergeRecord]]) -> None:
+        """Verify the newest record of the next fragment in turn, and write it anew where it is damaged.
+        ``newest_records`` returns those that are in memory, and durable."""
+        newest = newest_records()
+        if not newest:
+            return
+        place, self._scrubbed = self._scrubbed % len(newest), self._scrubbed + 1
+        record, fragment = newest[place], newest[place].fragment
+        try:
+            damage = await asyncio.to_thread(self.checkpoints.find_damage, fragment, record.version)
+        except OSError as error:
+            log.warning("fragment %d could not be verified: %s", fragment, error)
+            return
+        if damage and newest_records()[place] is record and record.made_in != STAND_IN:
+            await self.run_write(self.checkpoints.write_record_again, record)
+            log.error("the store had damaged fragment %d, which is whole again: %s", fragment, damage)
+
+
+@dataclass(kw_only=True)
+class Durability(StoreWriter):
+    """The one way from the running syncer to its store.
+
+    ``snapshot`` returns the state as it is now; ``newest_records`` returns each fragment's newest version, which is
+    durable.
+    """
+
+    tape: Tape
+    snapshot: Callable[[], Snapshot]
+    newest_records: Callable[[], Sequence[MergeRecord]]
+    optimizer: str = ""  # the name in the store of the inner optimizer state; empty: none
+    optimizer_bytes: int = 0
+    settings: dict[str, Any] | None = None  # the tape's line of this start, until it is there
+    _optimizers: int = 0  # that were to be written
+    _persisted: int = -1  # the newest generation whose state is durable
+    _blobs: dict[str, Array] = field(default_factory=dict)
+    _notes: deque[EventRow] = field(default_factory=deque)  # transitions that the tape is to get
+    _noted: int = 0  # since the last checkpoint
+    _left_out: int = 0
+    _refused: dict[str, int] = field(default_factory=dict)  # as the tape has it
 
     # ------------------------------------------------------------- state and checkpoints
 
@@ -178,23 +201,7 @@ class Durability:
                 await self.run_write(self.checkpoints.epoch.check)
             else:
                 await self.checkpoint()
-            await self.scrub()
-
-    async def scrub(self) -> None:
-        """Verify the newest record of the next fragment in turn, and write it anew where it is damaged."""
-        newest = self.newest_records()
-        if not newest:
-            return
-        fragment, self._scrubbed = self._scrubbed % len(newest), self._scrubbed + 1
-        record = newest[fragment]
-        try:
-            damage = await asyncio.to_thread(self.checkpoints.find_damage, fragment, record.version)
-        except OSError as error:
-            log.warning("fragment %d could not be verified: %s", fragment, error)
-            return
-        if damage and self.newest_records()[fragment] is record and record.made_in != STAND_IN:
-            await self.run_write(self.checkpoints.write_record_again, record)
-            log.error("the store had damaged fragment %d, which is whole again: %s", fragment, damage)
+            await self.scrub(self.newest_records)
 
     async def close(self, checkpoint: bool) -> None:
         """End the store's thread; with ``checkpoint``, after a last checkpoint."""
@@ -208,9 +215,13 @@ class Durability:
 
     # ------------------------------------------------------------- records and blobs
 
-    async def write_merge_record(self, record: MergeRecord, pool: ThreadPoolExecutor | None = None) -> None:
-        """Make a version durable (in ``pool``'s thread), and append its line to the tape."""
-        await self.run_write(self.checkpoints.write_record, record, pool=pool)
+    async def write_merge_record(self, record: MergeRecord) -> None:
+        """Make a version durable, and append its line to the tape."""
+        await self.run_write(self.checkpoints.write_record, record)
+        await self.append_line(record)
+
+    async def append_line(self, record: MergeRecord) -> None:
+        """Append the line of a version that is durable to the tape."""
         await self.run_write(self._append_line, record)
 
     def note_event(self, row: EventRow) -> None:

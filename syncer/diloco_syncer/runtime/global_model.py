@@ -227,6 +227,10 @@ class GlobalModel:
         usual = math.fsum(float(theta.sum()) for _, theta in seen.values()) / elements
         return merge.growth(pieces, squares, known[1], usual)
 
+    def know_squares(self, fragment: int, version: int, squares: Float64s) -> None:
+        """``piece_squares`` of a version's Θ, which is not here."""
+        self._squares[fragment] = version, squares
+
     def _quantised(self, old: MergeRecord, theta: Floats, encoding: str) -> tuple[Floats, Floats, Array]:
         update = np.subtract(theta, old.theta)
         encoded, dropped = codec.encode_with_feedback(update, old.feedback, encoding, threads=self._threads)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,7 @@ MAX_FROZEN = 1 << 38
 MAX_DIGEST = 128  # characters of the frozen parameters' digest
 PATIENCE = 2 * limits.STALL_SECONDS  # without any upload under way; a sender's pauses are shorter
 WATCH_SECONDS = 1.0
+BeginModel = Callable[[Layout, Sequence[MergeRecord], str, str, Sequence[Broadcast]], Awaitable[None]]
 
 
 class InitialRefused(UploadRefused):
@@ -77,7 +78,8 @@ class Staged:
 
 @dataclass
 class InitialModelUpload:
-    """The one upload of version 0 that is under way. ``job``: its name."""
+    """The one upload of version 0 that is under way. ``job``: its name. ``begin_model`` puts it in force, once it is
+    durable (``GlobalModel.begin``)."""
 
     job: str
     core: Core
@@ -86,6 +88,7 @@ class InitialModelUpload:
     spool: Spool
     emit: Callable[[ev.Event], None]
     stop_by: Callable[[BaseException], None]
+    begin_model: BeginModel
 
     def __post_init__(self) -> None:
         self._connection = 0
@@ -283,7 +286,7 @@ class InitialModelUpload:
             self.stop_by(error)  # whoever uploads it next would hear the same
             raise
         if not origins:  # else it may stand in for later versions, and is told to nobody before a restart
-            self.model.begin(layout, newest, frozen.name, frozen.digest, broadcasts)
+            await self.begin_model(layout, newest, frozen.name, frozen.digest, broadcasts)
         self._staged, self._earlier = {}, {}
         self.emit(ev.InitialModelStored(layout.digest, tuple(layout.elements(p) for p in range(len(layout)))))
         log.info("version 0 is durable: %d parameters in %d fragments", layout.total_elements, len(layout))

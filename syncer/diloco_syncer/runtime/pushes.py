@@ -17,9 +17,9 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,9 @@ from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.core import Core
 from diloco_syncer.numerics.merge import Delta, EncodedDelta, piece_squares
 from diloco_syncer.runtime.buffer_pool import BufferPool
-from diloco_syncer.runtime.durability import Durability
+from diloco_syncer.runtime.durability import StoreWriter
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.store.checkpoint import SpooledOffer
@@ -60,20 +59,27 @@ class Payload:
 
 @dataclass
 class ReceivedPushes:
-    """The bytes behind the core's handles. ``refused``: refused uploads by reason, counted on here."""
+    """The bytes behind the core's handles. ``check`` judges a push of a process by its header, and raises
+    ``UploadRefused``, or ``TooManyUploads`` while none is taken. ``refused``: refused uploads by reason, counted on
+    here. ``on_spooled`` hears of each offer that is durable, before its sender does."""
 
-    core: Core
+    check: Callable[[PushHeader, str], None]
+    is_recovering: Callable[[], bool]
     model: GlobalModel
-    durability: Durability
+    writer: StoreWriter
     buffers: BufferPool
     decode_thread: Executor
     emit: Callable[[ev.Event], None]
     run_task: Callable[[Coroutine[Any, Any, None]], object]
     refused: Counter[str]
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    on_spooled: Callable[[int], None] = lambda handle: None
+    first_handle: InitVar[int] = 1
     _held: dict[int, Payload] = field(default_factory=dict)
     _tell_at: float = 0.0  # of the next bytes; time.monotonic()
     _unspooled: dict[int, Payload] = field(default_factory=dict)  # by handle: offers neither refused nor durable yet
+
+    def __post_init__(self, first_handle: int) -> None:
+        self._numbers = itertools.count(first_handle)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -90,13 +96,12 @@ class ReceivedPushes:
     ) -> sync_pb2.UploadReply | None:
         """Receive a part of a push or offer; the core judges it by its header, and again when all of it is here."""
         push = convert.push_header(upload)
-        if self.core.is_recovering:
-            raise TooManyUploads
-        refusal = self.core.check_push(push, upload.process)
-        if refusal is not None:
-            if refusal[0] is PushRefusal.REPEATED:
+        try:
+            self.check(push, upload.process)
+        except UploadRefused as error:
+            if error.reason == PushRefusal.REPEATED:
                 await self.wait_offer_spooled(push)
-            raise UploadRefused(*refusal)
+            raise
         assert self.model.layout is not None
         elements = self.model.layout.elements(push.fragment)
         size = codec.encoded_bytes(push.encoding, elements)
@@ -110,7 +115,7 @@ class ReceivedPushes:
         """Measure a push, whose bytes are all here, and ask the core; returns the reply."""
         loop = asyncio.get_running_loop()
         squares, growth = await loop.run_in_executor(self.decode_thread, self._measure, header, encoded)
-        if self.core.is_recovering:  # since its bytes began to come: a version with a part of its steps may be found
+        if self.is_recovering():  # since its bytes began to come: a version with a part of its steps may be found
             raise TooManyUploads
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
@@ -137,16 +142,16 @@ class ReceivedPushes:
         delta = EncodedDelta(encoded, header.encoding, self.model.layout.elements(header.fragment))
         return encoded.view(np.float32) if header.encoding == "float32" else delta
 
-    def restore_offer(self, offer: SpooledOffer) -> int:
-        """Take back a spooled offer, at start; returns its handle. Raises ``codec.CodecError`` if it does not fit its
-        fragment."""
+    def restore_offer(self, offer: SpooledOffer, handle: int | None = None) -> int:
+        """Take back a spooled offer, at start; returns its handle (None: a new one). Raises ``codec.CodecError`` if it
+        does not fit its fragment."""
         layout, header = self.model.layout, offer.header
         if layout is None or header.fragment >= len(layout):
             raise codec.CodecError("its fragment does not exist")
         size = codec.encoded_bytes(header.encoding, layout.elements(header.fragment))
         if offer.encoded_bytes != size or offer.squares.shape != (len(layout.fragments[header.fragment]),):
             raise codec.CodecError(f"{offer.encoded_bytes} bytes as {header.encoding}: its fragment has {size}")
-        handle = next(self._numbers)
+        handle = next(self._numbers) if handle is None else handle
         self._held[handle] = Payload(header, offer.squares, offer.norm, None, verdict=None)
         return handle
 
@@ -156,6 +161,10 @@ class ReceivedPushes:
         held = [self._held[handle] for handle in handles]
         return [self._gradient(payload) for payload in held], [payload.squares for payload in held]
 
+    def squares(self, handle: int) -> Float64s:
+        """``merge.piece_squares`` of a push."""
+        return self._held[handle].squares
+
     def norm(self, handle: int) -> float:
         """The L2 norm of a push."""
         return self._held[handle].norm
@@ -163,7 +172,7 @@ class ReceivedPushes:
     def _gradient(self, payload: Payload) -> Delta:
         encoded = payload.encoded
         if encoded is None:  # an offer's, which is durable
-            encoded = self.durability.checkpoints.read_offer(payload.header)
+            encoded = self.writer.checkpoints.read_offer(payload.header)
         return self._values(payload.header, encoded)
 
     # ------------------------------------------------------------- the core's actions
@@ -186,6 +195,11 @@ class ReceivedPushes:
         else:
             self._mark_spooled(verdict.handle)
             self._send_reply(payload, upload_reply(True))
+
+    def refuse_for_now(self, handle: int) -> None:
+        """Forget a push: its sender is told to try again after a pause."""
+        self.fail(handle, TooManyUploads())
+        self._held.pop(handle, None)
 
     def fail(self, handle: int, error: Exception) -> bool:
         """Answering this push failed: its call ends with the error. False: there is no such push any more."""
@@ -214,16 +228,17 @@ class ReceivedPushes:
         self._send_reply(payload, refusal)
 
     async def _spool(self, handle: int, payload: Payload, encoded: Array) -> None:
-        spool = self.durability.checkpoints.spool_offer
-        await self.durability.run_write(spool, payload.header, payload.norm, payload.squares, encoded)
+        spool = self.writer.checkpoints.spool_offer
+        await self.writer.run_write(spool, payload.header, payload.norm, payload.squares, encoded)
         payload.encoded = None
+        self.on_spooled(handle)
         self._mark_spooled(handle)
         self._send_reply(payload, upload_reply(True))
 
     async def _unspool(self, payload: Payload) -> None:
         """Remove an offer's spooled bytes, after any newer offer that replaces them is durable."""
         await self.wait_spooled()
-        await self.durability.run_write(self.durability.checkpoints.remove_offer, payload.header)
+        await self.writer.run_write(self.writer.checkpoints.remove_offer, payload.header)
 
     def _mark_spooled(self, handle: int) -> None:
         payload = self._unspooled.pop(handle, None)

@@ -38,7 +38,8 @@ VERSION = "version"  # in an upload's key
 
 @dataclass
 class VersionUploads:
-    """Uploads of versions that the store lost. ``job``: its name; ``next_number``: of the job's next record."""
+    """Uploads of versions that the store lost. ``job``: its name; ``next_number``: of the job's next record;
+    ``read_newest`` returns a fragment's newest record with its arrays, and blocks."""
 
     job: str
     core: Core
@@ -46,6 +47,7 @@ class VersionUploads:
     durability: Durability
     decode_thread: Executor
     next_number: Callable[[], int]
+    read_newest: Callable[[int], MergeRecord]
     emit: Callable[[ev.Event], None]
     run_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     _tell_at: dict[int, float] = field(default_factory=dict)  # by fragment, of the next bytes; time.monotonic()
@@ -114,22 +116,21 @@ class VersionUploads:
         assert layout is not None
         elements = layout.elements(fragment)
 
-        def decode() -> tuple[Floats, bool, str] | None:
+        def decode() -> tuple[Floats, bool, str, MergeRecord] | None:
             if content_digest(encoded) != announced.digest:
                 return None
             values = codec.decode(encoded, base.encoding, elements)
-            return values, codec.norm_and_finite(values)[1], theta_digest(values)
+            return values, codec.norm_and_finite(values)[1], theta_digest(values), self.read_newest(fragment)
 
         decoded = await asyncio.get_running_loop().run_in_executor(self.decode_thread, decode)
         if decoded is None:
             raise self._disbelieve(connection, fragment, "its bytes are not those that were announced")
-        theta, finite, digest = decoded
+        theta, finite, digest, old = decoded
         # The core may have given up on it while its bytes came.
         why = self.core.check_version_upload(connection, fragment, base.epoch, base.version, announced.rows)
         if why or not finite:
             self.emit(ev.LostVersionFailed(connection, fragment))
             raise self._refused(why or "it has values that are not finite")
-        old = self.model.newest[fragment]
         return MergeRecord(
             job=self.job,
             epoch=self.core.epoch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,17 +19,14 @@ from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.bulk_calls import CallFailed
 from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_protocol.wire.limits import WireError
-from diloco_protocol.wire.progress import Progress, Stalled, await_progress
+from diloco_protocol.wire.progress import Stalled, await_progress
 from diloco_protocol.wire.records import Held
-from diloco_syncer.core import events as ev
-from diloco_syncer.core.core import Core
 from diloco_syncer.runtime.durability import Durability
-from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
+from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
-from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.server.callers import FRAGMENTS, Caller, Callers, find_version
 from diloco_syncer.server.download_queue import DownloadQueue, TooManyDownloads
-from diloco_syncer.server.sessions import CallerRefused, Sessions
-from diloco_syncer.server.tls.access import CallAuthorizer
+from diloco_syncer.server.sessions import CallerRefused
 from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.records import Array
 
@@ -43,7 +40,9 @@ class Sink(Protocol):
 
 MOST_CHECKSUMS = 256  # of parts of a version: who asks for others has them made anew
 PIECE_BYTES = 1 << 20  # handed to a connection at a time
-FRAGMENTS = (sync_pb2.DownloadRequest.FULL, sync_pb2.DownloadRequest.DELTA)
+
+Found = tuple[Array | None, tuple[Held, ...], str]
+"""The bytes that are requested (None: not to be had), the versions they go with, and the word why not."""
 
 
 def job_for_learners(job: DiLoCoJob) -> bytes:
@@ -61,17 +60,13 @@ def job_for_learners(job: DiLoCoJob) -> bytes:
 
 @dataclass
 class Downloads:
-    """The downloads of all bulk connections."""
+    """The downloads of all bulk connections. ``find_other`` returns what is requested besides fragments, as ``_find``
+    does; ``epoch``: the syncer's."""
 
-    job: DiLoCoJob
-    core: Core
+    callers: Callers
     model: GlobalModel
-    durability: Durability
-    authorizer: CallAuthorizer
-    sessions: Sessions
-    relay: OptimizerRelay
-    traffic: Traffic
-    emit: Callable[[ev.Event], None]
+    epoch: int
+    find_other: Callable[[sync_pb2.DownloadRequest], Awaitable[Found]]
     queue: DownloadQueue = field(default_factory=DownloadQueue)
 
     async def serve(self, request: sync_pb2.DownloadRequest, sink: Sink, peer: Peer, called: str = "") -> None:
@@ -79,15 +74,9 @@ class Downloads:
         connection. Raises CallFailed before a byte was sent, and StreamBroken."""
         try:
             limits.check_format(request.format)
-            # Who has not joined may ask for the job, to learn what to join. It is small, and nobody knows who they are.
-            if request.what == sync_pb2.DownloadRequest.JOB:
-                await self._send(request, sink, Progress(), self.authorizer.find_place(called))
-                return
-            caller = self.sessions.find_caller(request.process, peer, called)
-            # Looked up now: a learner that takes the last version may leave before the whole of it was sent.
-            place, slot = self.sessions.find_place_and_slot(caller)
-            async with self.queue.await_turn(request.process):
-                await self._send(request, sink, caller.sent, place, slot=slot)
+            caller = await self.callers.find_reader(request, peer, called)
+            async with self.queue.await_turn(request.process or called):
+                await self._send(request, sink, caller)
         except CallerRefused as error:
             # Who has no session any more joins again, and then asks again.
             raise CallFailed(str(error), final=error.reason != TransferRefusal.NOT_JOINED) from error
@@ -98,12 +87,9 @@ class Downloads:
         except WireError as error:
             raise CallFailed(str(error), final=True) from error
 
-    async def _send(
-        self, request: sync_pb2.DownloadRequest, sink: Sink, progress: Progress, place: str, slot: int | None = None
-    ) -> None:
-        """Answer a request; its bytes are counted for ``place`` and ``slot`` (traffic.py). ``progress``: of all
-        downloads of the caller's session."""
-        receipt = self._find_receipt(request)
+    async def _send(self, request: sync_pb2.DownloadRequest, sink: Sink, caller: Caller) -> None:
+        """Answer a request."""
+        progress = caller.sent
         data, versions, word = await self._find(request)
         if data is None:
             header = sync_pb2.DownloadHeader(found=False, reason=word)
@@ -111,11 +97,13 @@ class Downloads:
             return
         held = map(convert.to_wire, versions)
         # All learners take the same parts of a version, whose checksums are taken once.
-        version = self._find_version(request)
+        version = find_version(self.model, request, self.epoch)
         checksums = {} if version is None else version.checksums
         asked = request.what, request.offset, request.bytes
         known = checksums.get(asked)
-        header, part = wire_bulk.cut_part(data, request.offset, request.bytes, known, versions=held, receipt=receipt)
+        header, part = wire_bulk.cut_part(
+            data, request.offset, request.bytes, known, versions=held, receipt=caller.receipt
+        )
         if len(checksums) < MOST_CHECKSUMS:
             checksums[asked] = header.checksum
         sent, whole = 0, wire_bulk.flat(data).nbytes
@@ -135,40 +123,36 @@ class Downloads:
         finally:
             reached = request.offset, request.offset + sent
             whole_sent = downloads is not None and downloads.end_part(*key, reached, now=time.monotonic())
-        self.traffic.count_sent(place, slot, sent)
-        connection = self.sessions.find_process(request.process)
-        if whole_sent and connection is not None and request.epoch == self.core.epoch:
-            self.emit(ev.VersionSent(connection.number, request.fragment, request.version))
+        self.callers.count_sent(caller, sent)
+        if whole_sent:
+            self.callers.note_sent(request)
 
-    def _find_receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
-        """The receipt that goes with a version's bytes; empty where it would be too large, or is not known."""
-        found = self._find_version(request)
+    async def _find(self, request: sync_pb2.DownloadRequest) -> Found:
+        if request.what not in FRAGMENTS:
+            return await self.find_other(request)
+        found = find_version(self.model, request, self.epoch)
         if found is None:
-            return b""
-        if found.version == self.core.versions[found.fragment]:
-            return self.model.make_receipt(found, self.core.receipt(found.fragment))
-        return found.receipt
+            return None, (), "superseded"
+        if request.what == sync_pb2.DownloadRequest.FULL:
+            return found.full, (), "superseded"
+        return found.delta, (), "no-delta"
 
-    def _find_version(self, request: sync_pb2.DownloadRequest) -> Broadcast | None:
-        """The version of a fragment that is requested; None: another thing is, or it is not to be had."""
-        if request.what not in FRAGMENTS or request.epoch != self.core.epoch:
-            return None
-        return self.model.find_broadcast(request.fragment, request.version)
 
-    async def _find(self, request: sync_pb2.DownloadRequest) -> tuple[Array | None, tuple[Held, ...], str]:
-        """The bytes that are requested (None: not to be had), the versions they go with, and the word why not."""
+@dataclass
+class JobPayloads:
+    """What learners download besides fragments."""
+
+    job: DiLoCoJob
+    model: GlobalModel
+    durability: Durability
+    relay: OptimizerRelay
+
+    async def find(self, request: sync_pb2.DownloadRequest) -> Found:
         kinds = sync_pb2.DownloadRequest
         if request.what == kinds.JOB and not request.job:  # the caller may not know the job's name
             return np.frombuffer(job_for_learners(self.job), np.uint8), (), ""
         if request.job != self.job.metadata.name:
             return None, (), PushRefusal.OTHER_JOB.value
-        if request.what in FRAGMENTS:
-            found = self._find_version(request)
-            if found is None:
-                return None, (), "superseded"
-            if request.what == kinds.FULL:
-                return found.full, (), "superseded"
-            return found.delta, (), "no-delta"
         if request.what == kinds.LAYOUT and self.model.layout is not None:
             return np.frombuffer(self.model.layout.to_json().encode(), np.uint8), (), ""
         if request.what == kinds.FROZEN_DIGEST and self.model.frozen_digest:

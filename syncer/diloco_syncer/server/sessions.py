@@ -21,7 +21,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +124,7 @@ class Sessions:
     tensors: Callable[[], bytes]  # the job's, as tensors_to_json has them; empty: not known yet, or too many to say
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _connections: dict[int, Connection] = field(default_factory=dict)
+    _shards: list[sync_pb2.Shard] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._news = NewsForLearners(self.job, self.core)
@@ -346,6 +347,7 @@ class Sessions:
             welcome = self._news.welcome(
                 action, broadcasts, store.problem, store.optimizer_bytes, progress=self.stop_progress()
             )
+            welcome.shards.extend(self._shards)
             connection.send(sync_pb2.SyncerMessage(welcome=welcome))
             connection.welcomed = True
 
@@ -389,6 +391,16 @@ class Sessions:
         for connection in self._connections.values():
             if connection.welcomed:
                 connection.send(told)
+
+    def set_shards(self, shards: Sequence[Sequence[int]]) -> None:
+        """Tell which shard has which fragments. A shard's number is its place, so all are told."""
+        told = [sync_pb2.Shard(fragments=fragments) for fragments in shards] if any(shards) else []
+        if told == self._shards:
+            return
+        self._shards = told
+        for connection in self._connections.values():
+            if connection.welcomed:
+                connection.send(sync_pb2.SyncerMessage(shards=sync_pb2.Shards(shards=told)))
 
     def end_all(self) -> None:
         """End every session, because the syncer ends. One of which something may be unread ends as unavailable."""

@@ -10,7 +10,6 @@ The head of core/merging/push_checks.py lists the checks of a push, in their ord
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooManyUploads, UploadRefused, upload_reply
-from diloco_syncer.runtime.traffic import Traffic
-from diloco_syncer.server.sessions import CallerRefused, Connection, Sessions
+from diloco_syncer.server.callers import Caller, Callers
+from diloco_syncer.server.sessions import CallerRefused
 from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.records import Array
 
@@ -34,12 +33,9 @@ the bytes. Returns the reply, or None while parts are missing. Raises ``UploadRe
 
 @dataclass
 class Uploads:
-    """The uploads of all bulk connections. ``job``: its name; ``receivers``: by the header's ``what``;
-    ``refused``: counts by reason."""
+    """The uploads of all bulk connections. ``receivers``: by the header's ``what``; ``refused``: counts by reason."""
 
-    job: str
-    sessions: Sessions
-    traffic: Traffic
+    callers: Callers
     multipart: MultipartUploads
     receivers: Mapping[str, Receive]
     refused: Counter[str]
@@ -51,9 +47,7 @@ class Uploads:
         the connection."""
         try:
             limits.check_format(header.format)
-            caller = self.sessions.find_caller(header.process, peer, called)
-            if await caller.pace_upload():  # the process may have joined anew meanwhile
-                caller = self.sessions.find_caller(header.process, peer, called)
+            caller = await self.callers.find_sender(header, peer, called)
             reply = await self._receive(header, caller, source)
             return upload_reply(True, TransferRefusal.PARTIAL) if reply is None else reply
         except (CallerRefused, UploadRefused) as error:
@@ -69,26 +63,21 @@ class Uploads:
             return upload_reply(False, word, str(error))
 
     async def _receive(
-        self, header: sync_pb2.UploadHeader, caller: Connection, source: wire_bulk.Source
+        self, header: sync_pb2.UploadHeader, caller: Caller, source: wire_bulk.Source
     ) -> sync_pb2.UploadReply | None:
-        """Hand a part to the receiver of its kind. ``caller``: the connection of the process that sends it."""
-        if header.job != self.job:
-            raise UploadRefused(PushRefusal.OTHER_JOB, f"job {header.job[:80]!r}: this syncer serves {self.job!r}")
+        """Hand a part to the receiver of its kind."""
         receive = self.receivers.get(header.WhichOneof("what") or "")
         if receive is None:
             raise WireError("the header does not say what is uploaded")
-        place, slot = self.sessions.find_place_and_slot(caller)
 
         async def read(key: Hashable, allocate: Callable[[], Array]) -> Array | None:
-            meter = caller.link.up
             received: int | None = None
-            meter.begin(time.monotonic())
+            self.callers.begin_upload(caller)
             try:
                 whole = await self.multipart.receive_part(key, header, source, allocate, progress=caller.received)
                 received = header.bytes
             finally:
-                meter.end(time.monotonic(), received)
-            self.traffic.count_received(place, slot, header.bytes)
+                self.callers.end_upload(caller, received)
             return whole
 
-        return await receive(header, caller.number, read)
+        return await receive(header, caller.connection, read)

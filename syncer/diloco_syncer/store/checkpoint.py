@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -106,9 +106,10 @@ def offer_name(header: PushHeader) -> str:
 class Checkpoints:
     """Reads and writes one job's objects under one epoch. All methods block."""
 
-    def __init__(self, store: Store, epoch: Epoch, job: str, keep: int) -> None:
+    def __init__(self, store: Store, epoch: Epoch, job: str, keep: int, forget_arrays: bool = False) -> None:
+        """``forget_arrays``: see ``StoreReader``."""
         self.store = store
-        self.reader = StoreReader(store, job, restart=True)
+        self.reader = StoreReader(store, job, restart=True, forget_arrays=forget_arrays)
         self.epoch = epoch
         self.job = job
         self.keep = max(1, keep)
@@ -180,6 +181,10 @@ class Checkpoints:
                     raise StoreUnusable(f"{name} was made twice in epoch {record.epoch}, differently") from None
                 break  # a put whose answer was lost
         self.epoch.check()
+
+    def read_record(self, fragment: int, version: int) -> MergeRecord:
+        """A version with all of its arrays. Raises ``ObjectNotFound``, ``Damaged``."""
+        return replace(self.reader, forget_arrays=False).record(fragment, version)
 
     def find_damage(self, fragment: int, version: int) -> str:
         """Why a record is not what was written, in words; empty: it is whole. Raises OSError."""

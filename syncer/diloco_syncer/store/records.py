@@ -20,7 +20,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -247,6 +247,11 @@ class MergeRecord:
             for r in self.responders
         ]
         return body
+
+    def without_arrays(self) -> MergeRecord:
+        """The same without its arrays: a theta of its size that takes no memory."""
+        nothing = np.broadcast_to(np.float32(0), self.theta.shape)
+        return replace(self, theta=nothing, outer={}, feedback=None)
 
     def pack(self) -> list[Buffer]:
         self.digest = self.digest or theta_digest(self.theta)

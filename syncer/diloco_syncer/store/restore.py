@@ -83,12 +83,13 @@ class FoundState:
 @dataclass
 class StoreReader:
     """Reads one job's store. All methods block. ``with_arrays`` False: of records the arrays are neither read nor
-    verified. ``restart``: what is read is gone on from; what is damaged is written anew from its copy, and fragments of
-    which nothing is left get stand-ins."""
+    verified. ``forget_arrays``: they are verified, and not kept. ``restart``: what is read is gone on from; what is
+    damaged is written anew from its copy, and fragments of which nothing is left get stand-ins."""
 
     store: Store
     job: str
     with_arrays: bool = True
+    forget_arrays: bool = False
     restart: bool = False
     initial: dict[str, Any] | None = None  # initial.json: version 0's objects
 
@@ -135,6 +136,7 @@ class StoreReader:
             record = self.read_either(
                 name, lambda each: MergeRecord.unpack(self.store.read(each, records.MAX_FILE), each)
             )
+            record = record.without_arrays() if self.forget_arrays else record
         else:
             record = self.header(fragment, version)
         if (record.job, record.fragment, record.version) != (self.job, fragment, version):

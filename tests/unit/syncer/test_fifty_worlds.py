@@ -43,9 +43,25 @@ def test_damaged_objects_10() -> None:
     run_ten("shell", "DAMAGED", 10)
 
 
+def test_shards_that_crash_0() -> None:
+    run_ten("core", "SHARDS", 0)
+
+
+def test_shards_that_crash_30() -> None:
+    run_ten("core", "SHARDS", 30)
+
+
 def test_a_damaged_record_before_the_newest() -> None:
     worlds.run_world(Case("shell", "DAMAGED", 990080), None)
 
 
 def test_a_region_that_is_waited_for() -> None:
     worlds.run_world(Case("core", "CHANGED", 240), None)
+
+
+def test_shards_in_processes_0() -> None:
+    run_ten("shell", "SHARDED", 0)
+
+
+def test_shards_in_processes_10() -> None:
+    run_ten("shell", "SHARDED", 10)

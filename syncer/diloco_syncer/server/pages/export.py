@@ -11,7 +11,7 @@ one model is sent at a time, for each holds on to the parameters of its moment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
 from diloco_protocol.common.http_server import AddressError, Answer, Page, Stream, split_address
 from diloco_protocol.common.reach import is_loopback
@@ -20,8 +20,10 @@ from diloco_protocol.spec.load import job_to_json
 from diloco_syncer.output.model_file import ModelFile
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
+from diloco_syncer.store.records import Floats, MergeRecord
 
 CHECKSUM = "Diloco-Checksum"
+ReadThetas = Callable[[Sequence[MergeRecord]], Awaitable[list[Floats]]]
 
 
 def check_loopback(address: str, name: str) -> None:
@@ -34,7 +36,9 @@ def check_loopback(address: str, name: str) -> None:
         )
 
 
-def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Durability) -> Mapping[str, Page]:
+def export_pages(
+    job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Durability, *, read_thetas: ReadThetas
+) -> Mapping[str, Page]:
     busy = False
 
     async def model_page() -> Answer:
@@ -50,7 +54,7 @@ def export_pages(job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Dur
                 job.metadata.name,
                 epoch,
                 model.layout,
-                [record.theta for record in newest],
+                await read_thetas(newest),
                 versions=[record.version for record in newest],
                 frozen=await durability.read_blob(model.frozen) if model.frozen else None,
             )

@@ -50,6 +50,11 @@ _OF_LINK = (
     ("link_needs_down_bytes_per_second", "What the job's pace needs down"),
     ("link_too_slow", "1 for a link that is slower than the job's pace needs"),
 )
+_OF_SHARD = (
+    ("serving", "shard_serving", "1 while the shard is there"),
+    ("cpu_seconds", "shard_cpu_seconds", "Processor time of the shard's process"),
+    ("resident_bytes", "shard_peak_memory_bytes", "The most memory that the shard's process has had"),
+)
 _CARRIED_OF_SLOT = (
     ("bytes_up", "received_bytes", "Bulk bytes received from the slot's learners"),
     ("bytes_down", "sent_bytes", "Bulk bytes sent to the slot's learners"),
@@ -134,6 +139,11 @@ def _of_slots(document: StatusDocument) -> Iterator[Family]:
         yield CounterMetricFamily, name, text, ("region",), regions
 
 
+def _of_shards(document: StatusDocument) -> Iterator[Family]:
+    for key, name, text in _OF_SHARD if document.shards else ():
+        yield GaugeMetricFamily, name, text, ("shard",), [((str(r.shard),), getattr(r, key)) for r in document.shards]
+
+
 class StatusCollector(Collector):
     """Turns a status document into metrics."""
 
@@ -145,7 +155,7 @@ class StatusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         document = self._status()
-        for rows in (_of_job(document), _of_slots(document)):
+        for rows in (_of_job(document), _of_slots(document), _of_shards(document)):
             for kind, name, text, labels, samples in rows:
                 family = kind(f"diloco_{name}", text, labels=["job", *labels])
                 for values, value in samples:

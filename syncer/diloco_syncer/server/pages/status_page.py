@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_protocol.documents import MergeSeconds, OutputRow, Report, StatusDocument
+from diloco_protocol.documents import MergeSeconds, OutputRow, Report, ShardRow, StatusDocument
 from diloco_protocol.spec.job import DiLoCoJob, spec_digest
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.documents import ShellFigures
@@ -58,10 +58,11 @@ class StatusPage:
     authorizer: CallAuthorizer
     traffic: Traffic
     event_log: EventLog
-    refused: Counter[str]
+    refused: Callable[[], Counter[str]]
     imbalances: Callable[[], int]
     find_output: Callable[[], OutputRow | None]
     one_machine: bool
+    find_shards: Callable[[], list[ShardRow]]
 
     def status(self) -> StatusDocument:
         return self.core.status(self.clock(), self._figures())
@@ -70,9 +71,11 @@ class StatusPage:
         return self.core.report(self.clock(), self._figures(), spec_digest(self.job), peak_rss_bytes())
 
     def _figures(self) -> ShellFigures:
+        shards = self.find_shards()
+        problems = [row.store_problem for row in shards if row.store_problem]
         return ShellFigures(
             job=self.job.metadata.name,
-            store_problem=self.durability.problem,
+            store_problem=self.durability.problem or "".join(problems[:1]),
             sessions=self.sessions.count,
             links=slot_links(
                 self.job,
@@ -85,12 +88,13 @@ class StatusPage:
             regions=self.traffic.rows(),
             bytes_up=self.traffic.bytes_up,
             bytes_down=self.traffic.bytes_down,
-            refused_uploads=self.refused,
+            refused_uploads=self.refused(),
             tls=self.authorizer.status(),
             merge_seconds=MergeSeconds.model_validate(self.merger.seconds),
             events=list(self.event_log.events),
             ledger_imbalances=self.imbalances(),
             output=self.find_output(),
+            shards=shards,
         )
 
     def _find_link(self, slot: int) -> LinkMeasures | None:

@@ -4,7 +4,8 @@ A connection has two sockets: ``front`` towards the peer, with TLS or without, a
 plain text. It uses no transports and no tasks, only an ``ssl.SSLObject`` over memory and callbacks of the event loop.
 All connections of a listener share the buffers for reading, because a callback leaves nothing in them. A peer that
 wants to move bulk bytes says so in the handshake, in plain text by its first bytes: its socket, with the state of TLS,
-goes to whoever serves those (``hand_over``), and this object only counts its bytes.
+goes to whoever serves those (``hand_over``), and this object only counts its bytes. One that is for a shard says so in
+its first message: it goes to the shard's process with what was read of it (``pass_on``).
 
 Back-pressure: while one side does not take what the other sent, the other is not read. So a connection holds at most a
 buffer's worth in each direction.
@@ -17,14 +18,14 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
-from diloco_protocol.security.credentials import BULK_PROTOCOL
 from diloco_protocol.vocabulary import ConnectionRefusal
-from diloco_protocol.wire.bulk_calls import PREFACE
 from diloco_protocol.wire.byte_stream import ByteCount, TlsState
 from diloco_syncer.runtime.traffic import NOBODY
+from diloco_syncer.server.tls.client_hello import find_protocols
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,13 @@ class ConnectionOwner(Protocol):
     """What a connection asks of the listener that accepted it (``PortListener``)."""
 
     buffers: ReadBuffers
+    protocol: str  # of its bulk connections, with TLS
+    preface: bytes  # and in plain text
+    shards: dict[bytes, int]  # by what a connection for one says first
 
     def accept_connection(self, connection: PortConnection, bulk: bool) -> tuple[str, socket.socket | None]: ...
     def hand_over(self, connection: PortConnection, front: socket.socket) -> None: ...
+    def pass_on(self, front: socket.socket, shard: int, address: str, first: bytes) -> None: ...
     def handshake_ended(self, connection: PortConnection, refused: HandshakeRefused | None) -> None: ...
     def connection_closed(self, connection: PortConnection) -> None: ...
 
@@ -77,7 +82,8 @@ class PortConnection:
         self.address = address
         self._loop = asyncio.get_running_loop()
         self.tls = None if context is None else TlsState.begin(context)
-        self._first = b""  # of a peer in plain text
+        self._first = b""  # of what came: until it is known whom it is for
+        self._is_routed = not owner.shards  # whether that is known, with TLS
         self._back: socket.socket | None = None
         self._up = b""  # not taken by the gRPC server yet
         self._down = b""  # not taken by the peer yet
@@ -121,7 +127,7 @@ class PortConnection:
         if self.tls is None:
             self._read_preface()
             return
-        wire, tls = self._owner.buffers.wire, self.tls
+        wire = self._owner.buffers.wire
         count = self._receive(self._front)
         if count is None:
             return
@@ -130,41 +136,76 @@ class PortConnection:
             left = HandshakeRefused(ConnectionRefusal.BROKEN_OFF, "the peer left in the handshake")
             self._give_up(left if self._heard else None)
             return
+        self._hear(wire[:count])
+
+    def hear_passed(self, first: bytes) -> None:
+        """Take what the process that passed this connection on has read of it."""
+        self._safely(partial(self._hear, first))
+
+    def _hear(self, data: memoryview | bytes) -> None:
+        self.count.received += len(data)
         try:
-            if not self._heard and wire[0] != _TLS_HANDSHAKE:
-                raise HandshakeRefused(ConnectionRefusal.NOT_TLS, "what came is not TLS")
-            self._heard = True
-            self.count.received += count
-            tls.incoming.write(wire[:count])
-            try:
-                tls.tls.do_handshake()
-            except ssl.SSLWantReadError:
-                self._flush_out()
-                return
-            except ssl.SSLError as error:
-                raise _explain_failure(error) from error
-            self._flush_out()
-            self._begin(tls.tls.selected_alpn_protocol() == BULK_PROTOCOL)
+            if self.tls is None:
+                self._hear_preface(bytes(data))
+            else:
+                self._hear_tls(self.tls, data)
         except HandshakeRefused as refused:
             self._give_up(refused)
+
+    def _hear_tls(self, tls: TlsState, data: memoryview | bytes) -> None:
+        if not self._heard and data[0] != _TLS_HANDSHAKE:
+            raise HandshakeRefused(ConnectionRefusal.NOT_TLS, "what came is not TLS")
+        self._heard = True
+        tls.incoming.write(data)
+        if not self._is_routed:
+            self._first += data
+            protocols = find_protocols(self._first)
+            if protocols is None:
+                return
+            self._is_routed = True
+            if (shard := self._find_shard(protocols)) is not None:
+                self._pass_on(shard)
+                return
+        self._first = b""
+        try:
+            tls.tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush_out()
+            return
+        except ssl.SSLError as error:
+            raise _explain_failure(error) from error
+        self._flush_out()
+        self._begin(tls.tls.selected_alpn_protocol() == self._owner.protocol)
 
     def _read_preface(self) -> None:
         """In plain text the first bytes say what a connection is for. No more of them is read than that needs."""
         try:
-            data = self._front.recv(len(PREFACE) - len(self._first))
+            data = self._front.recv(len(self._owner.preface) - len(self._first))
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        self._first += data
-        self.count.received += len(data)
-        if not data:
+        if data:
+            self._hear(data)
+        else:
             self._give_up(None)
-        elif self._first == PREFACE or not PREFACE.startswith(self._first):
-            try:
-                self._begin(self._first == PREFACE)
-            except HandshakeRefused as refused:
-                self._give_up(refused)
+
+    def _hear_preface(self, data: bytes) -> None:
+        self._first += data
+        if (shard := self._find_shard([self._first])) is not None:
+            self._pass_on(shard)
+        elif self._first == self._owner.preface:
+            self._begin(True)
+        elif not any(each.startswith(self._first) for each in (self._owner.preface, *self._owner.shards)):
+            self._begin(False)
+
+    def _find_shard(self, said: Iterable[bytes]) -> int | None:
+        return next((self._owner.shards[each] for each in said if each in self._owner.shards), None)
+
+    def _pass_on(self, shard: int) -> None:
+        """Leave the connection to a shard's process. Raises HandshakeRefused."""
+        self._owner.pass_on(self._front, shard, self.address, self._first)
+        self.close()
 
     def _begin(self, bulk: bool) -> None:
         """The handshake is over. Raises HandshakeRefused."""

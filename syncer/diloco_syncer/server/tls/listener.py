@@ -8,6 +8,10 @@ other one is connected to the gRPC server, which listens on a unix socket in a d
 Each of these inner connections is bound to a random name. gRPC reports that name as the call's peer, and ``find_peer``
 maps it to the certificate of the connection. In plain text there is no handshake, and no certificate.
 
+The syncer's shards (``diloco_syncer.shards``) have no ports. A connection for one names it in its first message: in the
+ClientHello (client_hello.py), in plain text by its preface. Its socket goes to the shard's process with that message
+(passing.py). There another such listener makes the handshake and all that follows.
+
 - **Rotation.** When a peer connects the credential files are looked at, at most once a second. If they have changed,
   new connections get the new certificate, authority and join token; open ones stay. Files that cannot be used leave
   the old ones in force and are logged. A join token that was replaced is accepted for ``TOKEN_SECONDS`` more, since a
@@ -44,18 +48,14 @@ from typing import Any
 
 from diloco_protocol.common.http_server import listening_socket, split_address
 from diloco_protocol.security import identity
-from diloco_protocol.security.credentials import (
-    BULK_PROTOCOL,
-    GRPC_PROTOCOL,
-    Credentials,
-    CredentialsError,
-    ListenError,
-)
+from diloco_protocol.security.credentials import GRPC_PROTOCOL, Credentials, CredentialsError, ListenError
 from diloco_protocol.vocabulary import ConnectionRefusal
+from diloco_protocol.wire.bulk_calls import bulk_preface, bulk_protocol
 from diloco_protocol.wire.byte_stream import ByteStream, set_options
 from diloco_syncer.runtime.traffic import NOBODY
 from diloco_syncer.server.tls.connection import HandshakeRefused, PortConnection, ReadBuffers
 from diloco_syncer.server.tls.connection_limits import Peer, RefusalCounter, allowance_of
+from diloco_syncer.server.tls.passing import LinkEnded, receive_connection, send_connection
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ AcceptBulk = Callable[[ByteStream, Peer, str], None]
 class CredentialReloader:
     """The credentials in force; follows changes of their files."""
 
-    def __init__(self, credentials: Credentials, job: str) -> None:
-        """Raises ``CredentialsError`` if they are not this job's syncer's."""
-        self._job = job
+    def __init__(self, credentials: Credentials, job: str, protocols: list[str]) -> None:
+        """``protocols``: that are spoken. Raises ``CredentialsError`` if they are not this job's syncer's."""
+        self._job, self._protocols = job, protocols
         self._adopt(credentials)
         self._seen = credentials.signature()
         self._checked = time.monotonic()
@@ -120,17 +120,17 @@ class CredentialReloader:
             mine = identity.own_syncer(credentials.names(), self._job)
         except identity.IdentityError as error:
             raise CredentialsError(f"{credentials.directory}/tls.crt: {error}") from error
-        expires, context = credentials.expires(), _context(credentials)  # wall-clock seconds
+        expires, context = credentials.expires(), _context(credentials, self._protocols)  # wall-clock seconds
         self.credentials, self.own_names, self.expires, self.context = credentials, mine, expires, context
 
 
-def _context(credentials: Credentials) -> ssl.SSLContext:
+def _context(credentials: Credentials, protocols: list[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     # A resumed session would bring a certificate that was not checked today.
     context.num_tickets = 0
-    context.set_alpn_protocols([GRPC_PROTOCOL, BULK_PROTOCOL])
+    context.set_alpn_protocols(protocols)
     folder = credentials.directory
     assert folder is not None
     try:
@@ -155,10 +155,17 @@ def connections_for(files: int) -> int:
 class PortListener:
     """Accepts TLS connections in a thread of its own and passes their bytes to the gRPC server."""
 
-    def __init__(self, credentials: Credentials, job: str, regions: Mapping[str, int]) -> None:
-        """``credentials`` without a certificate: plain text. ``regions``: learners and spares of each. Raises
-        ``CredentialsError``."""
-        self.reloader = CredentialReloader(credentials, job) if credentials.secure else None
+    def __init__(
+        self, credentials: Credentials, job: str, regions: Mapping[str, int], shard: int | None = None
+    ) -> None:
+        """``credentials`` without a certificate: plain text. ``regions``: learners and spares of each. ``shard``: whose
+        process this is; None: the syncer's. Raises ``CredentialsError``."""
+        self.protocol, self.preface = bulk_protocol(shard), bulk_preface(shard)
+        self._protocols = [GRPC_PROTOCOL, self.protocol]
+        self.reloader = CredentialReloader(credentials, job, self._protocols) if credentials.secure else None
+        self.shards: dict[bytes, int] = {}
+        self._links: dict[int, socket.socket] = {}  # to shards
+        self._link: socket.socket | None = None  # of a shard, to the syncer
         self._bulk: tuple[asyncio.AbstractEventLoop, AcceptBulk] | None = None
         self.most_connections = connections_for(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self.buffers = ReadBuffers()
@@ -213,6 +220,26 @@ class PortListener:
         self._listening.listen(_BACKLOG)
         self._listening.setblocking(False)
         return int(self._listening.getsockname()[1])
+
+    def accept_passed(self, link: socket.socket) -> None:
+        """Instead of ``bind``: take the connections that the syncer passes on."""
+        link.setblocking(False)
+        self._listening = self._link = link
+
+    def begin_shards(self, count: int) -> None:
+        """Before ``start``: there are so many shards, which are away."""
+        self.shards = {
+            bulk_preface(shard) if self.reloader is None else bulk_protocol(shard).encode(): shard
+            for shard in range(count)
+        }
+
+    def connect_shard(self, shard: int, link: socket.socket) -> None:
+        """Pass connections for a shard on to ``link`` from now on, until its other end is closed."""
+        link.setblocking(False)
+        try:
+            self._loop.call_soon_threadsafe(self._set_link, shard, link)
+        except RuntimeError:  # the listener has stopped
+            link.close()
 
     def start(self) -> None:
         """Start to accept. The gRPC server must be serving."""
@@ -287,6 +314,14 @@ class PortListener:
         self._listening.close()
         for connection in [*self._handshakes, *self._open]:
             connection.close()
+        for shard in list(self._links):
+            self._set_link(shard, None)
+
+    def _set_link(self, shard: int, link: socket.socket | None) -> None:
+        if (former := self._links.pop(shard, None)) is not None:
+            former.close()
+        if link is not None:
+            self._links[shard] = link
 
     def _expire(self, now: float) -> None:
         while self._handshakes and (oldest := next(iter(self._handshakes))):
@@ -299,8 +334,11 @@ class PortListener:
         assert self._listening is not None
         for _ in range(_AT_ONCE):
             try:
-                front, where = self._listening.accept()
+                front, address, first = self._take_next(self._listening)
             except BlockingIOError:
+                return
+            except LinkEnded:
+                self._loop.remove_reader(self._listening)
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
@@ -309,7 +347,7 @@ class PortListener:
                 continue  # the peer has left already
             begun = False
             try:
-                self._begin_handshake(front, f"{where[0]}:{where[1]}")
+                self._begin_handshake(front, address, first)
                 begun = True
             except Exception:  # the next one that waits is another's
                 if self.refusals.count_refusal(ConnectionRefusal.NO_ROOM, time.monotonic()) is not None:
@@ -318,7 +356,14 @@ class PortListener:
                 if not begun:
                     front.close()
 
-    def _begin_handshake(self, front: socket.socket, address: str) -> None:
+    def _take_next(self, listening: socket.socket) -> tuple[socket.socket, str, bytes]:
+        """The next connection, its address, and what was read of it already. Raises OSError, LinkEnded."""
+        if listening is self._link:
+            return receive_connection(listening)
+        front, where = listening.accept()
+        return front, f"{where[0]}:{where[1]}", b""
+
+    def _begin_handshake(self, front: socket.socket, address: str, first: bytes) -> None:
         """Make a connection of an accepted socket, which is its own then; on an error it is still the caller's."""
         now = time.monotonic()
         if len(self._handshakes) >= MAX_HANDSHAKES:
@@ -328,7 +373,10 @@ class PortListener:
             self.reloader.reload_if_changed(now)
         set_options(front)
         context = None if self.reloader is None else self.reloader.context
-        self._handshakes[PortConnection(self, front, context, address)] = now + HANDSHAKE_SECONDS
+        connection = PortConnection(self, front, context, address)
+        self._handshakes[connection] = now + HANDSHAKE_SECONDS
+        if first:
+            connection.hear_passed(first)
 
     def _shed_load(self, error: OSError) -> None:
         """File descriptors or memory ran out: end the oldest handshakes, and pause accepting for 0.2 s."""
@@ -394,10 +442,25 @@ class PortListener:
         loop, accept = self._bulk
         loop.call_soon_threadsafe(begin)
 
+    def pass_on(self, front: socket.socket, shard: int, address: str, first: bytes) -> None:
+        """Pass a connection on to a shard; ``first``: what was read of it. That of a shard which is away ends, and the
+        peer tries again. Raises ``HandshakeRefused``."""
+        link = self._links.get(shard)
+        if link is None:
+            return
+        try:
+            send_connection(link, front, address, first)
+        except LinkEnded:
+            self._set_link(shard, None)
+        except OSError as error:
+            raise HandshakeRefused(
+                ConnectionRefusal.NO_ROOM, f"shard {shard} takes no connection: {error.strerror or error}"
+            ) from error
+
     def _judge_certificate(self, tls: ssl.SSLObject, address: str) -> Peer:
         """Raises ``HandshakeRefused``."""
         assert self.reloader is not None
-        if tls.selected_alpn_protocol() not in (GRPC_PROTOCOL, BULK_PROTOCOL):
+        if tls.selected_alpn_protocol() not in self._protocols:
             raise HandshakeRefused(ConnectionRefusal.OTHER_TLS, "TLS 1.3 with HTTP/2 is spoken here")
         shown, raw = tls.getpeercert() or {}, tls.getpeercert(binary_form=True) or b""
         alternatives: Any = shown.get("subjectAltName", ())

@@ -26,13 +26,25 @@ from diloco_syncer.store.tape import EVENT, MERGE, REFUSED, SEGMENT, SETTINGS, T
 from patience import until
 
 
+def make_durability(
+    checkpoints: Checkpoints, store: DirectoryStore, snapshot: Callable[[], Snapshot] = lambda: Snapshot(0, {}, [])
+) -> Durability:
+    return Durability(
+        checkpoints=checkpoints,
+        tape=Tape(store),
+        snapshot=snapshot,
+        on_problem=lambda problem: None,
+        newest_records=list,
+    )
+
+
 @pytest.fixture
 def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Durability:
     """A durability that gives up after 0.3 seconds."""
     monkeypatch.setattr(durability, "PATIENCE", 0.3)
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    return Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
+    return make_durability(checkpoints, store)
 
 
 async def test_a_long_try_that_fails_is_tried_again(waiting: Durability) -> None:
@@ -78,13 +90,7 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
     generation = 1
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(
-        checkpoints,
-        Tape(store),
-        lambda: Snapshot(generation, {"of": generation}, []),
-        lambda problem: None,
-        newest_records=list,
-    )
+    made = make_durability(checkpoints, store, lambda: Snapshot(generation, {"of": generation}, []))
     (tmp_path / "state").write_bytes(b"")  # where the folder of states belongs
     waiting = asyncio.ensure_future(write(made))
     await until(lambda: made.problem)
@@ -101,7 +107,7 @@ async def test_a_state_that_waited_for_the_store_does_not_follow_newer_ones(
 async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_newer_one(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
+    made = make_durability(checkpoints, store)
     (tmp_path / "optimizer").write_bytes(b"")
     waiting = asyncio.ensure_future(made.write_optimizer(np.full(1, 1, np.uint8)))
     await until(lambda: made.problem)
@@ -122,9 +128,7 @@ async def test_transitions_and_refusals_are_on_the_tape_at_the_next_checkpoint_w
     store = DirectoryStore(tmp_path)
     refused = {"stale": 2}
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(
-        checkpoints, Tape(store), lambda: Snapshot(0, {}, [], dict(refused)), lambda problem: None, newest_records=list
-    )
+    made = make_durability(checkpoints, store, lambda: Snapshot(0, {}, [], dict(refused)))
 
     async def lines_of_checkpoint() -> list[tuple[str, object]]:
         before = len(list(tape_reader.raw_lines(store)))
@@ -148,7 +152,7 @@ async def test_transitions_and_refusals_are_on_the_tape_at_the_next_checkpoint_w
 async def test_a_merges_line_follows_what_happened_before_it(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
+    made = make_durability(checkpoints, store)
     made.note_event(event(1))
     await made.write_merge_record(MergeRecord("job", 1, 0, 1, theta=np.zeros(2, np.float32)))
     assert [json.loads(raw)["kind"] for raw in tape_reader.raw_lines(store)] == [SEGMENT, EVENT, MERGE]
@@ -159,7 +163,7 @@ async def test_the_settings_of_a_start_are_before_its_first_line_and_nothing_is_
 ) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
-    made = Durability(checkpoints, Tape(store), lambda: Snapshot(0, {}, []), lambda problem: None, newest_records=list)
+    made = make_durability(checkpoints, store)
     made.settings = {"epoch": 1}
     await made.persist(1)
     assert not list(tape_reader.raw_lines(store))

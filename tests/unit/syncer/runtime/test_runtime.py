@@ -1109,7 +1109,7 @@ async def test_a_version_counts_as_sent_when_all_parts_of_it_were(
         bench.connect(1, 0, "a")
         await bench.initialise("a")
         told: list[object] = []
-        monkeypatch.setattr(bench.syncer.bulk.downloads, "emit", told.append)
+        monkeypatch.setattr(bench.syncer.bulk.downloads.callers, "emit", told.append)
         half = 2 * LAYOUT.elements(0)
         await bench.download("a", 0, half)
         assert await bench.download("a", 9) is None and not told

@@ -375,7 +375,7 @@ async def test_a_gate_begins_again_on_the_same_port(parties: Parties) -> None:
 
 async def test_a_join_token_is_replaced_with_time_to_follow(parties: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "_RELOAD_SECONDS", 0.0)
-    reloader = listeners.CredentialReloader(Credentials.from_directory(parties.syncer()), "tiny")
+    reloader = listeners.CredentialReloader(Credentials.from_directory(parties.syncer()), "tiny", ["h2"])
 
     def admits(token: str) -> bool:
         return reloader.accepts_token([("diloco-join-token", token)])

@@ -238,7 +238,13 @@ async def test_a_succeeded_syncer_leaves_the_tape_to_its_successor(relay: Relay)
     """In a bucket a segment of its own would stand where the successor's next one belongs."""
     store = opened()
     checkpoints, tape = Checkpoints(store, Epoch.claim(store), "j", 2), Tape(store)
-    durability = Durability(checkpoints, tape, lambda: Snapshot(1, {}, []), lambda problem: None, newest_records=list)
+    durability = Durability(
+        checkpoints=checkpoints,
+        tape=tape,
+        snapshot=lambda: Snapshot(1, {}, []),
+        on_problem=lambda problem: None,
+        newest_records=list,
+    )
     tape.append(record(1))
     Epoch.claim(store)
     for write in (durability.checkpoint, durability.write_state_and_collect):

@@ -1,0 +1,212 @@
+"""A syncer whose fragments are shared by shards, processes of their own, under kills of each and of the syncer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
+
+import tape_reader
+from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire.bulk import TransferError
+from diloco_syncer.audit.store_audit import audit_store
+from diloco_syncer.store.directory import DirectoryStore
+from diloco_syncer.store.records import record_name
+from patience import until
+
+# One event loop for all: gRPC's poller does not outlive the loop that it was made in.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+TWO = "syncer.shards=2"
+
+
+def shard_process(syncer: SyncerProcess, index: int) -> psutil.Process:
+    assert syncer.process is not None
+    for child in psutil.Process(syncer.process.pid).children():
+        words = child.cmdline()
+        if "--shard" in words and words[words.index("--shard") + 1] == str(index):
+            return child
+    raise LookupError(index)
+
+
+def kill_shard(syncer: SyncerProcess, index: int) -> None:
+    process = shard_process(syncer, index)
+    process.kill()
+    process.wait()
+
+
+def said(syncer: SyncerProcess, words: str) -> int:
+    """How often the syncer has said it."""
+    return syncer.text().count(words)
+
+
+async def first_learner(syncer: SyncerProcess) -> Client:
+    client = Client(syncer)
+    await client.join()
+    await client.initialise()
+    await until(lambda: len(client.of_kind("announcement")) == len(LAYOUT))
+    await client.ready()
+    return client
+
+
+async def send_again(client: Client, push: sync_pb2.Push) -> sync_pb2.UploadReply:
+    """Send a push until its shard answers."""
+    while True:
+        try:
+            return await client.send(push)
+        except TransferError:
+            await asyncio.sleep(0.05)
+
+
+def digests(store: Path) -> dict[tuple[int, int], str]:
+    """Of all merges, as the tape has them."""
+    return {(line["fragment"], line["version"]): line["result"] for line in tape_reader.read(DirectoryStore(store))}
+
+
+def check_books(syncer: SyncerProcess, tokens: dict[str, int]) -> None:
+    assert tokens["trained"] == sum(tokens[name] for name in ("merged", "dropped", "pending")), tokens
+    assert audit_store(DirectoryStore(syncer.store), "raw").holds
+    assert tape_reader.verify(DirectoryStore(syncer.store))
+    assert "Traceback" not in syncer.text()
+
+
+@pytest.mark.promise("The same pushes give the same bits with any number of shards")
+async def test_two_shards_make_the_bits_of_one_and_their_number_may_change_at_any_start(tmp_path: Path) -> None:
+    made: dict[str, list[str]] = {}
+    for name, counts in {"one": (1, 1, 1), "two": (2, 1, 2)}.items():
+        syncer = SyncerProcess(tmp_path / name, raw_job())
+        client: Client | None = None
+        try:
+            for life, shards in enumerate(counts):
+                syncer = SyncerProcess(tmp_path / name, raw_job(f"syncer.shards={shards}"), syncer.store).start()
+                if client is None:
+                    client = await first_learner(syncer)
+                else:
+                    client = await rejoin(client, syncer)
+                assert len(client.shards()) == (0 if shards == 1 else shards)
+                await turn(client, 2 * life)
+                await turn(client, 2 * life + 1)
+                tokens = syncer.status()["tokens"]
+                await client.close()
+                if life == 1:
+                    syncer.kill()
+                else:
+                    assert syncer.terminate() == 0
+        finally:
+            syncer.stop()
+        check_books(syncer, tokens)
+        made[name] = digests(syncer.store)
+    assert made["one"] == made["two"] and len(made["one"]) == 12
+
+
+async def rejoin(client: Client, syncer: SyncerProcess) -> Client:
+    """The same process at another life of its syncer."""
+    again = Client(syncer, client.ordinal, client.process)
+    for name in ("sequence", "base", "bases", "steps", "merged_steps", "pushed", "confirmed"):
+        setattr(again, name, getattr(client, name))
+    seat = client.welcome.seat
+    held = [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in client.base]
+    await again.join(
+        held=held, previous_incarnation=seat.incarnation, tenure=seat.tenure, slot=seat.slot, attempt=again_attempt()
+    )
+    for fragment, (_, version) in enumerate(client.base):
+        await again.adopt(fragment, version)
+    await again.report()
+    return again
+
+
+_attempts = iter(range(2, 1 << 20))
+
+
+def again_attempt() -> int:
+    return next(_attempts)
+
+
+@pytest.mark.promise("A lost shard stops the merges of its fragments only, is told by name, and costs no token")
+async def test_a_killed_shard_stops_its_fragments_alone_and_is_made_good(tmp_path: Path) -> None:
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job(TWO, "sync.quorum=2")).start()
+    clients: list[Any] = []
+    try:
+        first = await first_learner(syncer)
+        clients.append(first)
+        second = Client(syncer, 1)
+        clients.append(second)
+        await second.join()
+        await second.ready()
+        for fragment in range(len(LAYOUT)):
+            await both(clients, fragment, 0)
+        # A push of one of them is taken, and lost with the shard that has it.
+        await both(clients, 0, 1)
+        await train(clients)
+        pull = await first.pulled(1, 1)
+        assert (await first.send(first.push(1, pull.round))).accepted
+        pulls = len(first.of_kind("pull"))
+        held = next(index for index, shard in enumerate(first.shards()) if 1 in shard.fragments)
+        kill_shard(syncer, held)
+        await until(lambda: said(syncer, f"shard {held} is lost"))
+        for version in (2, 3):  # the other fragment goes on
+            await both(clients, 0, version)
+            await train(clients)
+        await until(lambda: said(syncer, f"shard {held} is ready; of the updates that it had 1 are lost"))
+        await until(lambda: any(p.fragment == 1 for p in first.of_kind("pull")[pulls:]))
+        for client in clients:
+            asked = [p for p in client.of_kind("pull") if p.fragment == 1][-1]
+            assert (await send_again(client, client.push(1, asked.round))).accepted
+        for client in clients:
+            await client.adopt(1, 2)
+            await client.report()
+        await until(lambda: syncer.status()["versions"] == [4, 2])
+        await until(lambda: syncer.status()["tokens"]["dropped"] == 0)
+        tokens = syncer.status()["tokens"]
+    finally:
+        for client in clients:
+            await client.close()
+        syncer.stop()
+    check_books(syncer, tokens)
+
+
+async def train(clients: list[Client]) -> None:
+    for client in clients:
+        await client.train(1)
+
+
+async def both(clients: list[Client], fragment: int, version: int) -> None:
+    """One merge of a fragment, with a push of each."""
+    await train(clients)
+    for client in clients:
+        pull = await client.pulled(fragment, version)
+        reply = await client.send(client.push(fragment, pull.round))
+        assert reply.accepted, reply
+    for client in clients:
+        await client.adopt(fragment, version + 1)
+
+
+@pytest.mark.promise("An accepted offer survives the loss of its shard")
+async def test_an_offer_outlives_its_shard(tmp_path: Path) -> None:
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job(TWO, "sync.quorum=1")).start()
+    client = None
+    try:
+        client = await first_learner(syncer)
+        await turn(client, 0)
+        await client.train(2)
+        assert (await syncer.call("announce", phase="suspended", message="for a test")).ok
+        await until(lambda: client.of_kind("peer_state_request"))
+        await client.say(peer_state_unavailable=sync_pb2.PeerStateUnavailable())
+        for fragment in range(len(LAYOUT)):
+            assert (await client.send(client.push(fragment, 0))).accepted
+        for index in range(2):
+            kill_shard(syncer, index)
+        await client.say(drained=sync_pb2.Drained())
+        await until(lambda: syncer.exited)
+        assert syncer.wait() == 0
+        assert (syncer.store / record_name(0, 2)).exists() and (syncer.store / record_name(1, 2)).exists()
+    finally:
+        if client is not None:
+            await client.close()
+        syncer.stop()
+    assert said(syncer, "is ready; of the updates that it had 0 are lost") == 2
+    assert audit_store(DirectoryStore(syncer.store), "raw").holds
