@@ -199,7 +199,7 @@ def test_status_without_a_syncer(shell: Shell, tmp_path: Path) -> None:
     document = json.loads(shell("status", "seen", "--json"))
     assert document["running"] is False and document["job"] == "seen"
     assert document["resource"]["status"]["learners"] == "2/3"
-    assert re.search(r"seen +Running +2/3 +2/1 +120 +3,000 +2.415", shell("status"))
+    assert re.search(r"seen +Running +2/3 +2/1 +120 +3,000 +- +2.415", shell("status"))
     everywhere = shell("status", "-A", reach=shell.reach[:-2])
     assert re.search(rf"{shell.namespace} +seen +Running", everywhere)
     assert "did you mean seen?" in shell("status", "sen", code=2)

@@ -237,7 +237,7 @@ def virtual_threads(world: WorkerWorld) -> Iterator[None]:
     changes += [(client, "SimpleQueue", threads.SimpleQueue), (learner_module, "offer_everything", offer)]
     changes += [(device, "be_deterministic", lambda: None)]  # torch's own settings, of the whole process
     changes += [(transfers, "return_free_memory", lambda: None), (Credentials, "aio_channel", channel)]
-    changes += [(connection, "bulk_connection", lambda credentials, address: HeardConnection(_own_process()))]
+    changes += [(connection, "bulk_connection", lambda *whom: HeardConnection(_own_process()))]
     changes += [(asyncio, "new_event_loop", new_loop), (asyncio, "set_event_loop", lambda loop: None)]
     with ExitStack() as stack:
         for owner, name, value in changes:

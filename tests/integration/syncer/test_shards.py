@@ -195,12 +195,16 @@ async def test_an_offer_outlives_its_shard(tmp_path: Path) -> None:
         await client.train(2)
         assert (await syncer.call("announce", phase="suspended", message="for a test")).ok
         await until(lambda: client.of_kind("peer_state_request"))
-        await client.say(peer_state_unavailable=sync_pb2.PeerStateUnavailable())
+        asked = client.of_kind("peer_state_request")[0].transfer
+        await client.say(peer_state_unavailable=sync_pb2.PeerStateUnavailable(transfer=asked))
         for fragment in range(len(LAYOUT)):
             assert (await client.send(client.push(fragment, 0))).accepted
         for index in range(2):
             kill_shard(syncer, index)
+        await until(lambda: said(syncer, "is ready; of the updates that it had 0 are lost") == 2)
         await client.say(drained=sync_pb2.Drained())
+        await until(lambda: client.of_kind("phase")[-1].name == sync_pb2.PHASE_SUSPENDED)
+        await client.close()
         await until(lambda: syncer.exited)
         assert syncer.wait() == 0
         assert (syncer.store / record_name(0, 2)).exists() and (syncer.store / record_name(1, 2)).exists()
@@ -208,5 +212,4 @@ async def test_an_offer_outlives_its_shard(tmp_path: Path) -> None:
         if client is not None:
             await client.close()
         syncer.stop()
-    assert said(syncer, "is ready; of the updates that it had 0 are lost") == 2
     assert audit_store(DirectoryStore(syncer.store), "raw").holds

@@ -81,7 +81,7 @@ def test_wrong_arguments_are_2(arguments: list[str]) -> None:
         (["--set", "sync.every=-1"], "sync.every"),
         (["--set", "nonsense"], "path=value"),
         (["--seed", "-5"], "seed"),
-        (["--set", "syncer.shards=2"], "syncer.shards = 2"),
+        (["--set", "syncer.shards=65"], "syncer.shards = 65"),
         (["--http", "8080"], "host:port"),
         (["--http", "nowhere.invalid:0"], "there is no such host"),
         (["--http", "127.0.0.1:99999"], "host:port"),

@@ -744,7 +744,7 @@ def test_what_a_newer_operator_wrote_is_left_out_and_said(tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("override", "path", "words"),
     [
-        ("syncer.shards=2", "syncer.shards", "at most 1"),
+        ("syncer.shards=65", "syncer.shards", "at most 64"),
         ("sync={fragments: 513, every: 600}", "sync.fragments", "at least 1 and at most 512"),
         ("syncer.storage.uri=memory://x", "syncer.storage.uri", "s3://, gs:// or az://"),
         ("syncer.storage.uri=s3://", "syncer.storage.uri", "a bucket by its URI"),
