@@ -9,7 +9,8 @@ version in whole (float32, bfloat16) or its update (int4).
 
 The reference moves as many bytes over as many connections in turns with it: blocking sockets of Python, with TLS 1.3
 where ours has it, each in a thread of one process, which copies each byte once. The ratio is ours over the reference:
-1 costs what the socket costs, and less is better.
+1 costs what the socket costs, and less is better. The row `two shards` is GB per CPU-second of the busiest process of
+a hub with two shards, over that of a hub of one process: there, more is better.
 """
 
 from __future__ import annotations
@@ -426,7 +427,6 @@ class Bench:
                     spent[which] += sum(used)
                 if turn and not which:
                     each = [known + more for known, more in zip(each or [0.0] * len(used), used, strict=True)]
-                if turn and not which:
                     threads += cpu_by_thread(counted) - split
         gigabytes = [turns * LEARNERS * FRAGMENTS * count / 1e9 for count in (times * size, 4 * self.elements)]
         self.busiest[name] = max(each) / gigabytes[0]
@@ -434,6 +434,16 @@ class Bench:
         self.profile[name] = threads
         against = "a raw TLS socket" if self.secure else "a raw socket"
         return common.Row(name, value, "s/GB", against, baseline=raw, ratio=value / raw)
+
+
+def measure_two_shards(up: str, elements: int, turns: int, one: float) -> common.Row:
+    """Bytes of pushes per CPU-second of the busiest process of a hub with two shards, over TLS. ``one``: CPU-seconds
+    per GB of a hub of one process."""
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
+        bench = Bench(Path(folder), up, True, elements, shards=2)
+        bench.measure(turns)
+    two = bench.busiest[f"tls {up} up"]
+    return common.Row("two shards", 1 / two, "GB/s", "one process", baseline=1 / one, ratio=one / two)
 
 
 def main() -> None:
@@ -449,6 +459,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
                 bench = Bench(Path(folder), up, secure, elements)
                 rows += bench.measure(turns)
+            if secure and up == (args.only or "float32"):
+                rows.append(measure_two_shards(up, elements, turns, bench.busiest[f"tls {up} up"]))
             for name, threads in bench.profile.items():
                 whole = sum(threads.values()) or 1.0
                 shares = ", ".join(f"{thread} {spent / whole:.0%}" for thread, spent in threads.most_common(5))
