@@ -81,7 +81,7 @@ class VirtualShard:
         self._world, self.life, self.syncer, self.index = world, life, syncer, index
         self.loop = ProcessLoop(world.at, lambda: world.now)
         world.loops.append(self.loop)
-        self.up = Wire(world, life.loop, lambda message: coordinator.take_message(index, message))
+        self.up = Wire(world, life.loop, lambda message: coordinator.take_message(index, self.down, message))
         self.shard = Shard(
             world.job,
             world.open_store(),
@@ -171,13 +171,13 @@ class ShardedWorld(ShellWorld):
         if syncer.shards is None or not life.loop.alive:
             return
         coordinator = syncer.shards
-        self.at(self.chances.uniform(0.0, 0.3), lambda: life.loop.call_soon(self.hear_loss, life, coordinator, shard))
+        self.at(self.chances.uniform(0.0, 0.6), lambda: life.loop.call_soon(self.hear_loss, life, coordinator, shard))
         after = self.chances.uniform(0.4, 4.0)
         self.at(after, lambda: life.loop.call_soon(self.begin_shard, life, syncer, shard.index))
 
     @staticmethod
     def hear_loss(life: Life, coordinator: Any, shard: VirtualShard) -> None:
-        coordinator.lose_shard(shard.index, "its process has ended")
+        coordinator.lose_shard(shard.index, shard.down, "its process has ended")
 
     def trouble_shards(self) -> None:
         self.at(self.chances.uniform(0.2, 2.0), self.trouble_shards)

@@ -217,15 +217,21 @@ class GlobalModel:
     def growth(self, fragment: int, squares: Float64s) -> float:
         """How large a push is beside Θ (``merge.growth``), by ``merge.piece_squares`` of it."""
         assert self.layout is not None
-        record, pieces = self.newest[fragment], self.layout.fragments[fragment]
-        known = self._squares.get(fragment)
-        if known is None or known[0] != record.version:
-            known = record.version, merge.piece_squares(pieces, record.theta, threads=self._threads)
-            self._squares[fragment] = known
+        theta, pieces = self.theta_squares(self.newest[fragment]), self.layout.fragments[fragment]
         seen = dict(self._squares)
         elements = sum(self.layout.elements(p) for p in seen)
         usual = math.fsum(float(theta.sum()) for _, theta in seen.values()) / elements
-        return merge.growth(pieces, squares, known[1], usual)
+        return merge.growth(pieces, squares, theta, usual)
+
+    def theta_squares(self, record: MergeRecord) -> Float64s:
+        """``merge.piece_squares`` of a version's Θ, which are taken once. May take long."""
+        assert self.layout is not None
+        known = self._squares.get(record.fragment)
+        if known is None or known[0] != record.version:
+            pieces = self.layout.fragments[record.fragment]
+            known = record.version, merge.piece_squares(pieces, record.theta, threads=self._threads)
+            self._squares[record.fragment] = known
+        return known[1]
 
     def know_squares(self, fragment: int, version: int, squares: Float64s) -> None:
         """``piece_squares`` of a version's Θ, which is not here."""

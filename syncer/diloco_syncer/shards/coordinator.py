@@ -171,15 +171,19 @@ class Coordinator:
     def connect_shard(self, index: int, stream: Stream) -> None:
         """A shard's process is there. While there is no model it has nothing to do."""
         shard = self.shards[index]
+        if shard.stream is not None:  # the end of the one before is not heard yet
+            self.lose_shard(index, shard.stream, "another process has taken its place")
         shard.stream = stream
         if self.model.layout is not None:
             self._send_begin(shard, {p: self.model.newest[p].version for p in shard.fragments})
         elif self._dealt:
             self._send_begin(shard, {p: self._wanted[p] for p in shard.fragments})
 
-    def lose_shard(self, index: int, why: str) -> None:
-        """A shard's process has ended."""
+    def lose_shard(self, index: int, stream: Stream, why: str) -> None:
+        """The process of a shard at this stream has ended. Nothing changes where another has taken its place."""
         shard = self.shards[index]
+        if shard.stream is not stream:
+            return
         was_serving, shard.serving, shard.stream = shard.serving, False, None
         shard.problem = ""
         add_bytes(self._ended_bytes, shard.figures.wire_bytes)
@@ -189,15 +193,17 @@ class Coordinator:
         if was_serving and self.model.layout is not None:  # else nothing was asked of it yet
             self.emit(ev.ShardLost(index))
 
-    async def take_message(self, index: int, message: Any) -> None:
-        """What a shard says becomes the core's events. Raises ``WireError`` for what no shard says."""
+    async def take_message(self, index: int, stream: Stream, message: Any) -> None:
+        """What a shard says becomes the core's events, unless another process has taken its place. Raises ``WireError``
+        for what no shard says."""
         shard = self.shards[index]
+        if shard.stream is not stream:
+            return
         match message:
             case ms.Begun():
                 await self._begin_serving(shard, message)
             case ms.FindCaller():
-                assert shard.stream is not None
-                self.run_task(self._find_caller(shard.stream, message))
+                self.run_task(self._find_caller(stream, message))
             case ms.UploadBegan():
                 self.callers.begin_upload(Caller(message.connection, ""))
             case ms.UploadEnded():
@@ -216,7 +222,7 @@ class Coordinator:
                 if (offer := self._received.pop(message.handle, None)) is not None:
                     self._offers[message.handle] = offer
             case ms.VersionMade():
-                await self._take_version(shard, message)
+                await self._take_version(shard, stream, message)
             case ms.StoreProblem():
                 shard.problem = message.problem
                 self.on_change()
@@ -299,7 +305,7 @@ class Coordinator:
         growth = self.model.growth(header.fragment, np.array(push.squares))
         self.emit(ev.PushReceived(header, push.norm, bool(np.isfinite(push.norm)), handle, growth=growth))
 
-    async def _take_version(self, shard: ShardState, made: ms.VersionMade) -> None:
+    async def _take_version(self, shard: ShardState, stream: Stream, made: ms.VersionMade) -> None:
         asked = shard.merging.pop(made.fragment, None)
         if asked is None:
             raise WireError(f"shard {shard.index} made a version of fragment {made.fragment} that nobody asked for")
@@ -315,14 +321,14 @@ class Coordinator:
                 left_out=made.left_out,
                 failure=made.failure,
                 largest=made.largest,
-                publish=lambda receipt: self._publish(shard, made, receipt),
+                publish=lambda receipt: self._publish(stream, made, receipt),
             )
         )
 
-    def _publish(self, shard: ShardState, made: ms.VersionMade, receipt: bytes) -> None:
+    def _publish(self, stream: Stream, made: ms.VersionMade, receipt: bytes) -> None:
         assert made.version is not None
         self._know_squares(made.version)
-        self._tell(shard, ms.PublishVersion(made.fragment, made.version.body["version"], receipt.hex()))
+        stream.send(ms.PublishVersion(made.fragment, made.version.body["version"], receipt.hex()))
 
     # ------------------------------------------------------------- what is told of them
 

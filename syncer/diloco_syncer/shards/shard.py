@@ -26,7 +26,6 @@ from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.records import Payload, PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
-from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import StoreWriter
 from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
@@ -238,6 +237,8 @@ class Shard:
                 pass
             records.append(record)
         self.model.begin(layout, records)
+        for record in records:
+            self.model.theta_squares(record)
         # What is another shard's is not to be had here.
         self._owned = sorted(fragments)
         owned = dict(zip(self._owned, zip(self.model.newest, self.model.broadcasts, strict=True), strict=True))
@@ -251,8 +252,7 @@ class Shard:
         return tuple(self.store.list("offers"))
 
     def _row(self, record: MergeRecord, broadcast: Broadcast) -> ms.VersionRow:
-        assert self.model.layout is not None
-        squares = piece_squares(self.model.layout.fragments[record.fragment], record.theta)
+        squares = self.model.theta_squares(record)  # which were taken in a thread, as the version was loaded or made
         return ms.VersionRow(
             record.body(),
             record.norm,

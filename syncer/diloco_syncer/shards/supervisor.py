@@ -103,7 +103,7 @@ class ShardProcesses:
             index = hello.shard
             self._coordinator.connect_shard(index, stream)
             async for message in messages:
-                await self._coordinator.take_message(index, message)
+                await self._coordinator.take_message(index, stream, message)
         except (WireError, TimeoutError, StopAsyncIteration) as error:
             why = str(error)
         except Exception as error:
@@ -113,4 +113,4 @@ class ShardProcesses:
             stream.close()
             self._streams.discard(stream)
             if index >= 0 and not self._closing.is_set():
-                self._coordinator.lose_shard(index, why)
+                self._coordinator.lose_shard(index, stream, why)
