@@ -17,8 +17,9 @@ there until one fails, first the one that noticed this mutant in an earlier code
 unit tests run too, and a mutant that all of them pass has survived. One that exceeds the time limit is caught: a test
 that does not end fails. What is known is kept in ``build/mutants/results.jsonl``, for as long as the mutant, its file
 and its tests (a survivor's: all of the package's unit tests) stay as they are, so a run that was interrupted goes on
-where it was. Each run of tests is a fork of a process that has imported pytest, torch and the like, and none of the
-product's packages.
+where it was. Those that were caught are kept in ``tests/mutants/caught.tsv``, too, which is committed: a run on another
+machine goes on there. Each run of tests is a fork of a process that has imported pytest, torch and the like, and none
+of the product's packages.
 
 The exit status is 1 if a mutant survived, 2 if one cannot be run, or the tests fail without any.
 """
@@ -50,6 +51,7 @@ from structure import PACKAGES
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = Path("tests/mutants")
 WORK = Path("build/mutants")
+CAUGHT = TABLES / "caught.tsv"
 FOLDERS = {folder: f"{folder}/{package}" for package, folder in PACKAGES.items()}
 EQUIVALENT = "equivalent:"
 LINE_END = "⏎"
@@ -178,16 +180,23 @@ def tests_digest(root: Path, mutant: Mutant, caught: bool) -> str:
     return _digest(root, mutant.tests if caught else [f"tests/unit/{mutant.package}"], *mutant.tests)
 
 
+def read_lines(root: Path) -> Iterator[Result]:
+    """All results that were written down, of whatever code: those of other machines, then this one's, as they came."""
+    path = root / CAUGHT
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        name, by, digest, tests = line.split("\t")
+        yield Result(name, True, by, 0.0, digest=digest, tests_digest=tests)
+    path = root / WORK / "results.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, TypeError):  # the last line of a run that was killed
+            yield Result(**json.loads(line))
+
+
 def read_results(root: Path, mutants: Iterable[Mutant]) -> dict[str, Result]:
     """The results that still hold, by mutant."""
     by_name = {mutant.name: mutant for mutant in mutants}
     found: dict[str, Result] = {}
-    path = root / WORK / "results.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            result = Result(**json.loads(line))
-        except (ValueError, TypeError):
-            continue  # the last line of a run that was killed
+    for result in read_lines(root):
         if mutant := by_name.get(result.name):
             digests = (own_digest(root, mutant), tests_digest(root, mutant, result.caught))
             if digests == (result.digest, result.tests_digest):
@@ -195,17 +204,27 @@ def read_results(root: Path, mutants: Iterable[Mutant]) -> dict[str, Result]:
     return found
 
 
+def keep_caught(root: Path, mutants: Iterable[Mutant]) -> None:
+    """Write the results that hold of mutants that were caught, by name, for the next machine."""
+    results = read_results(root, mutants)
+    kept = [r for _, r in sorted(results.items()) if r.caught]
+    write_whole(root / CAUGHT, "".join(f"{r.name}\t{r.by}\t{r.digest}\t{r.tests_digest}\n" for r in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
 def read_noticers(root: Path) -> dict[str, str]:
     """By mutant, the test that noticed it last, whatever the code was then, if it is still there."""
     found: dict[str, str] = {}
-    path = root / WORK / "results.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, TypeError):
-            result = Result(**json.loads(line))
-            file, _, name = result.by.partition("[")[0].partition("::")  # with all its parameters
-            file = file if file.startswith("tests/") else f"tests/unit/{file}"
-            if name and (root / file).is_file() and name in (root / file).read_text(encoding="utf-8"):
-                found[result.name] = f"{file}::{name}"
+    for result in read_lines(root):
+        file, _, name = result.by.partition("[")[0].partition("::")  # with all its parameters
+        file = file if file.startswith("tests/") else f"tests/unit/{file}"
+        if name and (root / file).is_file() and name in (root / file).read_text(encoding="utf-8"):
+            found[result.name] = f"{file}::{name}"
     return found
 
 
@@ -401,7 +420,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--own", action="store_true", help="run only the tests that the table names")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once, each in a copy of its own (1)")
     args = parser.parse_args(argv)
-    mutants = read_mutants(root)
+    mutants = every = read_mutants(root)
     if args.only:
         mutants = [m for m in mutants if any(fnmatch.fnmatch(m.name, pattern) for pattern in args.only)]
     if troubles := list(stale(root, mutants)):
@@ -422,6 +441,8 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
         except RuntimeError as error:
             print(error)
             return 2
+        finally:
+            keep_caught(root, every)
     survivors = [m for m in mutants if not results[m.name].caught]
     for mutant in survivors:
         print(f"\n{mutant.name} survived:\n{mutant.diff((root / mutant.path).read_text(encoding='utf-8'))}")

@@ -5,9 +5,9 @@
     python tools/nightly.py --minutes 60    begin no part after an hour
     python tools/nightly.py --list          name them, with what is known of each
 
-An interrupted run continues with the part that it was in. A part that has passed is run again when the code has
-changed, which is every tracked file but pages and the lines of such runs. Each part's output is kept below
-build/nightly. The exit status is 1 if a part failed. docs/reliability.md shows the last line of each part.
+An interrupted run continues with the part that it was in. A part that has passed is run again when a file has
+changed that it reads: the product without its pages, and the tests or benches that the part runs. Each part's output
+is kept below build/nightly. The exit status is 1 if a part failed. docs/reliability.md shows the last line of each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ E2E = {
     "operators": ("test_cuts.py", "test_leadership.py", "test_operator_faults.py", "test_operator_shell.py"),
 }
 REGIONS = ("encodings", "groups", "links", "lost", "refusals", "spanning", "ways")
-NOT_CODE = re.compile(r"docs/|[^/]*\.md$|tests/(nightly|unstable|found_seeds)\.jsonl$")
+PRODUCT = r"(protocol|syncer|worker|operator|cli|examples|manifests|charts)/|Dockerfile|pyproject|requirements|setup"
+HELPERS = r"tests/(\w+\.py|\w+_simulation/|buckets/|s3/)"
+E2E_HELPERS = (
+    r"tests/(conftest|floods|operator_world|parties|patience|repository|s3_service|status_documents|wrong_jobs)\.py"
+)
+UNIT, INTEGRATION, BENCHES = "tests/unit/", "tests/integration/", "bench/|\\.ci/check_bench"
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Part:
     name: str
     command: str
     what: str
+    reads: tuple[str, ...]  # patterns of the beginnings of paths
 
 
 @dataclass(frozen=True)
@@ -76,55 +82,61 @@ class Outcome:
         return self.failed == 0 and self.passed > 0
 
 
-def pytest_part(name: str, words: str, what: str) -> Part:
-    return Part(name, f"{PYTHON} -m pytest -q --timeout 1500 {words}", what)
+def pytest_part(name: str, words: str, what: str, *reads: str) -> Part:
+    return Part(name, f"{PYTHON} -m pytest -q --timeout 1500 {words}", what, (PRODUCT, HELPERS, *reads))
 
 
 def quick_form(name: str) -> Part:
     """A bench's short form, of which the shape of what it prints is checked."""
     out, words = f"build/nightly/{name}.json", f"bench/{name}.py --quick{QUICK_WORDS.get(name, '')}"
     command = f"{PYTHON} {words} --json >{out} && {PYTHON} .ci/check_bench.py {out}"
-    return Part(f"bench-{name}", command, f"`{words}`")
+    return Part(f"bench-{name}", command, f"`{words}`", (PRODUCT, BENCHES))
 
 
-def cluster_parts() -> list[Part]:
-    """One for each group of files: a group has a cluster of its own, and an interrupted run repeats one group."""
-    single, several = f"{PYTHON} -m pytest -q -s tests/e2e/", f"{PYTHON} -m pytest -q -s tests/e2e/regions/"
-    return [
-        *(
-            Part(f"e2e-{name}", single + " tests/e2e/".join(files), "a real cluster: " + ", ".join(files))
-            for name, files in E2E.items()
-        ),
-        *(
-            Part(f"regions-{name}", f"{several}test_{name}.py", f"one job over several clusters: test_{name}.py")
-            for name in REGIONS
-        ),
-    ]
+def cluster_part(name: str, folder: str, files: Sequence[str], what: str) -> Part:
+    paths = [f"tests/e2e/{folder}{file}" for file in files]
+    command, helpers = f"{PYTHON} -m pytest -q -s {' '.join(paths)}", rf"tests/e2e/({folder})?(?!test_)\w+\.py"
+    return Part(name, command, f"{what}: {', '.join(files)}", (PRODUCT, E2E_HELPERS, helpers, *map(re.escape, paths)))
 
 
 def list_parts() -> list[Part]:
-    """All, in the order in which they are run."""
+    """All, in the order in which they are run. A group of files has a cluster of its own, and an interrupted run
+    repeats one group."""
     alone = "-n 2 --dist worksteal"
+    rest = r"tests/integration/(?!run/)"
     return [
-        pytest_part("slow-unit", f"{alone} -m 'slow and not e2e' tests/unit", "slow unit tests"),
-        pytest_part("slow-run", f"{alone} -m slow tests/integration/run", "whole runs on one machine"),
-        pytest_part("slow-rest", f"{alone} -m slow tests/integration --ignore tests/integration/run", "parts of runs"),
+        pytest_part(
+            "slow-unit", f"{alone} -m 'slow and not e2e' tests/unit", "slow unit tests", UNIT, "tools/", BENCHES
+        ),
+        pytest_part("slow-run", f"{alone} -m slow tests/integration/run", "whole runs on one machine", INTEGRATION),
+        pytest_part(
+            "slow-rest", f"{alone} -m slow tests/integration --ignore tests/integration/run", "parts of runs", rest
+        ),
         pytest_part(
             "properties",
             f"{alone} -m 'hypothesis and not slow' --hypothesis-profile=full tests/unit tests/integration",
             "properties with all of their examples",
+            *(UNIT, INTEGRATION, BENCHES),
         ),
-        Part("worlds", f"{PYTHON} tests/worlds.py --minutes 30", "half an hour of new seeds"),
-        Part("site", "make site", "the site: links and anchors"),
+        Part("worlds", f"{PYTHON} tests/worlds.py --minutes 30", "half an hour of new seeds", (PRODUCT, HELPERS)),
+        Part("site", "make site", "the site: links and anchors", ("mkdocs", "docs/", "tools/site")),
         *(quick_form(name) for name in QUICK_FORMS),
         Part(
             "buckets",
             f"make bucket-services && {PYTHON} -m pytest -q tests/integration/syncer/test_bucket_services.py",
             "gs://, az:// and a second S3",
+            (PRODUCT, HELPERS, "tests/integration/syncer/test_bucket_services"),
         ),
-        Part("mutants", f"{PYTHON} tools/mutants.py", "each change of the code on purpose is noticed"),
-        Part("images", "make images", "images for the clusters"),
-        *cluster_parts(),
+        Part(
+            *("mutants", f"{PYTHON} tools/mutants.py", "each change of the code on purpose is noticed"),
+            reads=(PRODUCT, HELPERS, UNIT, INTEGRATION, "tests/mutants/(?!caught)", "tools/mutants"),
+        ),
+        Part("images", "make images", "images for the clusters", (PRODUCT, "tools/images")),
+        *(cluster_part(f"e2e-{name}", "", files, "a real cluster") for name, files in E2E.items()),
+        *(
+            cluster_part(f"regions-{name}", "regions/", [f"test_{name}.py"], "one job over several clusters")
+            for name in REGIONS
+        ),
     ]
 
 
@@ -149,9 +161,18 @@ def judge(part: Part, status: int, output: str, seconds: float, commit: str, cod
     return Outcome(part.name, commit, code, round(seconds), passed=passed, failed=failed)
 
 
-def digest_code(listing: Iterable[str]) -> str:
-    """Of `git ls-files -s`: all of it but pages and the lines of such runs."""
-    kept = [line for line in listing if not NOT_CODE.match(line.partition("\t")[2])]
+def read_by(part: Part, path: str) -> bool:
+    """Whether a change of a file can change the part's outcome. Lines that a run writes cannot, nor the page that
+    shows them."""
+    if path.startswith("docs/reliability") or path.endswith(".jsonl"):
+        return False
+    pages = part.name == "site"
+    return any(re.match(pattern, path) for pattern in part.reads) and (pages or not path.endswith(".md"))
+
+
+def digest_code(part: Part, listing: Iterable[str]) -> str:
+    """Of those files of `git ls-files -s` that the part reads."""
+    kept = [line for line in listing if read_by(part, line.partition("\t")[2])]
     return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()[:12]
 
 
@@ -160,12 +181,12 @@ def read_outcomes(lines: Iterable[str]) -> dict[str, Outcome]:
     return {entry["part"]: Outcome(**entry) for entry in map(json.loads, filter(str.strip, lines))}
 
 
-def find_due(parts: Sequence[Part], known: Mapping[str, Outcome], code: str) -> list[Part]:
-    """Those that have not passed on this code."""
+def find_due(parts: Sequence[Part], known: Mapping[str, Outcome], code: Mapping[str, str]) -> list[Part]:
+    """Those that have not passed on the code that they read, by part."""
     return [
         part
         for part in parts
-        if not ((last := known.get(part.name)) is not None and last.code == code and last.is_green)
+        if not ((last := known.get(part.name)) is not None and last.code == code[part.name] and last.is_green)
     ]
 
 
@@ -215,9 +236,9 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def changed_code() -> list[str]:
-    """Tracked files of the code that differ from the commit."""
-    return [path for path in git("diff", "--name-only", "HEAD").splitlines() if not NOT_CODE.match(path)]
+def changed_code(parts: Sequence[Part]) -> list[str]:
+    """Tracked files that parts read and that differ from the commit."""
+    return [path for path in git("diff", "--name-only", "HEAD").splitlines() if any(read_by(p, path) for p in parts)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = [part for part in list_parts() if any(fnmatch.fnmatch(part.name, glob) for glob in globs)]
     if not parts:
         parser.error(f"no part is called {chosen.only!r}: --list names them")
-    code, commit = digest_code(git("ls-files", "-s").splitlines()), git("rev-parse", "--short=8", "HEAD").strip()
+    listing, commit = git("ls-files", "-s").splitlines(), git("rev-parse", "--short=8", "HEAD").strip()
+    code = {part.name: digest_code(part, listing) for part in parts}
     known = read_outcomes(LINES.read_text().splitlines())
     due = find_due(parts, known, code)
     if chosen.list:
@@ -238,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             word = "due" if part in due else f"passed on {known[part.name].commit}"
             print(f"{part.name:24} {word:20} {part.what}")
         return 0
-    if changed := changed_code():
+    if changed := changed_code(parts):
         parser.error(f"commit first, as a line names its commit: {', '.join(changed[:5])}")
     LOGS.mkdir(parents=True, exist_ok=True)
     begun, red, left = time.monotonic(), [], list(due)
@@ -246,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part, start = left.pop(0), time.monotonic()
         print(f"\n=== {part.name}: {part.command}", flush=True)
         status, output = run_part(part)
-        outcome = judge(part, status, output, time.monotonic() - start, commit=commit, code=code)
+        outcome = judge(part, status, output, time.monotonic() - start, commit=commit, code=code[part.name])
         with LINES.open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         if not outcome.is_green:

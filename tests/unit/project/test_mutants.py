@@ -112,6 +112,13 @@ def test_what_is_caught_survives_and_is_known(project: Path) -> None:
     status, said = say(project, "--list")
     assert status == 0 and "SURVIVED same" in said and "equivalent alike: nobody gives it more" in said
     assert say(project, "--only", "le*", "--only", "most")[1].endswith("2 of 2 caught\n")
+    known.unlink()  # another machine knows those that were caught, by the committed file
+    assert [line.split("\t")[:2] for line in (project / mutants.CAUGHT).read_text().splitlines()] == [
+        ["least", "cli/test_least.py::test_least"],
+        ["most", "cli/test_most.py::test_most"],
+    ]
+    status, said = say(project)
+    assert status == 1 and "caught" not in said.removesuffix("2 of 3 caught; 1 are equivalent\n")
     # In a later code the test that noticed it is tried, though it is none of those that the table names.
     (project / "cli/diloco/numbers.py").write_text(PRODUCT + "\n")
     assert "caught most by cli/test_most.py::test_most" in say(project, "--own", "--only", "most")[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -13,7 +14,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import nightly
 from nightly import Outcome, Part
 
-PART = Part("site", "make site", "the site")
+PART = Part("site", "make site", "the site", ("docs/",))
+EVERY = ("slow-unit", "worlds", "site", "mutants", "bench-hub", "e2e-chaos", "regions-lost")
 
 
 def outcome(part: str = "site", code: str = "c1", passed: int = 1, failed: int = 0) -> Outcome:
@@ -21,11 +23,12 @@ def outcome(part: str = "site", code: str = "c1", passed: int = 1, failed: int =
 
 
 def test_a_part_is_due_until_it_has_passed_on_this_code() -> None:
-    parts = [PART, Part("worlds", "x", "y")]
-    assert nightly.find_due(parts, {}, "c1") == parts
-    assert nightly.find_due(parts, {"site": outcome()}, "c1") == parts[1:]
-    assert nightly.find_due(parts, {"site": outcome()}, "c2") == parts
-    assert nightly.find_due(parts, {"site": outcome(failed=1)}, "c1") == parts
+    parts = [PART, Part("worlds", "x", "y", ())]
+    code = {"site": "c1", "worlds": "c1"}
+    assert nightly.find_due(parts, {}, code) == parts
+    assert nightly.find_due(parts, {"site": outcome()}, code) == parts[1:]
+    assert nightly.find_due(parts, {"site": outcome()}, {**code, "site": "c2"}) == parts
+    assert nightly.find_due(parts, {"site": outcome(failed=1)}, code) == parts
 
 
 @pytest.mark.parametrize(
@@ -48,11 +51,29 @@ def test_what_is_counted(status: int, output: str, passed: int, failed: int) -> 
     )
 
 
-def test_pages_and_the_lines_of_runs_are_no_code() -> None:
-    code = ["100644 aa 0\ttools/nightly.py", "100644 bb 0\ttests/README.py"]
-    pages = ["100644 cc 0\tdocs/faq.md", "100644 dd 0\tREADME.md", "100644 ee 0\ttests/nightly.jsonl"]
-    assert nightly.digest_code([*code, *pages]) == nightly.digest_code(code)
-    assert nightly.digest_code(code) != nightly.digest_code(code[:1])
+@pytest.mark.parametrize(
+    ("path", "readers"),
+    [
+        ("syncer/diloco_syncer/core/rounds.py", set(EVERY) - {"site"}),
+        ("tests/patience.py", set(EVERY) - {"site", "bench-hub"}),
+        ("tests/one_slot.py", {"slow-unit", "worlds", "mutants"}),
+        ("tests/unit/syncer/test_slots.py", {"slow-unit", "mutants"}),
+        ("tests/e2e/jobs.py", {"e2e-chaos", "regions-lost"}),
+        ("tests/e2e/test_chaos.py", {"e2e-chaos"}),
+        ("tests/e2e/regions/test_lost.py", {"regions-lost"}),
+        ("tests/e2e/regions/world.py", {"regions-lost"}),
+        ("bench/lab/trials.py", {"slow-unit", "bench-hub"}),
+        ("docs/faq.md", {"site"}),
+        ("docs/reliability.md", set()),
+        ("tests/nightly.jsonl", set()),
+        ("tests/mutants/caught.tsv", set()),
+        (".ci/run", set()),
+    ],
+)
+def test_a_part_is_due_again_when_a_file_that_it_reads_has_changed(path: str, readers: set[str]) -> None:
+    before, after = [f"100644 aa 0\t{path}", "100644 bb 0\tother"], [f"100644 cc 0\t{path}", "100644 bb 0\tother"]
+    parts = [part for part in nightly.list_parts() if part.name in EVERY]
+    assert {p.name for p in parts if nightly.digest_code(p, before) != nightly.digest_code(p, after)} == readers
 
 
 def test_the_last_line_of_a_part_counts() -> None:
@@ -68,6 +89,14 @@ def test_every_file_of_cluster_tests_is_in_one_part() -> None:
     assert sorted(listed) == sorted(path.name for path in (ROOT / "tests/e2e").glob("test_*.py"))
     regions = [f"test_{name}.py" for name in nightly.REGIONS]
     assert sorted(regions) == sorted(path.name for path in (ROOT / "tests/e2e/regions").glob("test_*.py"))
+
+
+def test_what_cluster_tests_import_is_read_by_their_parts() -> None:
+    helpers = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    texts = [path.read_text() for path in (ROOT / "tests/e2e").rglob("*.py")]
+    imported = {name for text in texts for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)} & helpers
+    for part in (part for part in nightly.list_parts() if part.name.startswith(("e2e-", "regions-"))):
+        assert all(nightly.read_by(part, f"tests/{name}.py") for name in imported | {"conftest"}), part.name
 
 
 def test_each_quick_form_is_a_program() -> None:
