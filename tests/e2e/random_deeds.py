@@ -99,7 +99,9 @@ class Chaos:
         return f"the operator is deleted {' '.join(how)}"
 
     def _kill(self, role: str) -> str:
-        pod, how = self.rng.choice(self.job.pods(role))["metadata"]["name"], self._how()
+        if not (pods := self.job.pods(role)):  # all are deleted, or scaled away, and not made again yet
+            return f"there is no {role} to delete"
+        pod, how = self.rng.choice(pods)["metadata"]["name"], self._how()
         self._excuse(role, pod)
         self._kubectl("delete", "pod", pod, "--wait=false", *how)
         return f"pod {pod} is deleted {' '.join(how)}"
