@@ -344,7 +344,7 @@ class Core:
             case ev.LostVersionFailed():
                 self._recovery.mark_failed(event.connection, event.fragment, now, event.not_believed)
             case ev.ShardLost():
-                self._aggregator.shards.mark_lost(event.shard)
+                self._aggregator.shards.mark_lost(event.shard, event.why, now)
             case ev.ShardReady():
                 self._aggregator.shards.mark_ready(event.shard, event.handles, now)
                 self._phases.record_bytes(now)

@@ -184,6 +184,7 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
                 round=opened.id,
                 merging=opened.merging,
                 open_seconds=now - opened.opened_at,
+                unserved=not state.shards.is_served(opened.fragment),
                 overdue=opened.overdue and not opened.merging,
                 message=state.describe_overdue_round(opened) if opened.overdue and not opened.merging else "",
                 responders=sorted(opened.slots()),

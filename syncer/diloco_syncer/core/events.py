@@ -205,9 +205,10 @@ class LostVersionFailed:
 @dataclass(frozen=True, slots=True)
 class ShardLost:
     """The process that has the bytes of some fragments has ended, or is not reached. The shell tells of what happens to
-    one shard in its order: a loss that is told after the shard is ready is another one."""
+    one shard in its order: a loss that is told after the shard is ready is another one. ``why``: for people."""
 
     shard: int
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

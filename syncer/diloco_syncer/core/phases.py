@@ -14,7 +14,8 @@ lost and failurePolicy.onRegionLost is Hold; where it is Fail, a lost region end
 
 At the end all drain: every learner finishes its step and offers what it has. Then each fragment that K slots
 have work for is merged once more. While a shard is lost, learners are waited for as long as their bytes would be
-(``most_drain_seconds``), and a job is not complete before it has the merges that wait for the shard.
+(``most_drain_seconds``), and a job is not complete before it has the merges that wait for the shard. It waits as long
+for those, and fails if none comes: what was offered is in the store, and a later start merges it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ _LEAST_PROGRESS = 0.001  # of a score; less does not count as coming on
 _ENOUGH = "enough learners are active"
 RESUMES = "; started again on its store, the job goes on"
 """What the syncer says with a failure of its own finding. Who else ends a job knows how it is continued."""
+_SHARDS_MISSED = (
+    "and the last merges of the offered work wait for shard {shards} of the syncer, which did not come back within"
+    " {seconds:.0f} s; see why it ends"
+)
 _AGAIN = "continued: the learners have to join again"
 _NOTHING_MERGED = (
     "and nothing was merged: {who} had work to offer at the end,"
@@ -62,6 +67,7 @@ class Phases:
     _scored_by: int = 0  # the connection of the evaluator that last told of progress
     _scored_share: float = 0.0  # and of how much
     _requested: tuple[JobPhase, str] | None = None
+    _missing: tuple[int, float] | None = None  # the job's merges when only lost shards were waited for, and since when
 
     def request_end(self, phase: JobPhase, message: str) -> None:
         """An end is requested. It is taken up before the next event is."""
@@ -203,7 +209,7 @@ class Phases:
         if merging or self.donors.checkpoint_pending:
             return False
         if self._target is JobPhase.COMPLETE and self.aggregator.awaits_shards:
-            return False  # a suspended job has the offers when it is resumed
+            return self._await_shards(now)  # a suspended job has the offers when it is resumed
         self.state.clock.end(now)
         if self._target is JobPhase.COMPLETE and not any(state.versions):
             quorum = state.config.rules.quorum
@@ -212,6 +218,18 @@ class Phases:
         if self._target is JobPhase.COMPLETE and self.state.config.evaluated:
             return self._set(JobPhase.EVALUATING, _EVALUATING, now)
         return self._end(self._target, self._target_message, now)
+
+    def _await_shards(self, now: float) -> bool:
+        """Wait for lost shards, whose merges are all that the job lacks: at most ``most_drain_seconds`` without another
+        merge, since the drain began or they were lost."""
+        state, patience = self.state, self.state.config.most_drain_seconds
+        if self._missing is None or self._missing[0] != state.merges:
+            self._missing = state.merges, max(self._entered_at, min(state.shards.lost.values()))
+        if now - self._missing[1] < patience:
+            return False
+        shards = " and ".join(map(str, sorted(state.shards.lost)))
+        missed = _SHARDS_MISSED.format(shards=shards, seconds=patience)
+        return self._end(JobPhase.FAILED, f"{self._target_message}, {missed}{RESUMES}", now)
 
     def _leave_evaluating(self, now: float) -> bool:
         config, state = self.state.config, self.state

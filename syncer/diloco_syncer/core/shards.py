@@ -31,7 +31,7 @@ class Shards:
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
-        self.lost: set[int] = set()
+        self.lost: dict[int, float] = {}  # since when
         self.of: tuple[int, ...] = ()  # by fragment; empty before version 0
 
     def deal(self, elements: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Shards:
     @property
     def all_served(self) -> bool:
         """Whether every fragment is; a shard without any is not missed."""
-        return self.lost.isdisjoint(self.of)
+        return self.lost.keys().isdisjoint(self.of)
 
     def is_served(self, fragment: int) -> bool:
         return self.of[fragment] not in self.lost

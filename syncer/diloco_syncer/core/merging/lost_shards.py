@@ -30,15 +30,16 @@ class LostShards:
         self._actions = actions
         self._offers = offers
 
-    def mark_lost(self, shard: int) -> None:
-        """Nobody serves the shard's fragments. Nothing changes for one that is lost already."""
+    def mark_lost(self, shard: int, why: str, now: float) -> None:
+        """Nobody serves the shard's fragments, for ``why``. Nothing changes for one that is lost already."""
         state = self._state
         if shard in state.shards.lost:
             return
-        state.shards.lost.add(shard)
+        state.shards.lost[shard] = now
         words = (
             f"shard {shard} is lost, which has {len(state.shards.fragments(shard))} of {len(state.shards.of)} fragments"
         )
+        words += f": {why}" if why else ""
         self._actions.record_event(EventKind.SHARD_LOST, None, words)
         if state.rounds:
             state.rounds.lose_shard(shard)
@@ -49,7 +50,7 @@ class LostShards:
         """The shard is there, and of the pushes that it had it has these: by the old handle, the new one. Its open
         rounds begin anew with them. To be told twice changes nothing: a push may have its new handle already."""
         state = self._state
-        state.shards.lost.discard(shard)
+        state.shards.lost.pop(shard, None)
         has = {new: new for new in handles.values()} | dict(handles)
         lost = 0
         for fragment in state.shards.fragments(shard) if state.rounds else ():

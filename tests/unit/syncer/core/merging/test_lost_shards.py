@@ -280,7 +280,7 @@ def test_a_drain_waits_for_a_lost_shard_and_the_job_is_not_complete_without_its_
     (merge,) = [action for action in of(job.log, ev.Merge) if action.last]
     assert merge.fragment == 0
     job.do(ev.MergeDurable(0, 1, 0.1, (1.0,)))
-    job.later(10_000.0)
+    job.later(job.core.config.most_drain_seconds - 601.0)
     assert job.core.phase is JobPhase.DRAINING
     (merge,) = of(job.do(ev.ShardReady(1, {kept: 900})), ev.Merge)
     assert (merge.fragment, merge.responders[0].handle) == (1, 900)
@@ -306,6 +306,86 @@ def test_a_drain_waits_so_long_for_a_shard_and_no_longer() -> None:
     assert job.core.slots[0].occupied
     job.later(1.0)
     assert not job.core.slots[0].occupied
+
+
+def drained_without_shards(most: float) -> Job:
+    """A complete job's drain: all have left, and both shards with what was offered are lost since then."""
+    job = Job(stop=("steps", 6), drain_seconds=30.0, most_drain_seconds=most, heartbeat_timeout=1e6)
+    for connection in (1, 2):
+        job.report(connection, 6)
+    for fragment in (0, 1):
+        job.send(job.make(0, fragment, round=0))
+    for shard in (0, 1):
+        job.do(ev.ShardLost(shard))
+    for connection in (1, 2):
+        job.do(ev.Drained(connection))
+    return job
+
+
+def test_a_shard_that_never_returns_fails_the_job_whose_last_merges_it_has() -> None:
+    """So does one that comes back and is lost again and again, and one that another shard's merge is not about."""
+    job = drained_without_shards(900.0)
+    job.later(899.0)
+    assert job.core.phase is JobPhase.DRAINING
+    job.later(1.0)
+    assert job.core.phase is JobPhase.FAILED
+    assert job.core.phase_message == (
+        "the stop is reached, and the last merges of the offered work wait for shard 0 and 1 of the syncer, which did"
+        " not come back within 900 s; see why it ends; started again on its store, the job goes on"
+    )
+    job = drained_without_shards(900.0)
+    kept = job.handles
+    lost = 0.0
+    while job.core.phase is JobPhase.DRAINING and lost < 2000.0:
+        job.later(20.0)
+        job.do(ev.ShardReady(1, {kept: kept}))
+        job.do(ev.ShardLost(1))
+        lost += 20.0
+    assert (job.core.phase, lost) == (JobPhase.FAILED, 900.0)
+    job = drained_without_shards(900.0)
+    job.later(800.0)
+    job.do(ev.ShardReady(1, {job.handles: job.handles}))
+    job.do(ev.MergeDurable(1, 1, 0.1, (1.0,)))
+    job.later(99.0)
+    assert job.core.phase is JobPhase.DRAINING
+    job.later(1.0)
+    assert job.core.phase is JobPhase.FAILED and job.core.versions == [0, 1]
+
+
+def test_a_shard_is_waited_for_anew_after_a_merge_and_from_the_drain_on() -> None:
+    job = drained_without_shards(900.0)
+    job.later(800.0)
+    kept = job.handles
+    job.do(ev.ShardReady(1, {kept: kept}))
+    job.do(ev.ShardReady(0, {kept - 1: kept - 1}))
+    job.do(ev.MergeDurable(1, 1, 0.1, (1.0,)))
+    job.do(ev.ShardLost(0))
+    job.later(899.0)
+    assert job.core.phase is JobPhase.DRAINING
+    job.later(1.0)
+    assert job.core.phase is JobPhase.FAILED
+    job = Job(learners=1, stop=("steps", 8), most_drain_seconds=900.0, heartbeat_timeout=1e6)
+    job.report(1, 4)
+    job.send(job.make(0, 1, round=0))
+    job.do(ev.ShardLost(1))
+    job.later(500.0)
+    job.report(1, 8)
+    assert job.core.phase is JobPhase.DRAINING
+    job.do(ev.Drained(1))
+    job.later(899.0)
+    assert job.core.phase is JobPhase.DRAINING
+    job.later(1.0)
+    assert job.core.phase is JobPhase.FAILED
+
+
+def test_a_loss_says_why_and_the_rounds_of_the_shard_say_that_they_wait() -> None:
+    job = Job(learners=1)
+    job.open_both()
+    job.do(ev.ShardLost(1, "its process has ended"))
+    assert job.told(EventKind.SHARD_LOST) == ["shard 1 is lost, which has 1 of 2 fragments: its process has ended"]
+    assert [(row.fragment, row.unserved) for row in job.core.status(job.now, SHELL).rounds] == [(0, False), (1, True)]
+    job.do(ev.ShardReady(1, {}))
+    assert not any(row.unserved for row in job.core.status(job.now, SHELL).rounds)
 
 
 def test_a_drain_does_not_wait_for_a_shard_without_fragments() -> None:
