@@ -66,6 +66,7 @@ class RoundRow(Document):
     round: Count = Field(description="number of the round")
     merging: bool = Field(description="true: its pushes are being merged")
     open_seconds: float = Field(description="seconds since the round opened")
+    unserved: bool = Field(False, description="the shard that has the fragment is lost: the round waits for it")
     overdue: bool = Field(
         description="the round has waited for its quorum of pushes far longer than a turn of H steps takes"
     )
@@ -170,6 +171,8 @@ class ShardRow(Document):
     cpu_seconds: float = Field(description="processor time of its process")
     resident_bytes: Count = Field(description="the most memory that its process has had")
     store_problem: str = Field(description="why it cannot write to the store; empty: it can")
+    failures: Count = Field(0, description="how often in a row its process ended soon after its start")
+    message: str = Field("", description="why its process ended last, where it is away or fails again and again")
 
 
 class RefusalRow(Document):

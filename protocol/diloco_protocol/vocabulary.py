@@ -79,6 +79,7 @@ class EventKind(StrEnum):
     REGION_BACK = "region-back"
     SHARD_LOST = "shard-lost"
     SHARD_READY = "shard-ready"  # it is back from its store
+    SYNCER_RESTART = "syncer-restart"  # it began again from its store by itself, and why
     LOST_DATA = "lost-data"
     RECOVERED = "recovered"
     OUTER_RESTART = "outer-restart"

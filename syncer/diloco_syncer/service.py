@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,7 @@ from diloco_protocol.common.http_server import (
     text_page,
 )
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
-from diloco_protocol.vocabulary import SyncerExit
+from diloco_protocol.vocabulary import EventKind, SyncerExit
 from diloco_protocol.wire import channels, services
 from diloco_syncer import startup
 from diloco_syncer.core.config import learners_by_region
@@ -46,7 +47,7 @@ from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.front_page import front_page
 from diloco_syncer.server.pages.metrics import exposition
 from diloco_syncer.server.tls.listener import PortListener
-from diloco_syncer.shards.supervisor import ShardProcesses
+from diloco_syncer.shards.supervisor import STEADY_SECONDS, ShardProcesses, pause_after
 from diloco_syncer.startup import Options
 from diloco_syncer.store.checkpoint import Restored
 from diloco_syncer.syncer import Syncer
@@ -71,8 +72,9 @@ def _addresses(options: Options) -> tuple[str | None, ...]:
 async def run(options: Options) -> int:
     """Serve the job until it ends; returns the exit code. A life that begins again keeps its ports. Where one that the
     system chose has been given to another program meanwhile, it takes others: who reads the address file follows."""
-    given = options
+    given, failures = options, 0
     while True:
+        began = time.monotonic()
         try:
             outcome, options = await _life(options)
         except (ListenError, AddressError) as error:
@@ -87,9 +89,12 @@ async def run(options: Options) -> int:
         if outcome != RESTART:
             return outcome
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it serves again, as at first
-        log.warning("beginning again from the store")
+        failures = failures + 1 if time.monotonic() - began < STEADY_SECONDS else 0
+        pause = pause_after(failures) if failures else 0.0  # what a life finds at once, the next may find as well
+        log.warning("beginning again from the store in %.1f s", pause)
         # The life that is over holds a model, and its parts each other: without this two would be in memory.
         gc.collect()
+        await asyncio.sleep(pause)
 
 
 async def _life(options: Options) -> tuple[int, Options]:
@@ -116,8 +121,10 @@ async def _life(options: Options) -> tuple[int, Options]:
             await asyncio.to_thread(listener.stop)
             await syncer.close(checkpoint=False)
             await processes.close()
-            return syncer.driver.outcome.result(), replace(options, min_epoch=syncer.min_epoch)
+            return _leave(syncer, options)
     startup.replay(syncer, restored)
+    if options.began_again:
+        syncer.core.record_event(EventKind.SYNCER_RESTART, f"the syncer began again: {options.began_again}")
     driver, status = syncer.driver, syncer.status_page.status
     control = Control(
         options.control_key,
@@ -162,10 +169,15 @@ async def _life(options: Options) -> tuple[int, Options]:
     await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
     if processes is not None:
         await processes.close()
+    return _leave(syncer, options)
+
+
+def _leave(syncer: Syncer, options: Options) -> tuple[int, Options]:
+    """The outcome of a life that is over, and what the next one is called with."""
+    outcome, why = syncer.driver.outcome.result(), syncer.driver.stop_reason  # a signal may have replaced RESTART
     if outcome not in (SyncerExit.OK, RESTART):
-        log.error("%s", driver.stop_reason)  # last, where people and clusters look for it
-    # A signal that came meanwhile has replaced RESTART.
-    return driver.outcome.result(), replace(options, min_epoch=syncer.min_epoch)
+        log.error("%s", why)  # last, where people and clusters look for it
+    return outcome, replace(options, min_epoch=syncer.min_epoch, began_again=why)
 
 
 async def _begin_shards(syncer: Syncer, restored: Restored) -> bool:

@@ -61,6 +61,7 @@ class Options:
     export: str | None = None  # where the merged model is served; a loopback address
     stay: bool = False  # after the job's end serve on, until told to stop
     min_epoch: int = 0  # claim a higher epoch than this
+    began_again: str = ""  # why the life before this one ended, in this process
     pod: str = ""  # the UID of the pod that it runs in, if it does
     command: tuple[str, ...] = ()  # this program with its arguments, for shards
 

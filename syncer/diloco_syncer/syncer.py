@@ -206,7 +206,7 @@ class Syncer:
             check_push=self._check_push,
             emit=self.driver.handle,
             run_task=self.driver.run_task,
-            restart=lambda why: self.driver.stop(RESTART, why),
+            stop=self.driver.stop,
             on_change=self._on_shards_changed,
             shards=[ShardState(index) for index in range(self.job.spec.syncer.shards)],
         )

@@ -13,7 +13,12 @@ from diloco_syncer.core import events as ev
 log = logging.getLogger(__name__)
 
 EVENTS_KEPT = 500
-WARNINGS = frozenset({EventKind.LOST, EventKind.PROCESS_ENDED, EventKind.HOLD, EventKind.STARVED, EventKind.DROPPED})
+WARNINGS = frozenset(
+    {
+        *(EventKind.LOST, EventKind.PROCESS_ENDED, EventKind.HOLD, EventKind.STARVED, EventKind.DROPPED),
+        *(EventKind.SHARD_LOST, EventKind.SYNCER_RESTART),
+    }
+)
 
 
 class EventLog:

@@ -20,13 +20,14 @@ import numpy as np
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.documents import ShardRow
-from diloco_protocol.vocabulary import TransferRefusal
+from diloco_protocol.vocabulary import EventKind, SyncerExit, TransferRefusal
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.core import Core
 from diloco_syncer.core.shards import deal_fragments
+from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
 from diloco_syncer.runtime.merger import Merged, Merger
 from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 NO_FIGURES = ms.ShardFigures(0.0, 0, {}, {})
 HANDLES = 1 << 32  # that one life of a shard may give out
+FAILING = 3  # ends of a shard in a row, each soon after its start: it is told of, and nothing new begins with it
 
 
 class Stream(Protocol):
@@ -61,11 +63,14 @@ class ShardState:
     merging: dict[int, ms.MakeVersion] = field(default_factory=dict)  # by fragment: what it was asked for
     figures: ms.ShardFigures = NO_FIGURES
     problem: str = ""  # of its store
+    failures: int = 0  # ends in a row, each soon after its start
+    why: str = ""  # it ended last
+    said: str = ""  # its process, of its own end
 
 
 @dataclass
 class Coordinator:
-    """All shards of a syncer. ``check_push`` as in ``ReceivedPushes``; ``restart`` begins the syncer's life anew."""
+    """All shards of a syncer. ``check_push`` as in ``ReceivedPushes``, ``stop`` as in ``Driver``."""
 
     core: Core
     model: GlobalModel
@@ -74,7 +79,7 @@ class Coordinator:
     check_push: Callable[[PushHeader, str], None]
     emit: Callable[[ev.Event], None]
     run_task: Callable[[Coroutine[Any, Any, None]], object]
-    restart: Callable[[str], None]
+    stop: Callable[[int, str], None]
     on_change: Callable[[], None]  # what shards have has changed
     shards: list[ShardState]
     refused: Counter[str] = field(default_factory=Counter)  # uploads that ended lives of shards refused
@@ -173,7 +178,7 @@ class Coordinator:
         shard = self.shards[index]
         if shard.stream is not None:  # the end of the one before is not heard yet
             self.lose_shard(index, shard.stream, "another process has taken its place")
-        shard.stream = stream
+        shard.stream, shard.said = stream, ""
         if self.model.layout is not None:
             self._send_begin(shard, {p: self.model.newest[p].version for p in shard.fragments})
         elif self._dealt:
@@ -189,9 +194,28 @@ class Coordinator:
         add_bytes(self._ended_bytes, shard.figures.wire_bytes)
         self.refused.update(shard.figures.refused)
         shard.figures = NO_FIGURES
-        log.error("shard %d is away: %s", index, why)
+        shard.why = shard.said or why
+        log.error("shard %d is away: %s", index, shard.why)
         if was_serving and self.model.layout is not None:  # else nothing was asked of it yet
-            self.emit(ev.ShardLost(index))
+            self.emit(ev.ShardLost(index, shard.why))
+
+    def count_failure(self, index: int, why: str, code: int) -> int:
+        """A shard's process has ended, or could not be started. Returns how often that was in a row. While the job
+        begins with its shards nobody is told of them: one that fails again and again ends the syncer, as a fault at its
+        start does without shards."""
+        shard = self.shards[index]
+        shard.failures += 1
+        shard.why, shard.said = shard.said or why, ""
+        words = f"shard {index} of the syncer has failed {shard.failures} times in a row: {shard.why}"
+        if self._dealt and self.model.layout is None and shard.failures >= FAILING:
+            self.stop(SyncerExit.STORE if code == SyncerExit.STORE else SyncerExit.FAILED, words)
+        elif shard.failures == FAILING:
+            self.core.record_event(EventKind.SHARD_LOST, f"{words}; it is tried again")
+        return shard.failures
+
+    def note_steady(self, index: int) -> None:
+        """A shard's process has run for long."""
+        self.shards[index].failures = 0
 
     async def take_message(self, index: int, stream: Stream, message: Any) -> None:
         """What a shard says becomes the core's events, unless another process has taken its place. Raises ``WireError``
@@ -202,6 +226,10 @@ class Coordinator:
         match message:
             case ms.Begun():
                 await self._begin_serving(shard, message)
+            case ms.ShardEnded(code, why):
+                shard.said = why
+                if code in (SyncerExit.CONFIGURATION, SyncerExit.SUPERSEDED):  # it would end so again
+                    self.stop(code, why)
             case ms.FindCaller():
                 self.run_task(self._find_caller(stream, message))
             case ms.UploadBegan():
@@ -233,7 +261,7 @@ class Coordinator:
 
     async def _begin_serving(self, shard: ShardState, begun: ms.Begun) -> None:
         if begun.failure:
-            self.restart(f"shard {shard.index} cannot go on: {begun.failure}")
+            self.stop(RESTART, f"shard {shard.index} cannot go on: {begun.failure}")
             return
         self.model.outer_state_reset |= begun.outer_state_reset
         if self.model.layout is None:
@@ -346,6 +374,8 @@ class Coordinator:
                 cpu_seconds=shard.figures.cpu_seconds,
                 resident_bytes=shard.figures.resident_bytes,
                 store_problem=shard.problem,
+                failures=shard.failures,
+                message="" if shard.serving and not shard.failures else shard.why,
             )
             for shard in self.shards
         ]

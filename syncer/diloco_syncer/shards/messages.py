@@ -53,6 +53,14 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardEnded:
+    """The last message of a process that ends by a fault: its exit code (``SyncerExit``), and why, for people."""
+
+    code: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class FindCaller:
     """Whose is this call? ``request``: an UploadHeader (``sends``) or a DownloadRequest, in hex."""
 
@@ -149,6 +157,7 @@ class ShardFigures:
 FromShard = (
     Hello
     | Begun
+    | ShardEnded
     | FindCaller
     | UploadBegan
     | UploadEnded

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import SyncerExit
-from diloco_protocol.wire.limits import WireError
 from diloco_syncer.core.config import learners_by_region
+from diloco_syncer.numerics.outer import OuterError
 from diloco_syncer.numerics.warm_up import warm_up
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.listener import PortListener
@@ -25,6 +25,7 @@ from diloco_syncer.shards.shard import Shard
 from diloco_syncer.shards.stream import MessageStream
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.open import open_store
+from diloco_syncer.store.records import FormatRefused
 
 log = logging.getLogger(__name__)
 
@@ -77,24 +78,29 @@ async def run_shard(options: ShardOptions) -> int:
         lambda task: stop_by(task.exception() or EOFError("the syncer has ended")) if not task.cancelled() else None
     )
     error = await outcome
+    code, why = _judge_end(error)
+    if code != SyncerExit.OK:
+        stream.send(ms.ShardEnded(code, why))
     following.cancel()
     await shard.close()
     await asyncio.to_thread(listener.stop)
     stream.close()
-    return _exit_code(error)
+    return code
 
 
-def _exit_code(error: BaseException | None) -> int:
+def _judge_end(error: BaseException | None) -> tuple[SyncerExit, str]:
+    """The exit code, and what a syncer without shards says as it ends by this."""
     match error:
         case EOFError():
-            return SyncerExit.OK
+            return SyncerExit.OK, ""
         case HigherEpoch():
-            log.error("%s", error)
-            return SyncerExit.SUPERSEDED
+            code, why = SyncerExit.SUPERSEDED, str(error)
+        case OuterError() | FormatRefused():
+            code, why = SyncerExit.CONFIGURATION, str(error)
         case OSError():
-            log.error("the store cannot be used: %s", error)
-            return SyncerExit.STORE
-        case WireError():
-            log.error("%s", error)
-    log.error("a fault of this program", exc_info=error)
-    return SyncerExit.FAILED
+            code, why = SyncerExit.STORE, f"the store cannot be used: {error.strerror or error}"
+        case _:
+            log.error("a fault of this program", exc_info=error)
+            code, why = SyncerExit.FAILED, f"a fault of this program: {error!r}"
+    log.error("%s", why)
+    return code, why

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco_protocol.common.tasks import cancel_tasks
+from diloco_protocol.vocabulary import SyncerExit
 from diloco_protocol.wire.limits import WireError
 from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.server.tls.passing import make_link
@@ -21,9 +22,14 @@ from diloco_syncer.shards.stream import MessageStream
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0
-LONGEST_PAUSE = 10.0  # seconds before a shard that ended is started again
+LONGEST_PAUSE = 10.0  # seconds before a shard that ended is started again, or a life of the syncer
 STEADY_SECONDS = 60.0  # a life that lasted so long begins the pauses anew
 END_SECONDS = 5.0
+
+
+def pause_after(failures: int) -> float:
+    """Seconds before the next try, after so many in a row that failed."""
+    return min(LONGEST_PAUSE, 0.2 * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
 
 
 class ShardProcesses:
@@ -51,7 +57,9 @@ class ShardProcesses:
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         self._listener.begin_shards(len(self._coordinator.shards))
         for shard in self._coordinator.shards:
-            self._tasks.add(asyncio.create_task(self._keep(shard.index)))
+            task = asyncio.create_task(self._keep(shard.index))
+            task.add_done_callback(self._note_done)
+            self._tasks.add(task)
 
     async def close(self) -> None:
         """End all of them."""
@@ -65,29 +73,43 @@ class ShardProcesses:
         await cancel_tasks(self._tasks)
         self._folder.cleanup()
 
+    def _note_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._stop_by(error)
+
     async def _keep(self, index: int) -> None:
         """Run a shard's process again and again."""
-        attempt = 0
-        loop = asyncio.get_running_loop()
         while not self._closing.is_set():
-            began = loop.time()
-            ours, theirs = make_link()
-            self._listener.connect_shard(index, ours)
-            with theirs:
-                handle = theirs.fileno()
-                words = ("--shard", str(index), "--syncer", self._path, "--connections", str(handle))
-                process = await asyncio.create_subprocess_exec(*self._command, *words, pass_fds=(handle,))
-            self.pids[index] = process.pid
+            code = SyncerExit.FAILED
             try:
-                code = await process.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    process.kill()
+                code = await self._run_once(index)
+                why = f"its process ended with exit code {code}" if code >= 0 else f"signal {-code} ended its process"
+            except OSError as error:
+                why = f"its process cannot be started: {error.strerror or error}"
             if self._closing.is_set():
                 return
-            attempt = 0 if loop.time() - began > STEADY_SECONDS else attempt + 1
-            log.error("the process of shard %d ended with exit code %d", index, code)
-            await asyncio.sleep(min(LONGEST_PAUSE, 0.2 * 2.0**attempt) * random.uniform(0.5, 1.0))
+            failures = self._coordinator.count_failure(index, why, code)
+            log.error("shard %d: %s", index, why)
+            await asyncio.sleep(pause_after(failures))
+
+    async def _run_once(self, index: int) -> int:
+        """Run a shard's process until it ends; returns its exit code. Raises OSError."""
+        ours, theirs = make_link()
+        self._listener.connect_shard(index, ours)
+        with theirs:
+            handle = theirs.fileno()
+            words = ("--shard", str(index), "--syncer", self._path, "--connections", str(handle))
+            process = await asyncio.create_subprocess_exec(*self._command, *words, pass_fds=(handle,))
+        self.pids[index] = process.pid
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STEADY_SECONDS):
+                    return await process.wait()
+            self._coordinator.note_steady(index)
+            return await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = MessageStream(reader, writer)

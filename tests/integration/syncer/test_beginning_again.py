@@ -43,3 +43,21 @@ async def test_a_signal_in_the_teardown_of_a_life_ends_the_process(
     monkeypatch.setattr(Syncer, "close", signalled)
     assert await serve_in_process(tmp_path / "store") == 0
     assert len(lives) == 1, "it began again"
+
+
+async def test_a_syncer_that_begins_again_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives: list[Syncer] = []
+    restore = startup.restore
+
+    def restored(options: startup.Options, loop: asyncio.AbstractEventLoop, *others: Any) -> Any:
+        made = restore(options, loop, *others)
+        lives.append(made[0])
+        outcome = RESTART if len(lives) == 1 else 0
+        loop.call_soon_threadsafe(loop.call_later, 0.5, made[0].driver.stop, outcome, "record 4 is damaged")
+        return made
+
+    monkeypatch.setattr(startup, "restore", restored)
+    assert await serve_in_process(tmp_path / "store") == 0
+    first, second = ([(row.kind, row.message) for row in life.event_log.events] for life in lives)
+    said = ("syncer-restart", "the syncer began again: record 4 is damaged")
+    assert said not in first and said in second

@@ -6,16 +6,18 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
 
 import tape_reader
+from diloco_protocol.vocabulary import SyncerExit
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.bulk import TransferError
 from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.store.directory import DirectoryStore
-from diloco_syncer.store.records import record_name
+from diloco_syncer.store.records import MergeRecord, record_name
 from patience import until
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
@@ -213,3 +215,59 @@ async def test_an_offer_outlives_its_shard(tmp_path: Path) -> None:
             await client.close()
         syncer.stop()
     assert audit_store(DirectoryStore(syncer.store), "raw").holds
+
+
+@pytest.mark.promise("A fault that no restart mends ends a syncer with the same words and status with any shards")
+async def test_an_outer_state_that_does_not_fit_ends_the_syncer_as_it_does_without_shards(tmp_path: Path) -> None:
+    nesterov = "sync.outer.optimizer=nesterov"
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job(nesterov)).start()
+    client = None
+    try:
+        client = await first_learner(syncer)
+        await turn(client, 0)
+        await client.close()
+        assert syncer.terminate() == 0
+    finally:
+        if client is not None:
+            await client.close()
+        syncer.stop()
+    for fragment in range(len(LAYOUT)):
+        name = record_name(fragment, 1)
+        record = MergeRecord.unpack((syncer.store / name).read_bytes(), name)
+        record.outer["momentum"] = np.zeros(3, np.float32)
+        DirectoryStore(syncer.store).replace(name, *record.pack())
+    ends: dict[int, str] = {}
+    for shards in (1, 2, 3):  # the third has no fragment
+        job = raw_job(nesterov, f"syncer.shards={shards}")
+        wrong = SyncerProcess(tmp_path / str(shards), job, syncer.store)
+        wrong.launch()
+        try:
+            await asyncio.to_thread(wrong.wait)
+            assert wrong.wait() == SyncerExit.CONFIGURATION
+            ends[shards] = wrong.text().splitlines()[-1].partition("outer optimizer")[2]
+        finally:
+            wrong.stop()
+    assert ends[1].startswith(" nesterov: momentum: float32 of shape (3,)")
+    assert len(set(ends.values())) == 1, ends
+
+
+async def test_a_shard_that_fails_again_and_again_is_named_with_why_and_serves_when_it_can(tmp_path: Path) -> None:
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job(TWO)).start()
+    client = None
+    try:
+        client = await first_learner(syncer)
+        words = "shard 1 of the syncer has failed 3 times in a row: signal 9 ended its process; it is tried again"
+        while words not in syncer.text():
+            await until(lambda: syncer.status()["shards"][1]["serving"])
+            kill_shard(syncer, 1)
+            await until(lambda: not syncer.status()["shards"][1]["serving"])
+        row = syncer.status()["shards"][1]
+        assert (row["failures"], row["message"]) == (3, "signal 9 ended its process")
+        assert [event["message"] for event in syncer.status()["events"] if words in event["message"]]
+        await until(lambda: syncer.status()["shards"][1]["serving"])
+        await turn(client, 0)
+    finally:
+        if client is not None:
+            await client.close()
+        syncer.stop()
+    assert "Traceback" not in syncer.text()

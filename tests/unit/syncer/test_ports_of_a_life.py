@@ -57,3 +57,22 @@ async def test_a_port_that_was_asked_for_and_is_in_use_is_an_error(
     with pytest.raises(ListenError):
         await service.run(Addresses())  # type: ignore[arg-type]
     assert not lives.ends
+
+
+@pytest.mark.parametrize("steady", [0.0, 60.0])
+async def test_lives_that_end_at_once_begin_again_after_growing_pauses(
+    steady: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one life finds in the store, the next may find as well. After a long life nothing is waited for."""
+    lives, pauses = Lives([RESTART, RESTART, RESTART, 0]), []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(service, "_life", lives.live)
+    monkeypatch.setattr(service.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(service.asyncio, "sleep", sleep)
+    monkeypatch.setattr(service, "STEADY_SECONDS", steady)
+    assert await service.run(Addresses()) == 0  # type: ignore[arg-type]
+    bounds = [(0.2, 0.4), (0.4, 0.8), (0.8, 1.6)] if steady else [(0.0, 0.0)] * 3
+    assert all(least <= pause <= most for pause, (least, most) in zip(pauses, bounds, strict=True)), pauses
