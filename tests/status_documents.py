@@ -9,6 +9,8 @@ from diloco_protocol.documents import (
     LearnerPage,
     MergeSeconds,
     Report,
+    RoundRow,
+    ShardRow,
     SlotLink,
     SlotRow,
     StatusDocument,
@@ -54,6 +56,38 @@ def slot_row(slot: int = 0, **fields: Any) -> SlotRow:
             "bytes_up": 0,
             "bytes_down": 0,
             "link": None,
+            **fields,
+        }
+    )
+
+
+def round_row(**fields: Any) -> RoundRow:
+    """A round that has just opened."""
+    return RoundRow.model_validate(
+        {
+            "fragment": 0,
+            "round": 1,
+            "merging": False,
+            "open_seconds": 0.0,
+            "overdue": False,
+            "message": "",
+            "responders": [],
+            "waiting": [],
+            **fields,
+        }
+    )
+
+
+def shard_row(shard: int = 0, **fields: Any) -> ShardRow:
+    """One of two shards of four fragments, which serves."""
+    return ShardRow.model_validate(
+        {
+            "shard": shard,
+            "fragments": [shard, shard + 2],
+            "serving": True,
+            "cpu_seconds": 1.0,
+            "resident_bytes": 1,
+            "store_problem": "",
             **fields,
         }
     )

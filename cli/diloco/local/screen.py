@@ -47,6 +47,7 @@ _LEFT_OUT = (
     "loss",
     "ranks",
 )  # of the table, in this order, for want of room
+SHARD_FAILING = 3  # ends of a shard's process in a row, with which it is named though it is there
 GAP = "   "
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES: dict[str, str] = {
@@ -172,8 +173,13 @@ def blocked_by(status: StatusDocument | None) -> str:
         return ""
     if status.store_problem:
         return status.store_problem
-    if away := [str(row.shard) for row in status.shards if not row.serving]:
-        return f"shard {' and '.join(away)} of the syncer is away: its fragments wait"
+    away = [row for row in status.shards if not row.serving and row.fragments]
+    failing = [row for row in status.shards if row.failures >= SHARD_FAILING]
+    if named := away or failing:
+        shards = " and ".join(str(row.shard) for row in named)
+        words = " is away: its fragments wait" if away else f" has failed {named[0].failures} times in a row"
+        why = next((f" ({row.message})" for row in named if row.message), "")
+        return f"shard {shards} of the syncer{words}{why}"
     return status.message if status.phase in (JobPhase.WAITING, JobPhase.HOLDING) else ""
 
 
@@ -283,7 +289,8 @@ def picture(view: RunView, events: Sequence[TimedEvent], whole: bool = False) ->
     quorum = f"{status.quorum.active} active, {status.quorum.required} needed{together}{waiting}"
     foot.add_row(Text("quorum", style="dim"), quorum)
     rounds = "  ".join(
-        f"fragment {row.fragment}: {len(row.responders)} in, {len(row.waiting)} awaited"
+        f"fragment {row.fragment}: {len(row.responders)} in, "
+        + ("its shard is awaited" if row.unserved else f"{len(row.waiting)} awaited")
         for row in sorted(status.rounds, key=lambda row: row.fragment)
     )
     foot.add_row(Text("rounds", style="dim"), rounds or "none open")

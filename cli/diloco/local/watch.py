@@ -29,6 +29,9 @@ LATE_SECONDS = 30.0  # of a learner whose updates keep arriving too late, before
 EVENT_STYLES: dict[str, str] = {
     EventKind.LOST: "red",
     EventKind.PROCESS_ENDED: "red",
+    EventKind.SHARD_LOST: "red",
+    EventKind.SHARD_READY: "green",
+    EventKind.SYNCER_RESTART: "yellow",
     EventKind.SUSPECT: "yellow",
     EventKind.JOINED: "green",
     EventKind.PHASE: "cyan",

@@ -18,14 +18,14 @@ import pytest
 from syncer_client import SyncerProcess, raw_job
 
 from diloco_protocol.common.http_server import HttpServer, ThreadedPages, json_page
-from diloco_protocol.documents import EventRow, Quorum, SlotLink, SlotRow, StatusDocument, StopGoal, Tokens
+from diloco_protocol.documents import EventRow, Quorum, ShardRow, SlotLink, SlotRow, StatusDocument, StopGoal, Tokens
 from diloco_syncer.server.pages.front_page import HTML, front_page
-from status_documents import slot_link, slot_row, status_document
+from status_documents import round_row, shard_row, slot_link, slot_row, status_document
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 OF = {"status": StatusDocument, "slot": SlotRow, "event": EventRow, "stop": StopGoal, "quorum": Quorum,
-      "tokens": Tokens, "link": SlotLink}  # fmt: skip
+      "tokens": Tokens, "link": SlotLink, "shard": ShardRow}  # fmt: skip
 OF_JAVASCRIPT = {"length", "find", "slice", "map", "ok", "json"}  # not of a document
 
 
@@ -188,6 +188,15 @@ def test_what_repeats_hides_no_other_event(opened: Page) -> None:
     rows = opened.text["events"].strip().splitlines()
     assert len(rows) == 4 and "100 times since" in rows[0]
     assert "joined" in rows[3] and "3413 tokens dropped (died)" in rows[2]
+
+
+def test_a_lost_shard_is_shown_with_why_and_the_rounds_that_wait_for_it(tmp_path: Path, opened: Page) -> None:
+    rows = [shard_row(0), shard_row(1, serving=False, failures=3, message="signal 9 ended its process")]
+    waits = round_row(fragment=3, unserved=True)
+    text = open_page(tmp_path, lambda: _a_long_job().model_copy(update={"shards": rows, "rounds": [waits]})).text
+    assert "0there0, 2" in text["shards"] and "1away1, 3 waits" in text["shards"]
+    assert "3 failures: signal 9 ended its process" in text["shards"]
+    assert "shards" not in opened.text or not opened.text["shards"].strip(), "a syncer without shards shows none"
 
 
 def test_the_curve_has_numbers_and_its_first_point_flattens_nothing(opened: Page) -> None:

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco.local.screen import LATE_SHARE
+from diloco.local.screen import LATE_SHARE, SHARD_FAILING
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import RELEASE
 from diloco_protocol.documents import StatusDocument
 from diloco_syncer.server.pages.metrics import StatusCollector
+from diloco_syncer.shards.coordinator import FAILING
 from diloco_worker import status_page
 from repository import ROOT
-from status_documents import slot_link, slot_row, status_document
+from status_documents import shard_row, slot_link, slot_row, status_document
 
 CHART = ROOT / "charts" / "diloco"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -164,6 +165,7 @@ def busy_job() -> StatusDocument:
         versions=[1],
         refused={"other-round": 1},
         slots=[slot_row(region="local", loss=1.0, link=link)],
+        shards=[shard_row()],
         regions=[{"name": "eu", "bytes_up": 1, "bytes_down": 1, "wire_bytes_up": 2, "wire_bytes_down": 2}],
     )
 
@@ -174,7 +176,8 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     assert not shown - metric_names()
     first_rank = {"tokens_per_second", "eval_loss_nats", "goodput_ratio", "learners_in_merges"}
     of_ranks = {"slot_ranks", "slot_slowest_rank", "slot_slowest_rank_seconds"}
-    assert not {f"diloco_{name}" for name in first_rank | of_ranks} - shown
+    of_shards = {"shard_serving", "shard_failures", "shard_cpu_seconds"}
+    assert not {f"diloco_{name}" for name in first_rank | of_ranks | of_shards} - shown
 
 
 def test_alerts_ask_for_metrics_that_there_are() -> None:
@@ -182,6 +185,7 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
     asked = set(re.findall(r"\bdiloco_[a-z_]+\b", rules))
     assert len(asked) > 10
     assert not asked - metric_names()
+    assert f"diloco_shard_failures >= {FAILING}" in rules and SHARD_FAILING == FAILING, "as the syncer tells of it"
     assert f"diloco_slot_slowest_rank_seconds > {LATE_SHARE} * diloco_slot_step_seconds" in rules, "as the screen"
 
 

@@ -20,7 +20,8 @@ function rate(bytesPerSecond) {
   return Math.round(8 * bytesPerSecond) + " bit/s";
 }
 const STYLES = {active: "well", suspect: "warning", draining: "warning", lost: "wrong",
-  failed: "wrong", holding: "warning", "process-ended": "wrong", joined: "well", dropped: "warning"};
+  failed: "wrong", holding: "warning", "process-ended": "wrong", joined: "well", dropped: "warning",
+  "shard-lost": "wrong", "shard-ready": "well", "syncer-restart": "warning", away: "wrong", failing: "warning"};
 function fill(id, rows) {
   byId(id).replaceChildren(...rows.map((cells) => {
     const row = document.createElement("tr");
@@ -88,7 +89,8 @@ function curve(rows) {
   byId("loss-text").textContent = loss(first[1]) + " at " + count(first[0]) + " tokens, " + loss(last[1]) + " at " +
     count(last[0]) + (first[1] > top ? "; the scale leaves out where it began" : "");
 }
-const REPEATING = new Set(["starved", "suspect", "hold", "resume", "round-overdue", "no-steps", "dropped"]);
+const REPEATING = new Set(["starved", "suspect", "hold", "resume", "round-overdue", "no-steps", "dropped",
+  "shard-lost", "shard-ready"]);
 // Of what repeats for one slot the newest is shown with the number of times, so that it hides nothing else.
 function joined(events) {
   const rows = [], known = new Map();
@@ -160,6 +162,14 @@ function show(status) {
     slot.state + (slot.diverged ? ", diverged" : slot.paused ? ", paused" : ""),
     count(slot.step), count(slot.tokens), loss(slot.loss), slot.step_seconds ? slot.step_seconds.toFixed(3) : "-",
     count(slot.merged_pushes), describe(slot.link),
+  ]));
+  byId("shards-box").hidden = !status.shards.length;
+  const unserved = new Set(status.rounds.filter((row) => row.unserved).map((row) => row.fragment));
+  fill("shards", status.shards.map((shard) => [
+    shard.shard, shard.serving ? shard.failures ? "failing" : "there" : shard.fragments.length ? "away" : "not begun",
+    shard.fragments.map((fragment) => fragment + (unserved.has(fragment) ? " waits" : "")).join(", ") || "-",
+    span(shard.cpu_seconds), size(shard.resident_bytes),
+    shard.store_problem || (shard.failures ? shard.failures + " failures: " : "") + shard.message,
   ]));
   curve(scores);
   const problems = new Map();

@@ -52,6 +52,7 @@ _OF_LINK = (
 )
 _OF_SHARD = (
     ("serving", "shard_serving", "1 while the shard is there"),
+    ("failures", "shard_failures", "How often in a row the shard's process ended soon after its start"),
     ("cpu_seconds", "shard_cpu_seconds", "Processor time of the shard's process"),
     ("resident_bytes", "shard_peak_memory_bytes", "The most memory that the shard's process has had"),
 )

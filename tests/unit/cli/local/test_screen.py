@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco.local.screen import Lines, Live, RunView, picture, progress, progress_line, version_strip
+from diloco.local.screen import Lines, Live, RunView, blocked_by, picture, progress, progress_line, version_strip
 from diloco.local.summary import fault_text, summary
 from diloco_protocol.documents import FaultRow
-from status_documents import job_report, slot_row, status_document
+from status_documents import job_report, round_row, shard_row, slot_row, status_document
 
 STATUS: dict[str, Any] = {
     "job": "tiny",
@@ -97,6 +97,27 @@ def test_an_ended_job_needs_no_syncer() -> None:
     ended = view(phase="complete")
     ended.serving = False
     assert "does not answer" not in progress_line(ended)
+
+
+def test_a_shard_that_is_away_or_fails_again_and_again_is_named_with_why() -> None:
+    there, away = shard_row(0), shard_row(1, serving=False, message="signal 9 ended its process")
+    assert not blocked_by(view(shards=[there, shard_row(1, failures=2)]).status)
+    assert blocked_by(view(shards=[there, away]).status) == (
+        "shard 1 of the syncer is away: its fragments wait (signal 9 ended its process)"
+    )
+    unneeded = shard_row(2, fragments=[], serving=False)
+    assert not blocked_by(view(shards=[there, unneeded]).status), "before version 0, and beyond the fragments"
+    failing = shard_row(0, failures=3, message="its process ended with exit code 1")
+    assert blocked_by(view(shards=[failing]).status) == (
+        "shard 0 of the syncer has failed 3 times in a row (its process ended with exit code 1)"
+    )
+
+
+def test_a_round_says_that_it_waits_for_its_shard() -> None:
+    out = io.StringIO()
+    rounds = [round_row(fragment=0, responders=[0], unserved=True), round_row(fragment=1, waiting=[0, 1])]
+    Console(file=out, width=140).print(picture(view(rounds=rounds), ()))
+    assert "fragment 0: 1 in, its shard is awaited  fragment 1: 0 in, 2 awaited" in out.getvalue()
 
 
 def test_lines_are_few_and_events_come_at_once() -> None:
