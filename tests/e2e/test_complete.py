@@ -23,20 +23,26 @@ def scalars(report: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.promise(
     "The example of the manifests trains in pods to its end, and the exported model has the loss that the report shows"
 )
-@pytest.mark.ci
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.ci), 2])
 @pytest.mark.timeout(900)
-def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
+def test_the_example_trains_to_its_end(cluster: Cluster, namespace: str, tmp_path: Path, shards: int) -> None:
     _, document = load_manifest(ROOT / "manifests" / "examples" / "tiny-gpt.yaml")
     # Training ends when all learners were in merges and the evaluator has scored, however late each of them came.
     document["spec"]["training"]["stop"] = {"tokens": 10**9}
     document["spec"]["training"]["evaluation"]["everyTokens"] = 60_000
     document["spec"]["sync"]["quorum"] = 3
+    document["spec"].setdefault("syncer", {})["shards"] = shards
     name = document["metadata"]["name"]
     job = Job(cluster, name, namespace)
     job.apply(document)
     job.in_merges(3)
     # The first row is that of version 0.
     scored = job.wait_training("the evaluator has scored on the way", lambda d: len(d["eval_loss"]) >= 3, 180)
+    rows = scored["shards"]
+    assert [(row["shard"], row["serving"], row["failures"]) for row in rows] == (
+        [] if shards == 1 else [(shard, True, 0) for shard in range(shards)]
+    )
+    assert all(row["fragments"] and row["cpu_seconds"] > 0 for row in rows)
     stop = max(scored["tokens"]["trained"], 60_000) + 100_000
     job.patch({"spec": {"training": {"stop": {"tokens": stop}}}})
     job.wait_condition("Complete", timeout=500)
