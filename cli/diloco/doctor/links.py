@@ -1,8 +1,9 @@
 """The links of a job whose learners come from elsewhere: whether its endpoint answers, and what bandwidth each needs.
 
 The endpoint is looked at from this machine, as a learner here would: the name, a TCP connection, the TLS handshake.
-With a party's credentials the handshake is a learner's own, and both sides are judged. Without them no certificate is
-trusted or refused here; the finding names the one that was shown.
+With a party's credentials the handshake is a learner's own, both sides are judged, and round trip and rate to the
+syncer and each of its shards are measured. Without them no certificate is trusted or refused here; the finding names
+the one that was shown.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import functools
 import socket
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,10 +25,15 @@ from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.security.identity import SERVER_NAME
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError, load_job
+from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire.bulk_calls import BulkConnection, CallFailed, bulk_connection
+from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_protocol.wire.verify_server import ServerNotTrusted, tls_words, verify_syncer
 
 _finding = functools.partial(Finding, "links")
 HANDSHAKE_SECONDS = 5.0
+TRIPS = 5  # of which the shortest is the round trip
+LEAST_RATE_BYTES, LEAST_RATE_SECONDS = 256 << 10, 1.0  # of a measured rate: more are sent until it takes so long
 _NOT_YET = "expected before the job runs at its hub; else check syncer.endpoint.address, its Service and the firewall"
 
 
@@ -68,7 +75,62 @@ def _endpoint(job: DiLoCoJob, address: str, folder: Path | None) -> Iterator[Fin
         if folder is None:
             yield _handshake(job, address, connection)
             return
-    yield _identity(address, folder)
+    found = _identity(address, folder)
+    yield found
+    if found.level != "error":
+        yield from _ways(job, address, Credentials.from_directory(folder))
+
+
+def _ways(job: DiLoCoJob, address: str, credentials: Credentials) -> Iterator[Finding]:
+    """What one connection to the syncer, and to each of its shards, carries."""
+    shards = job.spec.syncer.shards
+    for shard in (None, *(range(shards) if shards > 1 else ())):
+        about = "way to the syncer" if shard is None else f"way to shard {shard}"
+        try:
+            trip, up, down = asyncio.run(_measure_way(bulk_connection(credentials, address, shard)))
+        except (CallFailed, StreamBroken, limits.WireError, TimeoutError) as error:
+            fix = "measure again; a syncer of an earlier release measures nothing, and a shard has to be there"
+            yield _finding(about, "warning", f"not measured: {error or 'it takes too long'}", fix=fix)
+            continue
+        said = f"round trip {seconds_text(trip)}; one connection carries {_both(8 * up, 8 * down, 'up', 'down')}"
+        yield _finding(about, "ok", f"{said}, and a learner has four for each direction")
+
+
+async def _measure_way(connection: BulkConnection) -> tuple[float, float, float]:
+    """Round trip in seconds, and bytes per second up and down. Raises CallFailed, StreamBroken, WireError,
+    TimeoutError."""
+    try:
+        await _probe(connection)  # connects
+        trip = min([await _probe(connection) for _ in range(TRIPS)])
+        return trip, await _measure_rate(connection, "up", trip), await _measure_rate(connection, "down", trip)
+    finally:
+        connection.drop()
+
+
+async def _measure_rate(connection: BulkConnection, direction: str, trip: float) -> float:
+    size = LEAST_RATE_BYTES
+    while True:
+        seconds = await _probe(connection, **{direction: size})
+        if seconds - trip >= LEAST_RATE_SECONDS or size >= limits.PROBE_BYTES:
+            return size / max(seconds - trip, 1e-6)
+        size = min(4 * size, limits.PROBE_BYTES)
+
+
+async def _probe(connection: BulkConnection, up: int = 0, down: int = 0) -> float:
+    """Move so many bytes; returns the seconds that it took."""
+    part = memoryview(bytearray(limits.CHUNK_BYTES))
+    began = time.monotonic()
+    async with asyncio.timeout(limits.PROBE_SECONDS):
+        call = await connection.begin(probe=sync_pb2.Probe(up=up, down=down))
+        try:
+            for start in range(0, up, len(part)):
+                await call.write(part[: up - start])
+            await call.read_reply()
+            while await call.read_into(part):
+                pass
+        finally:
+            call.end()
+    return time.monotonic() - began
 
 
 def _handshake(job: DiLoCoJob, address: str, connection: socket.socket) -> Finding:

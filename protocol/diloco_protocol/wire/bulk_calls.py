@@ -118,12 +118,13 @@ class BulkConnection:
         self._stream: ByteStream | None = None
 
     async def begin(self, **what: Any) -> BulkCall:
-        """Begin the call of a BulkRequest with ``upload`` or ``download``. Raises StreamBroken, CallFailed."""
+        """Begin the call of a BulkRequest: ``upload``, ``download`` or ``probe``. Raises StreamBroken, CallFailed."""
         request = frame(sync_pb2.BulkRequest(token=self._token, **what))
         if self._stream is None or self._stream.has_ended():
             self.drop()
             self._stream = await self._connect()
-        call = BulkCall(self._stream, what["upload"].bytes if "upload" in what else 0)
+        unsent = what["upload"].bytes if "upload" in what else what["probe"].up if "probe" in what else 0
+        call = BulkCall(self._stream, unsent)
         try:
             await self._stream.write(request)
         except BaseException:
@@ -195,7 +196,7 @@ class ServedCall:
     def __init__(self, stream: ByteStream, request: sync_pb2.BulkRequest) -> None:
         self._stream = stream
         self.request = request
-        self._left = request.upload.bytes if request.HasField("upload") else 0
+        self._left = request.upload.bytes or request.probe.up
         self._chunk = 0  # bytes that are left of the present one
 
     async def read_into(self, view: memoryview, check: Callable[[], None] = lambda: None) -> int:

@@ -35,6 +35,8 @@ FIRST_PAUSE_SECONDS = 2  # after a try of gRPC's that failed; it grows with each
 LONGEST_PAUSE_SECONDS = 15
 JOIN_SECONDS = 10.0  # a session's first message, both ways, once there is a connection
 STALL_SECONDS = 30.0  # without a chunk of its session in or out, a transfer is given up
+PROBE_BYTES = 16 << 20  # that a measurement of a link moves at a time, in each direction
+PROBE_SECONDS = 60.0  # and how long one may take
 REJOIN_SECONDS = 90.0  # whose process ended is waited for so long, where only it may have an optimizer's state
 SLOWEST_BYTES_PER_SECOND = 256 << 10  # at which what was sent last may still be under way
 

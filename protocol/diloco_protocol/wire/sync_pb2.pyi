@@ -465,14 +465,24 @@ class BaseRequest(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class BulkRequest(_message.Message):
-    __slots__ = ("token", "upload", "download")
+    __slots__ = ("token", "upload", "download", "probe")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
     DOWNLOAD_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     token: str
     upload: UploadHeader
     download: DownloadRequest
-    def __init__(self, token: _Optional[str] = ..., upload: _Optional[_Union[UploadHeader, _Mapping]] = ..., download: _Optional[_Union[DownloadRequest, _Mapping]] = ...) -> None: ...
+    probe: Probe
+    def __init__(self, token: _Optional[str] = ..., upload: _Optional[_Union[UploadHeader, _Mapping]] = ..., download: _Optional[_Union[DownloadRequest, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("up", "down")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    up: int
+    down: int
+    def __init__(self, up: _Optional[int] = ..., down: _Optional[int] = ...) -> None: ...
 
 class BulkReply(_message.Message):
     __slots__ = ("upload", "download", "failure")

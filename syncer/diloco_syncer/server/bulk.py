@@ -33,6 +33,7 @@ class BulkServer:
     uploads: Uploads
     downloads: Downloads
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _is_probed: bool = False
 
     def accept(self, stream: ByteStream, peer: Peer, called: str) -> None:
         """Serve a connection until it ends. ``called``: the listener's name for it."""
@@ -72,6 +73,30 @@ class BulkServer:
                 raise StreamBroken("it does not show the join token")
             raw = await read_frame(stream, limits.STALL_SECONDS)
 
+    async def _answer_probe(self, probe: sync_pb2.Probe, call: ServedCall) -> None:
+        """Take bytes and send some, for who measures the way here: one at a time, because learners share the link.
+        Raises CallFailed, StreamBroken."""
+        if max(probe.up, probe.down) > limits.PROBE_BYTES:
+            raise CallFailed(f"a measurement moves at most {limits.PROBE_BYTES} bytes at a time", True)
+        if self._is_probed:
+            raise CallFailed("somebody else measures the link: try again later", False)
+        self._is_probed = True
+        nothing, left = memoryview(bytearray(limits.CHUNK_BYTES)), probe.down
+        try:
+            async with asyncio.timeout(limits.PROBE_SECONDS):
+                while await call.read_into(nothing):
+                    pass
+                header = sync_pb2.DownloadHeader(found=True, total_bytes=left, bytes=left)
+                await call.reply(sync_pb2.BulkReply(download=header))
+                while left:
+                    part = nothing[:left]
+                    await call.write(part)
+                    left -= len(part)
+        except TimeoutError:
+            raise StreamBroken(f"a measurement took {limits.PROBE_SECONDS:.0f} s") from None
+        finally:
+            self._is_probed = False
+
     async def _answer(self, call: ServedCall, peer: Peer, called: str) -> None:
         """Carry out one call. Raises StreamBroken: the connection is of no use any more."""
         request = call.request
@@ -82,6 +107,8 @@ class BulkServer:
                 await call.reply(sync_pb2.BulkReply(upload=reply))
             elif request.HasField("download"):
                 await self.downloads.serve(request.download, call, peer, called)
+            elif request.HasField("probe"):
+                await self._answer_probe(request.probe, call)
             else:
                 raise CallFailed("the request does not say what is to be moved", True)
         except CallFailed as error:

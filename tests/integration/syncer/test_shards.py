@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
 
 import tape_reader
+from diloco.doctor.links import check_links
 from diloco_protocol.vocabulary import SyncerExit
 from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.bulk import TransferError
 from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.records import MergeRecord, record_name
+from parties import Parties
 from patience import until
 
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
@@ -269,5 +272,43 @@ async def test_a_shard_that_fails_again_and_again_is_named_with_why_and_serves_w
     finally:
         if client is not None:
             await client.close()
+        syncer.stop()
+    assert "Traceback" not in syncer.text()
+
+
+@pytest.mark.promise("`diloco doctor` measures round trip and rate to the syncer and each of its shards")
+async def test_the_doctor_measures_the_way_to_each_shard(tmp_path: Path) -> None:
+    parties = Parties(tmp_path / "pki", "raw")
+    syncer = SyncerProcess(tmp_path / "syncer", raw_job(TWO)).start()
+    try:
+        await (await first_learner(syncer)).close()
+        assert syncer.terminate() == 0
+        syncer.start("--credentials", str(parties.syncer()))
+        overrides = [
+            "regions=[{name: local, cluster: eu, learners: 2}]",
+            "syncer.cluster=hub",
+            f"syncer.endpoint={{type: External, address: '{syncer.addresses['sync']}'}}",
+            "syncer.tls={secretName: a}",
+            "learners.credentials={secretName: b}",
+        ]
+        job, mine = syncer.folder / "job.json", parties.learner()
+
+        def look() -> dict[str, Any]:
+            return {one.about: one for one in check_links(job, overrides, mine, None)}
+
+        found = await asyncio.to_thread(look)
+        assert found["TLS"].level == "ok", found
+        for about in ("way to the syncer", "way to shard 0", "way to shard 1"):
+            assert found[about].level == "ok", found[about]
+            assert re.fullmatch(
+                "round trip [0-9.]+ m?s; one connection carries [0-9.]+ [kMG]?bit/s up and [0-9.]+ [kMG]?bit/s down,"
+                " and a learner has four for each direction",
+                found[about].said,
+            ), found[about].said
+        kill_shard(syncer, 1)
+        found = await asyncio.to_thread(look)
+        assert found["way to the syncer"].level == found["way to shard 0"].level == "ok"
+        assert found["way to shard 1"].level == "warning" and "a shard has to be there" in found["way to shard 1"].fix
+    finally:
         syncer.stop()
     assert "Traceback" not in syncer.text()

@@ -189,6 +189,56 @@ async def opened(server: Credentials, client: Credentials | None = None) -> Asyn
             made.one.drop()
 
 
+async def probe(connection: BulkConnection, up: int = 0, down: int = 0, sent: int | None = None) -> int:
+    """The bytes that come back. ``sent``: of those that go up, those that are sent now."""
+    call = await connection.begin(probe=sync_pb2.Probe(up=up, down=down))
+    try:
+        for start in range(0, up if sent is None else sent, limits.CHUNK_BYTES):
+            await call.write(memoryview(bytes(min(limits.CHUNK_BYTES, up - start))))
+        reply = await call.read_reply()
+        room, came = memoryview(bytearray(100_000)), 0
+        while count := await call.read_into(room):
+            came += count
+        assert reply.download.bytes == came
+        return came
+    finally:
+        call.end()
+
+
+async def test_a_link_is_measured_with_bytes_of_no_meaning(place: Place) -> None:
+    for up, down in ((0, 0), (1, 0), (0, 1), (700_001, 300_001), (limits.PROBE_BYTES, limits.PROBE_BYTES)):
+        assert await probe(place.one, up, down) == down
+    await place.check_connections(1)
+
+
+@pytest.mark.parametrize("what", [{"up": limits.PROBE_BYTES + 1}, {"down": limits.PROBE_BYTES + 1}])
+async def test_a_measurement_of_a_link_has_a_bound(place: Place, what: dict[str, int]) -> None:
+    with pytest.raises(CallFailed, match="at most 16777216 bytes") as failed:
+        await probe(place.one, **what, sent=0)
+    assert failed.value.final
+
+
+async def test_one_measures_a_link_at_a_time(place: Place) -> None:
+    """Also when the one before has broken off."""
+    other = bulk_connection(Credentials(), place.address)
+    call = await place.one.begin(probe=sync_pb2.Probe(up=10))
+    await until(lambda: place.port._is_probed)
+    with pytest.raises(CallFailed, match="somebody else measures the link") as failed:
+        await probe(other)
+    assert not failed.value.final
+    call.end()
+    await until(lambda: not place.port._is_probed)
+    assert await probe(other, 5, 5) == 5
+    other.drop()
+
+
+async def test_a_measurement_that_does_not_go_on_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PROBE_SECONDS", 0.2)
+    with pytest.raises(StreamBroken):
+        await probe(place.one, 10, sent=0)
+    await until(lambda: not place.port._is_probed)
+
+
 async def test_a_connection_is_made_for_the_first_call_and_carries_one_after_the_other(place: Place) -> None:
     assert not place.connections
     data = bytes(range(251)) * 5000
