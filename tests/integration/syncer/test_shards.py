@@ -15,7 +15,7 @@ from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
 import tape_reader
 from diloco.doctor.links import check_links
 from diloco_protocol.vocabulary import SyncerExit
-from diloco_protocol.wire import sync_pb2
+from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.bulk import TransferError
 from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.store.directory import DirectoryStore
@@ -27,6 +27,13 @@ from patience import until
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 TWO = "syncer.shards=2"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of version 0 is answered when the shards have begun: their processes start meanwhile, which takes long on
+    a busy machine. A learner would ask again; the raw client waits."""
+    monkeypatch.setattr(limits, "STALL_SECONDS", 250.0)
 
 
 def shard_process(syncer: SyncerProcess, index: int) -> psutil.Process:

@@ -338,8 +338,9 @@ def test_a_shard_that_never_returns_fails_the_job_whose_last_merges_it_has() -> 
     lost = 0.0
     while job.core.phase is JobPhase.DRAINING and lost < 2000.0:
         job.later(20.0)
-        job.do(ev.ShardReady(1, {kept: kept}))
-        job.do(ev.ShardLost(1))
+        for shard, handle in ((1, kept), (0, kept - 1)):
+            job.do(ev.ShardReady(shard, {handle: handle}))
+            job.do(ev.ShardLost(shard))
         lost += 20.0
     assert (job.core.phase, lost) == (JobPhase.FAILED, 900.0)
     job = drained_without_shards(900.0)
