@@ -164,6 +164,6 @@ class ShardWorld(World):
         merging = [opened for opened in self.core.open_rounds.values() if opened.merging and not opened.last]
         assert len({self.dealt[opened.fragment] for opened in merging}) == len(merging), "two merges of one shard"
         new = {p for p in self.core.open_rounds if p not in before}
-        assert not {self.dealt[p] for p in new} & self.core._state.shards.lost, "a round without its shard"
+        assert not {self.dealt[p] for p in new} & self.core._state.shards.lost.keys(), "a round without its shard"
         self.seen["merges side by side"] += len(merging) > 1
         return actions

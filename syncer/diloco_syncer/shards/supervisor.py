@@ -80,7 +80,7 @@ class ShardProcesses:
     async def _keep(self, index: int) -> None:
         """Run a shard's process again and again."""
         while not self._closing.is_set():
-            code = SyncerExit.FAILED
+            code: int = SyncerExit.FAILED
             try:
                 code = await self._run_once(index)
                 why = f"its process ended with exit code {code}" if code >= 0 else f"signal {-code} ended its process"
