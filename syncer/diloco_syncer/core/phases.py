@@ -110,6 +110,8 @@ class Phases:
                 return self._end(phase, message, now)
             if not state.is_ending:
                 return self._drain(phase, message, now)
+        if words := self.aggregator.describe_out_of_scale():
+            return self._end(JobPhase.FAILED, f"{words}; sync.deterministic leaves nobody out{RESUMES}", now)
         handlers: dict[JobPhase, Callable[[float], bool]] = {
             JobPhase.WAITING: self._leave_waiting,
             JobPhase.TRAINING: self._leave_training,

@@ -10,6 +10,8 @@ whose push a merge has. In deterministic mode a rule of the job alone decides ea
 * The n-th lease of slot m is the block n·M + m of the endless order, M being the number of slots.
 * Nobody is pulled: learners push by themselves at steps that their schedule names. The first push for version v + 1
   opens round v + 1, which waits for all M slots, without a grace window; the last ones come while the job drains.
+* The scale of a push is judged beside the others of its round, once all are there. Where it alone is out of scale the
+  job fails, by its learner's name: no merge can do without it, and who came first must not matter.
 * Every slot stops by itself, at ``stop.steps`` or its share of ``stop.tokens``.
 
 Slots at different steps would be due for different fragments, and wait for each other for ever. So whoever begins a
@@ -40,6 +42,7 @@ class Mode:
     is_scheduled = False  # learners push by themselves, and nobody is pulled
     has_grace = True  # a round that has its quorum waits for others only so long
     merges_while_draining = False  # a round is merged when it is full; else once, when all have left
+    judges_together = False  # the scale of a round's pushes is judged when it has them all; of offers each alone
     begins_together = False  # whoever begins a tenure while the job waits, begins at the greatest step
 
     def fixed_fields(self, job: DiLoCoJob) -> dict[str, object]:
@@ -93,6 +96,7 @@ class DeterministicMode(Mode):
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
+        self.judges_together = slots > 1
 
     def fixed_fields(self, job: DiLoCoJob) -> dict[str, object]:
         regions = [[region.name, region.learners] for region in job.spec.regions]

@@ -121,6 +121,7 @@ class Accepted:
     header: PushHeader
     handle: int
     norm: float
+    growth: float = 0.0  # as of ``ev.PushReceived``; of an offer that was restored 0: it was judged when it came
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ class RoundBook:
         self._mode = mode
         self.versions = [0] * fragments
         self.open: dict[int, Round] = {}  # by fragment
+        # By fragment and slot, of pushes that would have opened its round: the reason for which one was not taken.
+        self.refused_before: list[dict[int, str]] = [{} for _ in range(fragments)]
         self.marks: list[dict[int, int]] = [{} for _ in range(fragments)]
         self.first_marks: dict[int, int] = {}  # slot -> step at which it began
         self.steps_at_last_opening: dict[int, int] = {}
@@ -302,6 +305,7 @@ class RoundBook:
             opened.steps_at_opening[learner.slot] = learner.step
             self.steps_at_last_opening[learner.slot] = learner.step
         self.next_round += 1
+        opened.refused, self.refused_before[fragment] = self.refused_before[fragment], {}
         self.open[fragment] = opened
         return opened
 

@@ -28,7 +28,7 @@ from diloco_syncer.core.books import shares
 from diloco_syncer.core.books.rounds import Accepted, Progress, Round, superseded
 from diloco_syncer.core.books.slots import MergedPush, Slot
 from diloco_syncer.core.merging.lost_shards import LostShards
-from diloco_syncer.core.merging.push_checks import PushChecks
+from diloco_syncer.core.merging.push_checks import OUT_OF_SCALE, PushChecks
 from diloco_syncer.core.recovery.receipts import hold_taken_back_offer, hold_unknown_offer, remember_version
 from diloco_syncer.core.reports import apply_report
 from diloco_syncer.core.state import JobState
@@ -76,7 +76,7 @@ class Aggregator:
         apply_report(state, self._actions, slot, header.report, now=now)
         slot.pushes.mark_accepted(header.fragment, header.sequence)
         slot.pushes.pace.record_push(header.last_step, now)
-        push = Accepted(header, event.handle, event.norm)
+        push = Accepted(header, event.handle, event.norm, event.growth)
         opened = state.rounds.open.get(header.fragment)
         if opened is None and header.round and state.config.mode.opens_round(header, state.versions[header.fragment]):
             opened = state.rounds.open_round(header.fragment, now, state.progress())
@@ -106,6 +106,8 @@ class Aggregator:
         opened = rounds.open.get(header.fragment) if rounds else None
         if opened is not None and header.round == opened.id and header.slot in opened.pulled:
             opened.refused[header.slot] = reason.value
+        elif rounds and self._state.config.mode.opens_round(header, rounds.versions[header.fragment]):
+            rounds.refused_before[header.fragment][header.slot] = reason.value
 
     # ---------------------------------------------------------------- rounds
 
@@ -155,6 +157,18 @@ class Aggregator:
 
     # ---------------------------------------------------------------- merges
 
+    def describe_out_of_scale(self) -> str:
+        """Where pushes are judged together: what is said of the one that alone of its round, which has them all, is out
+        of scale; empty: there is none."""
+        state = self._state
+        for opened in state.rounds.open.values() if state.rounds and state.config.mode.judges_together else ():
+            large = [p for p in opened.pushes if self.checks.is_out_of_scale(p.header, p.norm, p.growth)]
+            if not opened.merging and len(opened.slots()) >= self._quorum and len({p.header.slot for p in large}) == 1:
+                whose = f"of {state.members.slots[large[0].header.slot].learner} to fragment {opened.fragment}"
+                why = OUT_OF_SCALE.format(growth=large[0].growth)
+                return f"the update {whose} is out of scale, and no other is: {why}"
+        return ""
+
     def start_ready_merges(self, now: float) -> None:
         """Start the merge of every round that has waited long enough."""
         state = self._state
@@ -195,7 +209,8 @@ class Aggregator:
                 continue
             self._add_offers(opened, now)
             if len(opened.slots()) >= self._quorum:
-                self._start_merge(opened, now, last=True)
+                if not self.describe_out_of_scale():
+                    self._start_merge(opened, now, last=True)
                 started = True
         return started, any(opened.merging for opened in rounds.served())
 

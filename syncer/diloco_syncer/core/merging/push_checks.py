@@ -36,7 +36,9 @@ When all bytes are here:
     4 to 11, since its round may have closed (``core/merging/aggregation.py`` ``receive_push``).
 16. All its values are finite (``check_content``).
 17. No piece of it is far larger than the parameters, unless such pushes are usual in the fragment, another
-    learner's is as large, or a job's only learner sends them again and again (``check_content``).
+    learner's is as large, or a job's only learner sends them again and again (``check_content``). In
+    deterministic mode a round's pushes are judged together, when it has them all (``aggregation.py``
+    ``describe_out_of_scale``).
 18. Its norm is, for its steps, not far above those of the fragment's merged pushes (``core/books/norm_gate.py``).
 
 A push that passed them is in the round, or waits as an offer. It can still be replaced by a newer push of the same
@@ -56,6 +58,7 @@ from diloco_syncer.core.state import JobState
 Refusal = tuple[PushRefusal, str]
 
 MOST_GROWTH = 10.0  # of a push's piece, beside its parameters and the model's
+OUT_OF_SCALE = f"a tensor would move by {{growth:.3g}} times the size of its values: at most {MOST_GROWTH:g}"
 
 
 class PushChecks:
@@ -90,17 +93,26 @@ class PushChecks:
         their size beside the parameters."""
         if not finite:
             return PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values"
-        gate = self._state.norm_gate
-        steps = min(header.steps, TURNS_AHEAD * self._config.max_steps)  # more are of pushes that were refused before
+        gate, together = self._state.norm_gate, self._config.mode.judges_together
         if (
-            growth > MOST_GROWTH
-            and not gate.is_usual(header.fragment, norm, steps)
-            and not gate.record_growth(header.fragment, header.slot, self._state.members.is_alone(header.slot))
+            not (together and header.round)
+            and self.is_out_of_scale(header, norm, growth)
+            and (together or not gate.record_growth(header.fragment, header.slot, self._is_alone(header)))
         ):
-            words = f"a tensor would move by {growth:.3g} times the size of its values: at most {MOST_GROWTH:g}"
-            return PushRefusal.OUT_OF_SCALE, words
-        objection = gate.objection(header.fragment, norm, steps)
+            return PushRefusal.OUT_OF_SCALE, OUT_OF_SCALE.format(growth=growth)
+        objection = gate.objection(header.fragment, norm, self._usual_steps(header))
         return (PushRefusal.NORM_GATE, objection) if objection else None
+
+    def is_out_of_scale(self, header: PushHeader, norm: float, growth: float) -> bool:
+        """Whether a push is far larger than the parameters, and than is usual in its fragment."""
+        usual = self._state.norm_gate.is_usual(header.fragment, norm, self._usual_steps(header))
+        return growth > MOST_GROWTH and not usual
+
+    def _usual_steps(self, header: PushHeader) -> int:
+        return min(header.steps, TURNS_AHEAD * self._config.max_steps)  # more are of pushes that were refused before
+
+    def _is_alone(self, header: PushHeader) -> bool:
+        return self._state.members.is_alone(header.slot)
 
     def _check_end(self) -> Refusal | None:
         phase = self._state.phase
