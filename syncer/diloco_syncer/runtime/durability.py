@@ -10,7 +10,8 @@ durable, and learners were told.
 
 **The scrub.** With each checkpoint the newest record of one fragment is read and verified, of each in turn. One that is
 damaged is written anew from what the syncer has in memory: found at the next start, it would cost its fragment a
-version.
+version. After as many checkpoints as there are fragments the layout or the frozen parameters are read, or the copy of
+one of them, in turn. What is damaged is written anew from the other.
 
 A full disk is waited for without end. A store that fails otherwise for ``PATIENCE`` seconds ends the
 process (exit code 4); a higher epoch ends it at once (3). Example: while a volume is being extended,
@@ -34,9 +35,9 @@ from typing import Any, TypeVar
 from diloco_protocol.common.files import DiskFull
 from diloco_protocol.documents import EventRow
 from diloco_syncer.core.recovery.lost_versions import STAND_IN
-from diloco_syncer.store.base import HigherEpoch
+from diloco_syncer.store.base import HigherEpoch, ObjectNotFound
 from diloco_syncer.store.checkpoint import Checkpoints
-from diloco_syncer.store.records import Array, MergeRecord
+from diloco_syncer.store.records import Array, Damaged, MergeRecord
 from diloco_syncer.store.tape import EVENT, REFUSED, SETTINGS, Tape
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ class StoreWriter:
         place, self._scrubbed = self._scrubbed % len(newest), self._scrubbed + 1
         record, fragment = newest[place], newest[place].fragment
         try:
-            damage = await asyncio.to_thread(self.checkpoints.find_damage, fragment, record.version)
+            name = self.checkpoints.reader.name_of(fragment, record.version)
+            damage = await asyncio.to_thread(self.checkpoints.find_damage, name, "merge")
         except OSError as error:
             log.warning("fragment %d could not be verified: %s", fragment, error)
             return
@@ -139,6 +141,7 @@ class Durability(StoreWriter):
     optimizer_bytes: int = 0
     settings: dict[str, Any] | None = None  # the tape's line of this start, until it is there
     _optimizers: int = 0  # that were to be written
+    _made: int = 0  # checkpoints, for the scrub of copies
     _persisted: int = -1  # the newest generation whose state is durable
     _blobs: dict[str, Array] = field(default_factory=dict)
     _notes: deque[EventRow] = field(default_factory=deque)  # transitions that the tape is to get
@@ -202,6 +205,23 @@ class Durability(StoreWriter):
             else:
                 await self.checkpoint()
             await self.scrub(self.newest_records)
+            await self.scrub_copies()
+
+    async def scrub_copies(self) -> None:
+        """Once in as many calls as there are fragments: verify the next of the objects that are there twice, and write
+        it anew from the other where it is damaged."""
+        objects, self._made = self.checkpoints.copied_blobs(), self._made + 1
+        turn, rest = divmod(self._made, self.checkpoints.fragments or 1)
+        if rest or not objects:
+            return
+        name, other = objects[turn % len(objects)]
+        try:
+            damage = await asyncio.to_thread(self.checkpoints.find_damage, name, "blob")
+            if damage:
+                await self.run_write(self.checkpoints.copy_blob, other, name)
+                log.error("the store had damaged %s, which is whole again: %s", name, damage)
+        except (OSError, ObjectNotFound, Damaged) as error:
+            log.error("%s could not be verified, or is damaged as its copy is: %s", name, error)
 
     async def close(self, checkpoint: bool) -> None:
         """End the store's thread; with ``checkpoint``, after a last checkpoint."""

@@ -18,8 +18,9 @@ What a restart takes of it is in restore.py. Records are kept from the older of 
 damaged state loses nothing. Of each fragment the record before the newest is kept too, and each tells of the one before
 it. So one damaged record costs its fragment one version at most, which a learner that holds it gives back. What is
 written once for the whole job is there twice (``copy_name``): its identity, and all of version 0, whose fragments'
-copies go with the first merge. So no damage of one object makes a store unusable. ``scrub`` finds a damaged newest
-record while the syncer has its content. Nothing is begun anew over a store that fits nowhere.
+copies go with the first merge. So no damage of one object makes a store unusable. The scrub (runtime/durability.py)
+finds a damaged newest record while the syncer has its content, and one of two copies while the other is whole. Nothing
+is begun anew over a store that fits nowhere.
 """
 
 from __future__ import annotations
@@ -186,11 +187,10 @@ class Checkpoints:
         """A version with all of its arrays. Raises ``ObjectNotFound``, ``Damaged``."""
         return replace(self.reader, forget_arrays=False).record(fragment, version)
 
-    def find_damage(self, fragment: int, version: int) -> str:
-        """Why a record is not what was written, in words; empty: it is whole. Raises OSError."""
-        name = self.reader.name_of(fragment, version)
+    def find_damage(self, name: str, kind: str) -> str:
+        """Why an object of records' format is not what was written, in words; empty: it is whole. Raises OSError."""
         try:
-            self._map(name, "merge")
+            self._map(name, kind)
         except ObjectNotFound:
             return f"{name} is gone"
         except Damaged as error:
@@ -201,6 +201,26 @@ class Checkpoints:
         """Put a whole record in the place of a damaged one. Raises ``HigherEpoch``, OSError."""
         self.epoch.check()
         self.store.replace(self.reader.name_of(record.fragment, record.version), *record.pack())
+        self.epoch.check()
+
+    @property
+    def fragments(self) -> int:
+        """Of the job; 0: there is no version 0."""
+        return len(self.reader.initial["fragments"]) if self.reader.initial else 0
+
+    def copied_blobs(self) -> list[tuple[str, str]]:
+        """The objects that are there twice for as long as the job is, each with the other of its kind."""
+        initial = self.reader.initial or {"layout": "", "frozen": ""}
+        pairs = [(name, copy_name(name)) for name in (initial["layout"], initial["frozen"]) if name]
+        return [each for pair in pairs for each in (pair, pair[::-1])]
+
+    def copy_blob(self, source: str, name: str) -> None:
+        """Put what is kept as ``source`` in the place of ``name``. Raises ``HigherEpoch``, ``ObjectNotFound``,
+        ``Damaged``, OSError."""
+        data = self.store.read_large(source, records.MAX_FILE)
+        records.unpack(data, "blob", source)
+        self.epoch.check()
+        self.store.replace(name, data)
         self.epoch.check()
 
     def _set_aside(self, name: str) -> None:

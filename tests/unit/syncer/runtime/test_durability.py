@@ -17,9 +17,10 @@ from diloco_protocol.documents import EventRow
 from diloco_protocol.vocabulary import EventKind
 from diloco_syncer.runtime import durability
 from diloco_syncer.runtime.durability import MOST_NOTES, Durability, Snapshot
+from diloco_syncer.store import records
 from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.directory import DirectoryStore
-from diloco_syncer.store.documents import read_document
+from diloco_syncer.store.documents import copy_name, read_document
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.tape import EVENT, MERGE, REFUSED, SEGMENT, SETTINGS, Tape
@@ -170,3 +171,48 @@ async def test_the_settings_of_a_start_are_before_its_first_line_and_nothing_is_
     for version in (1, 2):
         await made.write_merge_record(MergeRecord("job", 1, 0, version, theta=np.zeros(2, np.float32)))
     assert [json.loads(raw)["kind"] for raw in tape_reader.raw_lines(store)] == [SEGMENT, SETTINGS, MERGE, MERGE]
+
+
+@pytest.mark.promise(
+    "Damage of the layout, of the frozen parameters or of a copy of one of them is found while a job runs, and mended "
+    "from the other"
+)
+@pytest.mark.parametrize("harm", ["bit", "half", "gone"])
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("part", ["layout", "frozen"])
+async def test_a_scrub_mends_each_of_two_copies_from_the_other(
+    tmp_path: Path, part: str, copy: bool, harm: str
+) -> None:
+    store, fragments = DirectoryStore(tmp_path), 3
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    values = np.arange(100, dtype=np.uint8)
+    names = {
+        kind: checkpoints.stage(1, f"{kind}.rec", *records.pack("blob", {}, {"blob": values}))
+        for kind in ("layout", "frozen")
+    }
+    checkpoints.commit_initial(names["layout"], [f"f{p}" for p in range(fragments)], names["frozen"])
+    made = make_durability(checkpoints, store)
+    harmed = tmp_path / (copy_name(names[part]) if copy else names[part])
+    whole = harmed.read_bytes()
+    if harm == "gone":
+        harmed.unlink()
+    else:
+        middle = len(whole) // 2
+        harmed.write_bytes(whole[:middle] + (bytes([whole[middle] ^ 1]) + whole[middle + 1 :]) * (harm == "bit"))
+    checkpoints_left = [True] * (4 * fragments)
+    with pytest.raises(IndexError):
+        await made.checkpoint_every(0.0, ended=checkpoints_left.pop)
+    assert harmed.read_bytes() == whole
+
+
+async def test_a_scrub_that_finds_both_copies_damaged_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DirectoryStore(tmp_path)
+    checkpoints = Checkpoints(store, Epoch.claim(store), "job", 1)
+    name = checkpoints.stage(1, "layout.rec", b"neither a record")
+    checkpoints.commit_initial(name, ["f0"], "")
+    made = make_durability(checkpoints, store)
+    for _ in range(2):
+        await made.scrub_copies()
+    assert len(caplog.messages) == 2 and all("is damaged as its copy is" in said for said in caplog.messages)
