@@ -108,7 +108,9 @@ class OutputStatus(Spec):
 class Replacements(Spec):
     """Learners and syncers that had to be replaced."""
 
-    total: int = Field(0, description="Since the job began.")
+    total: int = Field(
+        0, description="That an operator saw, since the job began; a loss while none was running is not among them."
+    )
     since_merge: int = Field(
         0, description="Failures since the last merge, of the place that had most; maxReplacements is about it."
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_operator import names
-from diloco_operator.model import Observed
+from diloco_operator.model import Observed, PlanMemory
 from diloco_protocol.vocabulary import CONTROL_PORT
 from operator_world import World, idle, started
 
@@ -42,8 +42,6 @@ def test_a_process_that_is_gone_is_fenced_at_once() -> None:
 
 def test_an_operator_that_was_away_fences_after_a_moment() -> None:
     world = started()
-    from diloco_operator.model import PlanMemory
-
     world.memory, world.operator_away = PlanMemory(), True
     world.unschedulable = {"job-local-1"}
     world.delete_pod("job-local-1", force=True)
@@ -53,6 +51,27 @@ def test_an_operator_that_was_away_fences_after_a_moment() -> None:
     world.run(12)
     assert world.syncer.slots[1].state == "lost"
     assert world.told("LearnerGone") == 0 and not world.status.get("replacements")
+
+
+def test_the_count_outlives_the_operator_and_has_what_operators_saw() -> None:
+    """A pod that goes while no operator runs is not known to the next one, which counts on from the status."""
+    world = started()
+    world.delete_pod("job-local-1", force=True)
+    world.until(lambda w: w.told("LearnerReplaced") == 1)
+    world.memory, world.operator_away = PlanMemory(), True
+    world.delete_pod("job-local-2", force=True)
+    world.run(60)
+    world.operator_away, world.next_turn = False, world.now
+    world.run(10)
+    assert world.status["replacements"]["total"] == 1
+    world.delete_pod("job-local-0", force=True)
+    world.until(lambda w: w.told("LearnerReplaced") == 2)
+    assert world.status["replacements"]["total"] == 2
+    world.edit(regions=[{"name": "local", "learners": 2}])
+    world.until(lambda w: len(w.of("learner")) == 2)
+    world.until(World.whole)
+    idle(world)
+    assert world.status["replacements"]["total"] == 2, "who is not wanted any more is not lost"
 
 
 def test_a_crashing_learner_is_counted_told_and_fails_the_job_at_the_limit() -> None:
