@@ -21,6 +21,7 @@ RECORDED: dict[str, dict[str, range]] = {
         "SLOW": range(50),
         "DRAWN": range(200),
         "SHARDS": range(200),
+        "LEASES": range(50),
         "BROKEN": range(16),
     },
     "shell": {

@@ -14,6 +14,7 @@ from syncer_simulation.bucket_world import BucketSetup, BucketWorld
 from syncer_simulation.core_world import World, check_liveness, settle
 from syncer_simulation.disk_world import DiskSetup, DiskWorld
 from syncer_simulation.learners import Setup
+from syncer_simulation.lease_world import LeaseWorld, settle_leases
 from syncer_simulation.shard_world import ShardSetup, ShardWorld
 from syncer_simulation.sharded_world import ShardedSetup, ShardedWorld
 from syncer_simulation.shell_sessions import ShellWorld
@@ -51,6 +52,8 @@ SPARES = replace(WIPED, spares=2, replaced=0.7)  # and those that stand by may b
 VISITED = Setup(0, steps=60, slots=2, visitors=2, crashes=5.0)
 SLOW = replace(HARSH, slow=0.5, deaths=5.0)  # versions come late to some, words do not
 CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
+# With data, of which some is trained twice.
+LEASED = Setup(0, steps=80, crashes=5.0, deaths=2.0, spares=1, told_crashes=0.1, sequences=300)
 LOSSY = Setup(0, every=8, steps=160, latency=0.3, deaths=0.0, crashes=0.0)  # messages are lost, nobody dies
 
 
@@ -148,6 +151,7 @@ CORE: dict[str, Kind[Any, Any]] = {
     "DRAWN": Kind(drawn_setup, World, settle),
     "CHANGED": Kind(drawn_changes, World, settle),
     "SHARDS": Kind(drawn_shards, ShardWorld, settle),
+    "LEASES": Kind(lambda seed: replace(LEASED, seed=seed), LeaseWorld, settle_leases),
     "BROKEN": Kind(drawn_broken, BrokenWorld, settle_broken),
     # With K = M every loss holds everybody up. Of the seeds that it names, a test asks for a greater share of the pace.
     "LIVE_1": of_core(LOSSY, settle_live(0.5), 600.0),

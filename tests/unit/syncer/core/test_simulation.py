@@ -133,6 +133,21 @@ def test_shards_crash_and_merge_side_by_side() -> None:
     assert all(seen[kind] for kind in (*kinds, "offers lost before their answer", "crashes")), seen
 
 
+@pytest.mark.promise(
+    "Each sequence of the data is leased to one learner at a time; whoever dies, it is trained or leased again, and "
+    "without losses it is trained once",
+    section="Syncer",
+)
+@pytest.mark.parametrize("chaos", [0.0, 1.0])
+def test_each_sequence_has_one_holder_and_none_is_left_out(chaos: float) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        seen += CORE["LEASES"].run(seed, {"chaos": chaos, "told_crashes": 0.1 * chaos}).seen
+    assert seen["leases"] > 50 and (not chaos or (seen["leases taken over"] and seen["kills"] and seen["crashes"])), (
+        seen
+    )
+
+
 def test_visitors_train_and_are_merged() -> None:
     seen: Counter[str] = Counter()
     merged = 0
