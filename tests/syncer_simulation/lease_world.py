@@ -70,5 +70,9 @@ def settle_leases(world: LeaseWorld) -> None:
     settle(world)
     book = LeaseBook.from_json(world.config.seed, world.core.state(world.now)["job"]["leases"])
     world.oracle.check_end(book)
+    # Without mishaps all that was trained was reported, and counts.
+    for held in book.open.values():
+        trained = world.oracle.trained_to[held.data_epoch, held.block]
+        assert held.position <= trained and (held.position == trained or world.setup.chaos), (held, trained)
     if not world.setup.chaos:
         assert max(world.times.values()) == 1, [which for which, times in world.times.items() if times > 1][:5]
