@@ -53,7 +53,9 @@ class Metrics:
         )
         self.jobs = self._gauge("jobs", "Jobs by phase; the phase is empty until one is written.", "phase")
         self.objects = self._gauge("cached_objects", "Objects in memory, by kind.", "kind")
-        self.replacements = self._counter("replacements", "Learners and syncers that this operator saw lost, and that were replaced.")
+        self.replacements = self._counter(
+            "replacements", "Learners and syncers that this operator saw lost, and that were replaced."
+        )
         self.deletions = self._counter(
             "deletions", "Objects that the operator deleted, by kind and whether by force.", "kind", "force"
         )
