@@ -445,6 +445,12 @@ def export(
         python -c "from transformers import AutoModelForCausalLM as Model
         Model.from_pretrained('model/')"
     """
+    from diloco_protocol.common.files import require_free
+
+    try:
+        require_free(out)  # before a model is fetched and built, which takes long
+    except OSError as error:
+        raise CommandError(f"{out}: {error.strerror}") from error
     there = where(context, namespace, kubeconfig)
     if there.given or means_job(what):
         from diloco.cluster.fetch import export as export_job

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from diloco.cluster.client import TIMEOUT, Cluster, ClusterError, Object, Where
 from diloco.cluster.port_forward import Forward, forwarded
 from diloco.cluster.render import holds
-from diloco.console import FAILED, WRONG, print_text
+from diloco.console import FAILED, print_text
 from diloco.local.summary import summary
 from diloco.syncer_client import SyncerError, fetch_document
 from diloco.text_console import TextConsole
@@ -145,8 +145,6 @@ def export(where: Where, name: str, out: Path, adapter: bool = False, check: boo
     """``diloco export NAME OUT``, with ``--adapter`` and ``--no-check`` or without. Raises ClusterError."""
     from diloco.export.export import ExportFailed, read_url, write_merged
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ClusterError(f"{out} exists already: name a new directory, or remove it", code=WRONG)
     cluster = where.open_one(": that of the cluster with the syncer")
     job = cluster.job(name)
     with syncer_port(cluster, job, EXPORT_PORT) as (forward, _):

@@ -186,6 +186,12 @@ def create_whole(path: str | os.PathLike[str], *parts: Buffer, mode: int | None 
         flush_to_device(path.parent)
 
 
+def require_free(path: Path) -> None:
+    """Raise FileExistsError if ``path`` is there already and not an empty directory."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(errno.EEXIST, "exists already: name a new directory, or remove it", str(path))
+
+
 @contextlib.contextmanager
 def create_directory(path: Path) -> Iterator[Path]:
     """Make a directory that is whole under its name or not there: fill what this yields, another one beside it, which
@@ -194,8 +200,7 @@ def create_directory(path: Path) -> Iterator[Path]:
     Raises FileExistsError if ``path`` is there already and not an empty directory.
     """
     path = path.absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(errno.EEXIST, "exists already: name a new directory, or remove it", str(path))
+    require_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(6)}")
     temporary.mkdir()

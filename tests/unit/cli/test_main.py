@@ -290,6 +290,12 @@ def test_export_of_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_over_something_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, output = diloco("export", tmp_path / "no-run", tmp_path / "file")
+    assert code == 2 and f"{tmp_path / 'file'}: exists already: name a new directory, or remove it" in output
+
+
 def test_version() -> None:
     assert diloco("version") == (0, VERSION)
 
