@@ -25,7 +25,7 @@ from diloco.processes.launch import StartError
 from diloco.processes.supervisor import Exit, Kind
 from diloco.processes.workdir import Workdir
 from diloco.processes.worker_specs import WorkerSpec
-from diloco.syncer_client import SyncerClient, SyncerError
+from diloco.syncer_client import PAGE_SECONDS, SyncerClient, SyncerError
 from diloco_protocol.documents import Report, StatusDocument
 from diloco_protocol.spec.load import parse_job
 from operator_simulation.virtual_time import Clock, VirtualLoop
@@ -71,8 +71,9 @@ class ScriptedProcess:
 
 class ScriptedSyncer(SyncerClient):
     """Answers with ``page`` and ``last_report``, None: not at all. ``calls``: what was asked of it; the next
-    ``unheard`` calls fail."""
+    ``unheard`` calls fail. ``takes``: the seconds until a page is there."""
 
+    takes = 0.0
     place: dict[str, str | int] | None = None
     page: StatusDocument | None = None
     last_report: Report | None = None
@@ -85,9 +86,12 @@ class ScriptedSyncer(SyncerClient):
     def address(self) -> dict[str, str | int] | None:
         return self.place
 
-    async def status(self) -> StatusDocument:
+    async def status(self, seconds: float | None = None) -> StatusDocument:
         if self.page is None:
             raise SyncerError("it does not answer")
+        await asyncio.sleep(min(self.takes, seconds or PAGE_SECONDS))
+        if self.takes > (seconds or PAGE_SECONDS):
+            raise SyncerError("no answer in time")
         return self.page
 
     async def status_now(self) -> StatusDocument:

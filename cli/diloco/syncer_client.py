@@ -92,9 +92,9 @@ class SyncerClient:
         except (FileNotFoundError, WorkdirError):
             return None
 
-    async def status(self) -> StatusDocument:
+    async def status(self, seconds: float | None = None) -> StatusDocument:
         """The status document, which the syncer keeps for up to half a second. Raises SyncerError."""
-        return await fetch_document(self._where("http"), "/status", StatusDocument)
+        return await fetch_document(self._where("http"), "/status", StatusDocument, seconds)
 
     async def status_now(self) -> StatusDocument:
         """The status document as of this call: dearer than ``status``. Raises SyncerError."""

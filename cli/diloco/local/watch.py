@@ -152,15 +152,16 @@ class StatusWatch:
         """Whether this process was ever seen in the job."""
         return process_id in self._joined
 
-    async def poll(self, now: bool = False) -> bool:
-        """Read the status once; False if there was none. ``now``: one of before this call will not do."""
+    async def poll(self, now: bool = False, seconds: float | None = None) -> bool:
+        """Read the status once; False if there was none, in ``seconds`` where they are given. ``now``: one of
+        before this call will not do."""
         async with self._looking:  # what one look has seen is not overwritten by another that began before it
-            return await self._look(now)
+            return await self._look(now, seconds)
 
-    async def _look(self, now: bool) -> bool:
+    async def _look(self, now: bool, seconds: float) -> bool:
         self.view.run_seconds = time.monotonic() - self._begun_at
         try:
-            status = await (self.syncer.status_now() if now else self.syncer.status())
+            status = await (self.syncer.status_now() if now else self.syncer.status(seconds))
         except SyncerError as error:
             self._tell_unreadable(error)
             self.view.serving = False

@@ -71,8 +71,8 @@ def signal_syncer(
     ``also`` is called with True at the first and with False at the second. The process id it was sent to."""
     poll, end, told = JobFollower.poll, HeldEnd(monkeypatch), list[int]()
 
-    async def watched(self: JobFollower, now: bool = False) -> bool:
-        answered, syncer = await poll(self, now), self.running.get("syncer")
+    async def watched(self: JobFollower, now: bool = False, seconds: float | None = None) -> bool:
+        answered, syncer = await poll(self, now, seconds), self.running.get("syncer")
         if end.holds(self) and syncer is not None:
             if not told and when(self):
                 told.append(syncer.pid)
@@ -119,8 +119,8 @@ def test_a_syncer_that_ends_the_job_unheard_leaves_its_report(tmp_path: Path, mo
     """The runner hears nothing more from the moment when the stop is reached."""
     poll, end, deaf = JobFollower.poll, HeldEnd(monkeypatch), list[float]()
 
-    async def unheard(self: JobFollower, now: bool = False) -> bool:
-        answered = not deaf and await poll(self, now)
+    async def unheard(self: JobFollower, now: bool = False, seconds: float | None = None) -> bool:
+        answered = not deaf and await poll(self, now, seconds)
         self.watch.view.serving = answered
         if end.holds(self) and self.watch.closing and not deaf:
             deaf.append(time.monotonic())

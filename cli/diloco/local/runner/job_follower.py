@@ -26,6 +26,7 @@ from diloco.processes.unjoined import UnjoinedLearners, unjoined_text
 POLL_SECONDS = 0.5
 POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
 METRICS_SECONDS = 1.0
+LAST_SECONDS = 20.0  # of the call that a syncer has to answer before it is killed
 
 
 @dataclass(kw_only=True)
@@ -35,10 +36,10 @@ class JobFollower(RunPart):
     _unjoined: UnjoinedLearners = field(default_factory=UnjoinedLearners)
     _next_metrics: float = 0.0  # monotonic seconds
 
-    async def poll(self, now: bool = False) -> bool:
-        """Read the syncer's status, False if it does not answer; an ended phase ends the run. ``now``: one of before
-        this call will not do."""
-        answered = await self.watch.poll(now)
+    async def poll(self, now: bool = False, seconds: float | None = None) -> bool:
+        """Read the syncer's status, False if it does not answer (in ``seconds``, if given); an ended phase ends the
+        run. ``now``: one of before this call will not do."""
+        answered = await self.watch.poll(now, seconds)
         if answered:
             self.health.on_answered()
         self.health.sample_rss()
@@ -59,7 +60,9 @@ class JobFollower(RunPart):
                 self.screen.event(text, style)
             self._write_metrics(metrics)
             await asyncio.sleep(POLL_CHAOS_SECONDS if self.injector.waiting else POLL_SECONDS)
-            if not await self.poll() and (why := self.health.reason_to_kill()):
+            if await self.poll() or not (why := self.health.reason_to_kill()):
+                continue
+            if not await self.poll(seconds=LAST_SECONDS):  # one on a busy machine answers late, and works
                 self.screen.event(f"{why}; it is killed", "red")
                 self.health.kill()
 

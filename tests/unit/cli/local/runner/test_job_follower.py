@@ -51,6 +51,21 @@ def test_a_syncer_that_takes_a_while_to_die_is_not_killed_again(make_run: MakeRu
     assert [process.signals for process in run.started("syncer")] == [[signal.SIGKILL]]
 
 
+@pytest.mark.parametrize(("takes", "killed"), [(15.0, False), (25.0, True)])
+def test_a_syncer_that_answers_late_is_not_killed(make_run: MakeRun, takes: float, killed: bool) -> None:
+    """A busy machine gives it no processor for seconds: its answers come, though none in time."""
+    run = make_run()
+    run.syncer.page = status_document(phase="training")
+
+    async def starve() -> None:
+        await asyncio.sleep(5.0)
+        run.syncer.takes = takes
+
+    keep, follow = run.runner.syncer_keeper.keep(), run.runner.follower.follow(metrics(run))
+    run.run(keep, follow, starve(), seconds=5.0 + 4 * SYNCER_SILENT_SECONDS)
+    assert bool(run.started("syncer")[0].signals) == killed
+
+
 @pytest.mark.parametrize("paused", [True, False])
 def test_a_syncer_that_is_paused_on_purpose_is_not_held_to_hang(make_run: MakeRun, paused: bool) -> None:
     run = make_run()
