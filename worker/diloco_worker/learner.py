@@ -59,8 +59,8 @@ from diloco_worker.group.ranks import Command, Group, Ranks, join_ranks
 from diloco_worker.metrics_file import MetricsFile
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.inbox import Inbox
-from diloco_worker.settings import ConfigurationError, WorkerSettings
-from diloco_worker.standalone.learner import StandaloneLearner, is_alone
+from diloco_worker.settings import ConfigurationError, WorkerSettings, variables_of_a_job
+from diloco_worker.standalone.learner import StandaloneLearner
 from diloco_worker.standalone.rehearsal import VARIABLE as REHEARSAL
 from diloco_worker.standalone.rehearsal import RehearsalLearner
 from diloco_worker.status_page import open_port
@@ -173,7 +173,7 @@ class Learner(JobLoop):
             return cast(Self, RehearsalLearner(model, optimizers, variables))
         refuse_arguments(model, optimizers)
         # What is no subclass would have to build what a session needs; tests hold their public names together.
-        if is_alone(variables):
+        if not variables_of_a_job(variables):
             ranks = join_ranks(variables, data_rank)
             return cast(Self, StandaloneLearner.from_environment(model, optimizers, variables, ranks))
         settings = WorkerSettings.from_environment(environ)

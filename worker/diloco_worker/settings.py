@@ -22,6 +22,14 @@ from diloco_protocol.vocabulary import EVALUATOR, WorkerExit
 _POD = r"[0-9a-f]{8}(-?)[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{4}\1[0-9a-f]{12}"
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 _MAX_ADDRESS_BYTES = 2**16
+ALONE_JOB = "DILOCO_ALONE_JOB"
+# What says nothing of a job: everything else of ours does, and a learner that lacks a part of it must not train alone.
+_OTHER_VARIABLES = frozenset({ALONE_JOB, "DILOCO_LOG_FORMAT", "DILOCO_LOG_LEVEL", "DILOCO_THREADS"})
+
+
+def variables_of_a_job(environ: Mapping[str, str]) -> list[str]:
+    """The names in the environment that come from a job; none: the process trains alone."""
+    return sorted(name for name in environ if name.startswith("DILOCO_") and name not in _OTHER_VARIABLES)
 
 
 class WorkerError(Exception):
@@ -88,7 +96,7 @@ class WorkerSettings:
         env = os.environ if environ is None else environ
         job_file = env.get("DILOCO_JOB_FILE")
         if not job_file:
-            others = sorted(name for name in env if name.startswith("DILOCO_") and not name.startswith("DILOCO_LOG_"))
+            others = variables_of_a_job(env)
             alone = f". To train alone, unset {', '.join(others)}" if others else ""
             raise ConfigurationError(
                 "DILOCO_JOB_FILE is not set: start this program with `diloco run JOB.yaml`, "

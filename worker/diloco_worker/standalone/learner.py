@@ -27,32 +27,23 @@ from diloco_worker.data.prefetch import check_shares, share_of
 from diloco_worker.data.shuffle import Permutation, step_seed
 from diloco_worker.group.ranks import Ranks
 from diloco_worker.named_parameters import ModelWatch
-from diloco_worker.settings import ConfigurationError
+from diloco_worker.settings import ALONE_JOB, ConfigurationError
 from diloco_worker.sync.inner_optimizers import InnerOptimizers
 from diloco_worker.sync.training_loop import LoopChecks, TrainingLoop
 
 log = logging.getLogger(__name__)
 
-JOB_VARIABLE = "DILOCO_ALONE_JOB"
-# What says nothing of a job: everything else of ours does, and a learner that lacks a part of it must not train alone.
-_OTHER_VARIABLES = frozenset({JOB_VARIABLE, "DILOCO_LOG_FORMAT", "DILOCO_LOG_LEVEL", "DILOCO_THREADS"})
-
-
-def is_alone(environ: Mapping[str, str]) -> bool:
-    """Whether nothing in the environment comes from a job."""
-    return not any(name.startswith("DILOCO_") and name not in _OTHER_VARIABLES for name in environ)
-
 
 def job_alone(environ: Mapping[str, str]) -> DiLoCoJob:
     """The job file that DILOCO_ALONE_JOB names, as a learner of its first region has it; not set: a job of defaults.
     Raises ConfigurationError."""
-    path = environ.get(JOB_VARIABLE)
+    path = environ.get(ALONE_JOB)
     try:
         if path:
             job = load_job(path)
             return job.model_copy(update={"spec": job.spec.in_region(job.spec.regions[0].name)})
     except JobError as error:
-        raise ConfigurationError(f"{JOB_VARIABLE}: {error}") from error
+        raise ConfigurationError(f"{ALONE_JOB}: {error}") from error
     return DiLoCoJob.model_validate(
         {
             "apiVersion": "diloco.io/v1alpha1",
@@ -111,8 +102,8 @@ class StandaloneLearner(TrainingLoop):
         ranks: Ranks | None = None,
     ) -> Self:
         """With the job that DILOCO_ALONE_JOB names. Raises ConfigurationError."""
-        named = environ.get(JOB_VARIABLE)
-        cure = f"with the settings of {named}" if named else f"with default settings ({JOB_VARIABLE}=JOB.yaml: a job's)"
+        named = environ.get(ALONE_JOB)
+        cure = f"with the settings of {named}" if named else f"with default settings ({ALONE_JOB}=JOB.yaml: a job's)"
         why = f"no job started this program (diloco run JOB.yaml does), {cure}"
         return cls(model, optimizers, job_alone(environ), why, ranks=ranks)
 

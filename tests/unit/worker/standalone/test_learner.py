@@ -138,7 +138,7 @@ def test_it_complains_as_a_job_would(tmp_path: Path, alone: Any) -> None:
 def test_a_learner_of_a_job_that_lacks_its_job_file_never_trains_alone(left: str) -> None:
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigurationError, match=rf"DILOCO_JOB_FILE is not set.*alone, unset {left}$"):
-        environ = {left: "127.0.0.1:1", "DILOCO_LOG_LEVEL": "info"}
+        environ = {left: "127.0.0.1:1", "DILOCO_LOG_LEVEL": "info", "DILOCO_ALONE_JOB": "job.yaml"}
         Learner.from_environment(model, torch.optim.SGD(model.parameters()), environ=environ)
 
 
