@@ -97,7 +97,7 @@ async def test_other_data_of_the_same_size(syncer: SyncerProcess) -> None:
     try:
         told = [convert.to_wire(sample) for sample in sample_items([7, 8, 9])]
         assert (await first.join(sequences=3, data_samples=told)).welcome.initialise
-        with pytest.raises(RefusedError, match=r"other content \(item 2 is the first that differ") as refused:
+        with pytest.raises(RefusedError, match=r"other content \(item 2 is the first that differs") as refused:
             await asyncio.to_thread(train, syncer, [7, 8, 10])
         assert refused.value.reason == syncer.status()["refusals"][0]["reason"] == "other-data"
     finally:

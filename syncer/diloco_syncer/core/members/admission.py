@@ -163,10 +163,12 @@ class Admission:
             return JoinRefusal.OTHER_DATA, words, ()
         if join.sequences and state.leases and (sample := state.leases.find_other(join.data_samples)) is not None:
             last = sample.first + sample.items - 1
-            which = f"items {sample.first} to {last} are" if sample.items > 1 else f"item {sample.first} is"
+            which = f"items {sample.first} to {last} are the first that differ"
+            if sample.items == 1:
+                which = f"item {sample.first} is the first that differs"
             words = (
-                f"its data set has as many sequences as the job's, and other content ({which} the first that "
-                "differ): give every learner the same data"
+                f"its data set has as many sequences as the job's, and other content ({which}): "
+                "give every learner the same data"
             )
             return JoinRefusal.OTHER_DATA, words, ()
         if not state.members.register_pod(join):
