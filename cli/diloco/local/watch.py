@@ -158,7 +158,7 @@ class StatusWatch:
         async with self._looking:  # what one look has seen is not overwritten by another that began before it
             return await self._look(now, seconds)
 
-    async def _look(self, now: bool, seconds: float) -> bool:
+    async def _look(self, now: bool, seconds: float | None) -> bool:
         self.view.run_seconds = time.monotonic() - self._begun_at
         try:
             status = await (self.syncer.status_now() if now else self.syncer.status(seconds))
