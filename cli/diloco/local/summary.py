@@ -22,7 +22,7 @@ _REASONS = {
     "rolled-back": "in versions that the store lost",
 }
 _PENDING = {
-    "complete": "offered at the end by fewer learners than a merge needs",
+    "complete": "not merged before the end: fewer learners offered it than a merge needs, or its process had ended",
     "interrupted": "kept in the store, merged when the job continues",
     "killed": "on their way when it was killed",
     "running": "on their way",
@@ -199,8 +199,10 @@ def fault_text(fault: FaultRow, report: Report | None = None) -> str:
         text += ", not merged again before the end"
     if report is None:
         return text
-    if len(report.faults) == 1 and fault.action == "kill" and dict(dropped_by_reason(report)).get("died"):
-        lost = dict(dropped_by_reason(report))["died"]
+    lost = dict(dropped_by_reason(report)).get("died")
+    # The ledger is the whole job's, and the faults are this run's alone.
+    first_run = report.syncer.epoch == 1 + report.syncer.restarts
+    if lost and first_run and len(report.faults) == 1 and fault.action == "kill":
         text += f"; {number(lost)} tokens lost ({share_text(lost / max(1, report.tokens.trained))})"
     if fault.target != "syncer" and report.holds is not None and not _held(report, fault):
         text += "; merges continued meanwhile"

@@ -101,6 +101,9 @@ def test_what_is_said_of_faults_is_so() -> None:
     assert "merges continued" in told(job_report(**{**DEMO, "holds": [{"from_seconds": 40.0, "to_seconds": 41.0}]}))
     assert "merges continued" not in told(job_report(**{**DEMO, "holds": None})), "it is not known"
     assert "tokens lost" not in told(job_report(**{**DEMO, "faults": [KILL, KILL]})), "of which of the two?"
+    for epoch, restarts, said in ((2, 1, True), (2, 0, False), (4, 1, False)):
+        syncer = {"epoch": epoch, "restarts": restarts, "peak_rss_bytes": 0}
+        assert ("tokens lost" in told(job_report(**{**DEMO, "syncer": syncer}))) == said, "an earlier run's, perhaps"
     unseen = {**KILL, "action": "pause", "lasts_seconds": 2.0}
     unseen |= dict.fromkeys(("detected_seconds", "joined_seconds", "first_step_seconds", "recovered_seconds"))
     assert "local-1 paused for 2 s at 30.8 s; nothing was lost" in told(job_report(**{**DEMO, "faults": [unseen]}))
@@ -160,7 +163,7 @@ def test_they_have_the_programs_path_where_the_shell_would_not_find_it(
 
 def test_what_is_pending_at_the_end_is_said_with_the_reason() -> None:
     tokens = {"trained": 100, "merged": 60, "pending": 40, "dropped": 0}
-    for outcome, words in (("complete", "fewer learners than a merge needs"), ("interrupted", "kept in the store")):
+    for outcome, words in (("complete", "or its process had ended"), ("interrupted", "kept in the store")):
         assert words in told(job_report(outcome=outcome, tokens=tokens, ledger=[]))
         assert words not in told(job_report(outcome=outcome, tokens={**tokens, "pending": 0, "merged": 100}))
 
