@@ -237,8 +237,9 @@ OPERATOR = (
 )  # fmt: skip
 ONE_MACHINE = (
     Limit("`diloco run`", "an answer of the syncer; while it starts, any work of it",
-          ("cli.processes.watchdog:SYNCER_SILENT_SECONDS", "cli.processes.watchdog:START_SECONDS"),
-          "it kills the syncer and starts it again", time="{0}; a start at most {1}"),
+          ("cli.processes.watchdog:SYNCER_SILENT_SECONDS", "cli.local.runner.job_follower:LAST_SECONDS",
+           "cli.processes.watchdog:START_SECONDS"),
+          "it kills the syncer and starts it again", time="{0}, then {1} for one last call; a start at most {2}"),
     Limit("`diloco run`", "a learner that runs to join", ("cli.processes.unjoined:UNJOINED_SECONDS",),
           "it prints a line with the name of the log"),
     Limit("`diloco run`", "the next start of a program that ends again and again",
