@@ -71,7 +71,7 @@ def settle_leases(world: LeaseWorld) -> None:
     book = LeaseBook.from_json(world.config.seed, world.core.state(world.now)["job"]["leases"])
     world.oracle.check_end(book)
     # Without mishaps all that was trained was reported, and counts.
-    for held in book.open.values():
+    for held in (*book.open.values(), *book.returned):
         trained = world.oracle.trained_to[held.data_epoch, held.block]
         assert held.position <= trained and (held.position == trained or world.setup.chaos), (held, trained)
     if not world.setup.chaos:

@@ -53,7 +53,7 @@ VISITED = Setup(0, steps=60, slots=2, visitors=2, crashes=5.0)
 SLOW = replace(HARSH, slow=0.5, deaths=5.0)  # versions come late to some, words do not
 CROSSINGS = replace(HARSH, losses=0.0, crashes=2.0, crossings=True, deaths=3.0, spares=2, steps=160)
 # With data, of which some is trained twice.
-LEASED = Setup(0, steps=80, crashes=5.0, deaths=2.0, spares=1, told_crashes=0.1, sequences=300)
+LEASED = Setup(0, steps=80, crashes=5.0, deaths=2.0, spares=1, told_crashes=0.1, sequences=3000)
 LOSSY = Setup(0, every=8, steps=160, latency=0.3, deaths=0.0, crashes=0.0)  # messages are lost, nobody dies
 
 
