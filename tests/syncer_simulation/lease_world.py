@@ -32,9 +32,11 @@ class LeaseWorld(World):
         super().do(action)
 
     def check_holders(self, learner: Learner, lease: Lease) -> None:
-        """No other learner with a session has something of the lease's block to train."""
+        """No other learner with a session and a seat has something of the lease's block to train."""
         for other in self.connections.values():
-            for number, position in other.leases.cursors() if other is not learner else ():
+            if other is learner or other.seat is None:
+                continue  # who stands by trains nothing, and gets the leases of the seat that it takes
+            for number, position in other.leases.cursors():
                 held = self.oracle.leases[number]
                 if (held.data_epoch, held.block) == (lease.data_epoch, lease.block):
                     assert position >= held.end, f"{lease} for {learner.process}: {other.process} has {held}"
