@@ -2,9 +2,10 @@
 
 A newcomer requests a state once. The healthy learner with the most steps in its tenure is asked to upload its state,
 for all who wait; if that fails or nothing moves for too long, the next one is asked; if there is none left, the
-newcomer is told so. An upload goes on though the newcomer's session breaks, and whoever requests next shares it. An
-upload that breaks with its donor's session begins anew, and no slot is asked more than ``MOST_TRIES`` times. One whose
-optimizer began fresh within the job is not asked before it is beyond its warm-up.
+newcomer is told so. An upload goes on though the newcomer's session breaks, and whoever requests next shares it. One
+that breaks with its donor's session goes on too: if bytes of it have come in that session and the donor's process is
+back before nothing has moved for too long, it is asked for the rest, under the same number. No slot is asked for more
+than ``MOST_TRIES`` others. One whose optimizer began fresh within the job is not asked before it is beyond its warm-up.
 
 Where all learners ended at once, some find their own state on a disk, and are healthy after their first step. A
 newcomer that found none requests again, *patient*. It waits for ``rejoin_seconds`` at most: for learners that were
@@ -37,6 +38,9 @@ class DonorRequest:
     until: float = 0.0  # when those that may bring one are waited for no more
     transfer: int = 0
     donor: int = -1  # a connection
+    process: str = ""  # the donor's
+    came: bool = False  # bytes have, since the donor was asked
+    is_away: bool = False  # the donor's session broke, and it may go on in another
     deadline: float = 0.0
     tried: set[int] = field(default_factory=set)
     tries: Counter[int] = field(default_factory=Counter)  # by slot
@@ -66,7 +70,10 @@ class StateDonors:
         broken = self._requests.pop(connection, None)
         for request in self._requests.values():
             if request.donor == connection:
-                request.transfer = 0
+                if request.came and request.connection != CHECKPOINT:
+                    request.is_away = True
+                else:
+                    request.transfer = 0
         if broken is not None and broken.transfer and broken.donor != connection:
             nobody = CHECKPOINT - broken.transfer
             self._requests[nobody] = replace(broken, connection=nobody)
@@ -84,6 +91,7 @@ class StateDonors:
                 checkpoint = request.connection == CHECKPOINT
                 patience = config.checkpoint_seconds if checkpoint else config.peer_seconds
                 request.deadline = max(request.deadline, now + patience)
+                request.came = True
 
     def failed(self, donor: int, transfer: int) -> None:
         """The donor (a connection) has no state, or its upload broke: the next one is asked. What others say of the
@@ -103,6 +111,8 @@ class StateDonors:
         """Ask the next donor wherever none is asked or the one that was has let its time pass."""
         another_may_come = self._another_may_come(now)
         for request in list(self._requests.values()):
+            if request.transfer and request.is_away:
+                self._await_donor(request, now)
             if request.transfer and now < request.deadline:
                 continue
             if request.connection < CHECKPOINT:
@@ -120,6 +130,20 @@ class StateDonors:
             else:
                 self._answer(request.connection, 0)
 
+    def _await_donor(self, request: DonorRequest, now: float) -> None:
+        """Have a donor whose session broke go on in its next one; one whose process has ended is given up."""
+        slots = self.state.members.slots
+        slot = next((one for one in slots if one.holder.process == request.process and one.occupied), None)
+        if slot is None or self.state.is_ending:
+            request.transfer = 0
+        elif slot.holder.connection is not None and slot.holder.ready:
+            self.actions.add(ev.RequestPeerState(slot.holder.connection, request.transfer))
+            for each in self._requests.values():
+                if each.transfer == request.transfer:
+                    each.tried.add(slot.holder.connection)
+                    each.donor, each.came, each.is_away = slot.holder.connection, False, False
+                    each.deadline = now + self.state.config.peer_seconds
+
     def _share_transfer(self, request: DonorRequest, now: float) -> bool:
         """Have the newcomer wait for the state that another one waits for; False: there is none for it."""
         for other in self._requests.values():
@@ -128,13 +152,16 @@ class StateDonors:
             if asked and other.donor not in self._requests and CHECKPOINT not in (other.connection, request.connection):
                 request.tried.add(other.donor)
                 request.transfer, request.donor, request.deadline = other.transfer, other.donor, other.deadline
+                request.process, request.came, request.is_away = other.process, other.came, other.is_away
                 return True
         return False
 
     def _ask(self, request: DonorRequest, donor: int, deadline: float) -> None:
         request.tried.add(donor)
+        request.process, request.came, request.is_away = "", False, False
         if (slot := self.state.members.by_connection(donor)) is not None:
             request.tries[slot.index] += 1
+            request.process = slot.holder.process
         request.transfer, request.donor, request.deadline = self._next_transfer, donor, deadline
         self._next_transfer += 1
         checkpoint = request.connection == CHECKPOINT

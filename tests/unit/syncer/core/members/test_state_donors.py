@@ -194,6 +194,81 @@ def test_donors_whose_sessions_break_again_and_again_are_asked_three_times_each(
     assert of(desk.do(ev.ConnectionLost(7)), ev.OfferPeerState) == [ev.OfferPeerState(3, 0)]
 
 
+def broken(came: bool = True) -> tuple[Desk, ev.RequestPeerState]:
+    """A newcomer on connection 3 waits for a state of which a part has come, or nothing, when its donor's session (2)
+    breaks; returns the request that the donor had."""
+    desk = trained()
+    desk.join(3, 2)
+    (ask,) = of(desk.do(ev.PeerStateRequested(3)), ev.RequestPeerState)
+    if came:
+        desk.do(ev.PeerStateAdvanced(ask.transfer))
+    assert not came or not of(desk.do(ev.ConnectionLost(2)), ev.RequestPeerState), "its donor may be back at once"
+    return desk, ask
+
+
+def rejoin(desk: Desk, connection: int, process: str = "p2") -> list[ev.RequestPeerState]:
+    """The donor's place is taken; returns who is asked for a state."""
+    told = desk.join(connection, 1, process=process) + desk.report(connection, 4 * connection)
+    return of(told, ev.RequestPeerState)
+
+
+@pytest.mark.promise("A peer's optimizer state goes on where its sender's session broke, also again and again")
+def test_a_state_whose_donors_session_breaks_goes_on_in_the_next_one() -> None:
+    desk, ask = broken()
+    for connection in range(4, 9):
+        assert rejoin(desk, connection) == [ev.RequestPeerState(connection, ask.transfer)]
+        assert not of(desk.later(0.9 * desk.core.config.peer_seconds), ev.RequestPeerState)
+        desk.do(ev.PeerStateAdvanced(ask.transfer))
+        assert not of(desk.do(ev.ConnectionLost(connection)), ev.RequestPeerState)
+    rejoin(desk, 9)
+    assert not of(desk.do(ev.PeerStateFailed(8, ask.transfer)), ev.RequestPeerState), "that session is over"
+    assert of(desk.do(ev.PeerStateReceived(ask.transfer)), ev.OfferPeerState) == [ev.OfferPeerState(3, ask.transfer)]
+
+
+def test_a_state_that_goes_on_is_asked_for_once_for_all_who_wait() -> None:
+    desk = trained(slots=4)
+    for connection in (3, 4):
+        desk.join(connection, connection - 1)
+        desk.do(ev.PeerStateRequested(connection))
+    (ask,) = of(desk.log, ev.RequestPeerState)
+    desk.do(ev.PeerStateAdvanced(ask.transfer))
+    for connection in (2, 3):  # as where it is the syncer's link that breaks
+        desk.do(ev.ConnectionLost(connection))
+    desk.join(5, 2, process="p3")
+    assert not of(desk.do(ev.PeerStateRequested(5)), ev.RequestPeerState)
+    assert rejoin(desk, 6) == [ev.RequestPeerState(6, ask.transfer)]
+    told = of(desk.do(ev.PeerStateReceived(ask.transfer)), ev.OfferPeerState)
+    assert sorted(offer.connection for offer in told) == [4, 5]
+
+
+@pytest.mark.parametrize("how", ["nothing came", "ended", "replaced", "does not come back", "breaks with nothing more"])
+def test_who_cannot_go_on_with_a_state_is_waited_for_no_longer(how: str) -> None:
+    desk, ask = broken(came=how != "nothing came")
+    if how == "nothing came":
+        told = desk.do(ev.ConnectionLost(2))
+    elif how == "ended":
+        told = desk.do(ev.ProcessEnded("r", 1, "p2", "killed"))
+    elif how == "replaced":
+        told = desk.join(4, 1, process="another")
+    elif how == "does not come back":
+        assert not of(desk.later(desk.core.config.peer_seconds - 1), ev.RequestPeerState)
+        told = desk.later(1.0)
+    else:
+        assert rejoin(desk, 4)
+        told = desk.do(ev.ConnectionLost(4))
+    (again,) = of(told, ev.RequestPeerState)
+    assert (again.connection, again.transfer) == (1, ask.transfer + 1)
+
+
+def test_a_checkpoint_does_not_wait_for_a_donor_whose_session_breaks() -> None:
+    """Who has left does not come back."""
+    desk = trained()
+    ask = suspended(desk)
+    desk.do(ev.PeerStateAdvanced(ask.transfer))
+    desk.do(ev.ConnectionLost(2))
+    assert desk.core.phase is JobPhase.SUSPENDED
+
+
 def young(desk: Desk, connection: int, step: int) -> list[ev.Action]:
     return desk.do(ev.Reported(connection, replace(report(step), young_optimizer=True)))
 
