@@ -108,7 +108,9 @@ class SyntheticLearner(StandIn):
         if isinstance(message, StateRequested):
             versions = [(one.epoch, one.version) for one in self._fragments]
             encode = partial(make_state, self._state_bytes)
-            self.connection.start_transfer(Transfers.send_state, message.transfer, encode, versions)
+            self.connection.start_transfer(
+                Transfers.send_state, message.transfer, encode, versions, self.connection.status.epoch
+            )
         elif isinstance(message, StateDownloaded):
             seconds = time.monotonic() - self._asked_at
             self.state = seconds, 0 if message.data is None else bulk.checksum(message.data)

@@ -87,8 +87,9 @@ class BulkChannels:
         """Run ``work`` in an executor thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, work, *arguments)
 
-    async def upload(self, payload: Any, **kind: Any) -> sync_pb2.UploadReply:
-        """Upload a contiguous buffer; ``kind`` is the header's field that says what it is.
+    async def upload(self, payload: Any, kept: bulk.SentParts | None = None, **kind: Any) -> sync_pb2.UploadReply:
+        """Upload a contiguous buffer; ``kind`` is the header's field that says what it is. ``kept``: the parts that an
+        earlier session has sent, which is kept up to date.
 
         Raises TransferError when no answer came, in which case the upload may have been accepted."""
         header = sync_pb2.UploadHeader(
@@ -99,7 +100,7 @@ class BulkChannels:
         broken = busy = 0  # tries in succession
         while busy < _BUSY_TRIES:
             if lanes is not self.routes.find(fragment).up:  # nothing of it is there
-                lanes, sent = self.routes.find(fragment).up, bulk.SentParts()
+                lanes, sent = self.routes.find(fragment).up, kept or bulk.SentParts()
             before = sent.done
             try:
                 reply = await bulk.upload(

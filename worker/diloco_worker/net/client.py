@@ -177,7 +177,8 @@ class SyncerClient:
 
     def send_state(self, transfer: int, encode: Callable[[], Bytes], versions: Sequence[tuple[int, int]]) -> None:
         """Upload this learner's inner optimizer state; ``encode`` runs in another thread."""
-        self._call(self._connection.start_transfer, Transfers.send_state, transfer, encode, versions)
+        epoch = self.connection.epoch
+        self._call(self._connection.start_transfer, Transfers.send_state, transfer, encode, versions, epoch)
 
     def decline_state(self, transfer: int) -> None:
         """Answer that this learner has no inner optimizer state to give."""

@@ -298,7 +298,11 @@ class SyncerConnection:
         elif kind == "phase":
             self._on_phase(message.phase)
         elif kind == "peer_state_request":
-            self.inbox.put(StateRequested(message.peer_state_request.transfer))
+            transfer, epoch = message.peer_state_request.transfer, self.status.epoch
+            if (epoch, transfer) in self._context.states:
+                self._spawn(self._transfers.resume_state, transfer, epoch)
+            else:
+                self.inbox.put(StateRequested(transfer))
         elif kind == "peer_state_ready":
             if transfer := message.peer_state_ready.transfer:
                 self._state_offered = self.status.epoch, transfer

@@ -35,7 +35,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,6 +67,8 @@ _MOST_QUEUED_PUSHES = 2 * MAX_FRAGMENTS
 _MOST_DIGEST_BYTES = 1024
 RETURN_MEMORY_SECONDS = 15.0  # between two returns, of some 30 ms beside the training
 _STATE_TRIES = 4
+_MOST_STATES = 8  # begun, and not answered; far fewer are asked for at a time
+_STATE_SECONDS = 60.0  # for which one whose session broke is kept, in a file; the syncer waits less
 _VERSION_TRIES = 4  # of one version in a session, newer ones included; the next one has new connections
 _INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
 _INITIAL_PAUSE = 0.25
@@ -92,6 +94,20 @@ class Push:
         return PushAnswered(self.plan.fragment, self.plan.sequence, accepted, reason, message=message)
 
 
+@dataclass(slots=True)
+class StateUpload:
+    """An inner optimizer state on its way to the syncer, made on ``versions``. ``data`` None: it is given up.
+    ``expiry``: gives it up, since its session ended."""
+
+    versions: list[sync_pb2.Held]
+    data: Bytes | None
+    sent: bulk.SentParts = field(default_factory=bulk.SentParts)
+    expiry: asyncio.TimerHandle | None = None
+
+    def give_up(self) -> None:
+        self.data = None
+
+
 @dataclass(frozen=True, slots=True)
 class TransferContext:
     """What all sessions of one worker process share.
@@ -99,7 +115,8 @@ class TransferContext:
     ``to_vector`` makes the vector that the training thread gets, of decoded values float32[elements].
     ``eager``: every announced version is downloaded; otherwise the first of each fragment, and later
     ones when ``fetch_announced`` asks for them. ``pushes_again``: what a session did not bring to the syncer is pushed
-    again in the next one, and by nobody in the same one (deterministic mode).
+    again in the next one, and by nobody in the same one (deterministic mode). ``states``: optimizer states that have
+    been begun and not answered, by the syncer's epoch and the transfer.
     """
 
     layout: Layout
@@ -110,6 +127,7 @@ class TransferContext:
     to_vector: Callable[[Floats], Vector] = Vector.from_array
     eager: bool = True
     pushes_again: bool = False
+    states: dict[tuple[int, int], StateUpload] = field(default_factory=dict)
 
 
 @dataclass
@@ -149,10 +167,14 @@ class Transfers:
         self._start_pushes()
 
     def close(self) -> None:
-        """Answer the pushes that are still queued. The tasks that were spawned must have ended."""
+        """Answer the pushes that are still queued, and keep states that were begun for a while. The tasks that were
+        spawned must have ended."""
         for push in self._pushes:
             self._inbox.put(push.answered(None, "", "the connection broke"))
         self._pushes.clear()
+        for upload in self.context.states.values():
+            if upload.expiry is None:
+                upload.expiry = asyncio.get_running_loop().call_later(_STATE_SECONDS, upload.give_up)
 
     # ------------------------------------------------------- versions, down
 
@@ -489,22 +511,43 @@ class Transfers:
                 await asyncio.sleep(pause(attempt))
         return None
 
-    async def send_state(self, transfer: int, encode: Callable[[], Bytes], versions: Iterable[tuple[int, int]]) -> None:
+    async def send_state(
+        self, transfer: int, encode: Callable[[], Bytes], versions: Iterable[tuple[int, int]], epoch: int
+    ) -> None:
         """Upload this learner's inner optimizer state, made on ``versions`` ((epoch, version) per fragment). One that
-        ``encode`` cannot serialise is declined: it is no reason to end this learner."""
+        ``encode`` cannot serialise is declined: it is no reason to end this learner. ``epoch``: in which it was asked
+        for."""
         try:
             data = await self.channels.run(encode)
         except Exception as error:
             self._decline_state(transfer, f"it cannot be serialised: {error}")
             return
-        held = [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in versions]
-        state = sync_pb2.PeerState(transfer=transfer, versions=held)
+        states = self.context.states
+        if (epoch, transfer) in states:
+            return  # it was asked for twice: parts of another state may not be joined with its own
+        states[epoch, transfer] = StateUpload([sync_pb2.Held(epoch=e, version=v) for e, v in versions], data)
+        while len(states) > _MOST_STATES:
+            del states[next(iter(states))]
+        await self.resume_state(transfer, epoch)
+
+    async def resume_state(self, transfer: int, epoch: int) -> None:
+        """Upload the rest of a state that was begun. If this session ends meanwhile, the next one goes on, when the
+        syncer asks for it. One that was given up is declined."""
+        upload = self.context.states[epoch, transfer]
+        if upload.data is None:
+            self._decline_state(transfer, "too much time has passed since its upload broke")
+            return
+        if upload.expiry is not None:
+            upload.expiry.cancel()
+            upload.expiry = None
+        state = sync_pb2.PeerState(transfer=transfer, versions=upload.versions)
         try:
-            reply = await self.channels.upload(data, peer_state=state)
+            reply = await self.channels.upload(upload.data, kept=upload.sent, peer_state=state)
             if not reply.accepted:
                 self._decline_state(transfer, f"refused ({reply.reason}): {reply.message}")
         except bulk.TransferError as error:
             self._decline_state(transfer, str(error))
+        self.context.states.pop((epoch, transfer), None)
 
     def _decline_state(self, transfer: int, why: str) -> None:
         log.warning("the optimizer's state is not given to a newcomer: %s", why)

@@ -35,7 +35,7 @@ from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.connection import SyncerConnection
 from diloco_worker.net.routes import Routes
 from diloco_worker.net.session import Outbox
-from diloco_worker.net.transfers import Push, Transfers
+from diloco_worker.net.transfers import Push, StateUpload, Transfers
 from diloco_worker.settings import ConfigurationError, WorkerSettings
 from diloco_worker.status_page import StatusPort
 from operator_world import job_object
@@ -589,6 +589,23 @@ async def test_a_peers_state_goes_on_in_the_next_session_and_is_asked_for_anew_w
     await session(States(None))
     assert not asked() and box.take_all() == [inbox.StateDownloaded(True, None)], "as if no peer had one"
     assert not one._kept.find(begun).parts, "and what had come of one lies about no longer"
+
+
+@pytest.mark.promise("A peer's optimizer state goes on where its sender's session broke, also again and again")
+def test_a_state_that_was_begun_is_not_made_anew(made: tuple[SyncerConnection, inbox.Inbox]) -> None:
+    one, box = made
+    begin_session(one)
+    spawned: list[object] = []
+    one._spawn = lambda work, *arguments: spawned.append(arguments)  # type: ignore[method-assign,assignment]
+    one.status = dataclasses.replace(one.status, epoch=3)
+    one._context.states[3, 5] = StateUpload([], np.zeros(4, np.uint8))
+    for transfer in (5, 6):
+        asked = sync_pb2.PeerStateRequest(transfer=transfer)
+        one._handle(sync_pb2.SyncerMessage(peer_state_request=asked))
+    assert spawned == [(5, 3)] and box.take_all() == [inbox.StateRequested(6)]
+    one.status = dataclasses.replace(one.status, epoch=4)  # another syncer counts anew
+    one._handle(sync_pb2.SyncerMessage(peer_state_request=sync_pb2.PeerStateRequest(transfer=5)))
+    assert len(spawned) == 1 and box.take_all() == [inbox.StateRequested(5)]
 
 
 def test_a_heartbeat_says_what_a_newcomer_lacks(made: tuple[SyncerConnection, inbox.Inbox]) -> None:

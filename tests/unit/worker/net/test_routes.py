@@ -214,7 +214,7 @@ async def test_bytes_of_a_fragment_go_to_its_shard_and_all_else_to_the_syncer() 
         await session.one.upload_initial([Vector.from_array(DATA)], b"")
         await session.one.fetch_optimizer(1 << 20, 1)
         await session.one.fetch_frozen(1 << 20, str)
-        await session.one.send_state(1, lambda: DATA.view(np.uint8), ())
+        await session.one.send_state(1, lambda: DATA.view(np.uint8), (), 1)
         cached = session.one.context.cache.get(0)
         assert cached is not None
         session.one.context.cache.put(transfers.replace(cached, receipt=b"receipt"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from diloco_protocol.vocabulary import TransferRefusal
 from diloco_protocol.wire import bulk, limits, sync_pb2
 from diloco_protocol.wire.byte_stream import StreamBroken
-from diloco_worker.net import bulk_channels
+from diloco_worker.fragments import build_layout
+from diloco_worker.net import bulk_channels, inbox
 from diloco_worker.net.bulk_channels import BulkChannels, ByteCounts
+from diloco_worker.net.error_feedback import ErrorFeedback
+from diloco_worker.net.fragment_cache import FragmentCache
 from diloco_worker.net.routes import Routes
+from diloco_worker.net.session import Outbox
+from diloco_worker.net.transfers import TransferContext, Transfers
 from operator_simulation import virtual_time
 
 PAYLOAD = 32 << 20
@@ -160,3 +167,98 @@ def test_of_an_upload_that_is_cancelled_no_error_is_left_that_nobody_reads(monke
     virtual_time.run(test())
     gc.collect()
     assert told == []
+
+
+class States:
+    """A learner's sessions, in which its optimizer state goes up one link. ``made``: how often it was serialised."""
+
+    def __init__(self, link: Uplink, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.said = 0, Outbox()
+        self._connect: Any = lambda address, shard: link
+        layout = build_layout(torch.nn.Linear(4, 2), 1)
+        cache, feedback = FragmentCache(1), ErrorFeedback(1, False)
+        self.context = TransferContext(layout, inbox.Inbox(), self.said, cache, feedback=feedback)
+
+        async def run(channels: BulkChannels, work: Callable[..., Any], *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            return work(*arguments)  # virtual time waits for no thread
+
+        monkeypatch.setattr(BulkChannels, "run", run)
+        monkeypatch.setattr(bulk_channels, "_TRIES", 1)
+
+    def encode(self) -> Any:
+        self.made += 1
+        return np.full(PAYLOAD, self.made, np.uint8)
+
+    async def session(self, seconds: float, again: bool, transfer: int = 7) -> None:
+        """One that lasts so long at the most, and begins with the request for the state. ``again``: it was begun."""
+        channels = BulkChannels(
+            Routes(self._connect, "a:1"), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts()
+        )
+        one = Transfers(self.context, channels, "float32", lambda *work: None, end_session=lambda reason: None)
+        assert ((2, transfer) in self.context.states) == again
+        work = one.resume_state(transfer, 2) if again else one.send_state(transfer, self.encode, [(1, 3)], 2)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await work
+        one.close()
+
+    def declined(self) -> list[str]:
+        return [key for key, _ in self.said.begin_sending()[1:]]
+
+
+@pytest.mark.promise("A peer's optimizer state goes on where its sender's session broke, also again and again")
+def test_a_state_goes_on_in_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight parts of 8 MiB, four at a time: four have come after 34 s, and what was under way goes again."""
+    monkeypatch.setitem(globals(), "PAYLOAD", 64 << 20)
+
+    async def test() -> None:
+        link = Uplink(1e6)
+        states = States(link, monkeypatch)
+        await states.session(40, again=False)
+        assert len(link.taken) == 4
+        await states.session(20, again=True)
+        await asyncio.sleep(59)
+        await states.session(1e6, again=True)
+        assert len(link.taken) == 8 and link.carried < PAYLOAD + 27e6
+        assert states.made == 1 and not states.declined() and not states.context.states
+
+    virtual_time.run(test())
+
+
+@pytest.mark.promise("A peer's optimizer state goes on where its sender's session broke, also again and again")
+def test_a_state_that_nobody_asks_for_again_is_kept_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then it is declined: the syncer may have parts of it, and would join them with those of a newer one."""
+
+    async def test() -> None:
+        states = States(Uplink(1e6), monkeypatch)
+        await states.session(10, again=False)
+        await states.session(1, again=False, transfer=8)
+        await asyncio.sleep(61)
+        assert all(upload.data is None for upload in states.context.states.values())
+        await states.session(1e6, again=True)
+        assert states.declined() == ["no-state-7"] and states.made == 2
+
+    virtual_time.run(test())
+
+
+def test_a_state_that_is_asked_for_twice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the training thread makes a long step, and reads the requests of two sessions after it."""
+
+    async def test() -> None:
+        link = Uplink(1e6)
+        states = States(link, monkeypatch)
+        await asyncio.gather(states.session(1e6, again=False), states.session(1e6, again=False))
+        assert link.carried == PAYLOAD and not states.declined()
+
+    virtual_time.run(test())
+
+
+def test_of_states_that_were_begun_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        states = States(Uplink(1e6), monkeypatch)
+        for transfer in range(12):
+            await states.session(1, again=False, transfer=transfer)
+        assert [transfer for _, transfer in states.context.states] == list(range(4, 12))
+
+    virtual_time.run(test())

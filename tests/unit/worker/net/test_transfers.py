@@ -117,7 +117,7 @@ def test_a_state_that_cannot_be_serialised_is_declined_and_hurts_nobody(caplog: 
     def encode() -> bytes:
         raise MemoryError("no memory for the bytes")
 
-    asyncio.run(session.one.send_state(7, encode, [(1, 3)]))
+    asyncio.run(session.one.send_state(7, encode, [(1, 3)], 2))
     ((_, _), (key, message)) = session.outbox.begin_sending()
     assert key == "no-state-7" and message.peer_state_unavailable.transfer == 7
     assert "cannot be serialised: no memory for the bytes" in caplog.text
@@ -126,7 +126,7 @@ def test_a_state_that_cannot_be_serialised_is_declined_and_hurts_nobody(caplog: 
 def test_a_state_that_does_not_come_through_is_declined() -> None:
     """The syncer hears of this learner's other uploads, and would wait for the state while these go on."""
     session = Session()
-    asyncio.run(session.one.send_state(7, lambda: b"state", [(1, 3)]))
+    asyncio.run(session.one.send_state(7, lambda: b"state", [(1, 3)], 2))
     ((_, _), (key, message)) = session.outbox.begin_sending()
     assert key == "no-state-7" and message.peer_state_unavailable.transfer == 7
 
