@@ -123,7 +123,7 @@ class Syncer:
             optimizer=restored.optimizer,
             optimizer_bytes=restored.optimizer_bytes,
         )
-        spool = Spool(checkpoints.store.local_path("spool"))
+        spool = self._spool = Spool(checkpoints.store.local_path("spool"))
         self.relay = OptimizerRelay(model, self.durability, spool, emit)
         self.sessions = Sessions(
             job,
@@ -138,7 +138,7 @@ class Syncer:
         )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()
-        self._multipart = MultipartUploads(self._note_chunk)
+        self._multipart = MultipartUploads(self._note_chunk, spool)
         self.pushes = self._make_pushes()
         seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
         self.merger = Merger(core, model, self.durability, emit, number=restored.number, seconds=seconds)
@@ -351,6 +351,7 @@ class Syncer:
         self._decode_thread.shutdown(True, cancel_futures=True)
         self.pushes.close()
         self.relay.close()
+        self._spool.close()
 
     def _restart(self, action: ev.RestartFromStore) -> None:
         self.min_epoch = action.above

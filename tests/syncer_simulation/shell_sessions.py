@@ -15,7 +15,7 @@ from diloco_protocol.wire.convert import to_wire
 from diloco_protocol.wire.records import Announcement, Evaluation, Payload, PushHeader, Receipt, Seat
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime.global_model import model_name
-from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
+from diloco_syncer.runtime.multipart import Allocate, TooManyUploads, UploadRefused
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
 from diloco_syncer.store.records import Array
@@ -167,8 +167,9 @@ class ShellWorld(SyncerProcesses):
     ) -> sync_pb2.UploadReply | None:
         """What the syncer answers to an upload of ``data``, uint8; None: nothing."""
 
-        async def read(key: object, allocate: Callable[[], Array]) -> Array:
-            whole = allocate()
+        async def read(key: object, allocate: Allocate) -> Array:
+            made = allocate()
+            whole = await made if isinstance(made, asyncio.Future) else made
             await asyncio.sleep(self.delay(0.1))
             whole[:] = data
             return whole

@@ -24,6 +24,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +124,7 @@ class InitialModelUpload:
             if self._is_staged(part, fragment, header.initial.digest):
                 return upload_reply(True)
             # Frozen parameters may be larger than all that is trained, and are not needed here.
-            allocate = self.spool.allocate if part == FROZEN else allocate_memory
+            allocate: Callable[[int], Any] = self.spool.prepare if part == FROZEN else allocate_memory
             whole = await read(("initial", header.process, part, fragment), lambda: allocate(size))
             if whole is None:
                 return None

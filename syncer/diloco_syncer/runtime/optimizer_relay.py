@@ -64,8 +64,8 @@ class OptimizerRelay:
         self._arrived: OrderedDict[int, Relayed] = OrderedDict()
 
     def expect_upload(self, transfer: int, connection: int, process: str, checkpoint: bool) -> None:
-        """Expect that a connection uploads its state under ``transfer``; for the ``checkpoint``, or a newcomer. One that
-        was expected goes on, in another session of its process."""
+        """Expect that a connection uploads its state under ``transfer``; for the ``checkpoint``, or a newcomer. One
+        that was expected goes on, in another session of its process."""
         known = self._expected.pop(transfer, None)
         overtaken_by = 0 if known is None else known.overtaken_by
         self._expected[transfer] = Expected(connection, process, checkpoint, overtaken_by)
@@ -88,7 +88,7 @@ class OptimizerRelay:
             raise WireError("versions: more than there can be fragments")
         held = tuple(convert.from_wire(Held, version) for version in header.peer_state.versions)
         try:
-            whole = await read(("peer", transfer), lambda: self._spool.allocate(size))
+            whole = await read(("peer", transfer), lambda: self._spool.prepare(size))
         except OSError as error:
             self._emit(ev.PeerStateFailed(connection, transfer))
             raise UploadRefused(TransferRefusal.NO_SPACE, f"the syncer has no room for it: {error.strerror}") from error

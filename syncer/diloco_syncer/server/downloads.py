@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -101,9 +102,10 @@ class Downloads:
         checksums = {} if version is None else version.checksums
         asked = request.what, request.offset, request.bytes
         known = checksums.get(asked)
-        header, part = wire_bulk.cut_part(
-            data, request.offset, request.bytes, known, versions=held, receipt=caller.receipt
-        )
+        cut = partial(wire_bulk.cut_part, data, request.offset, request.bytes, known, receipt=caller.receipt)
+        # What is no version may lie on a disk, which is read for the checksum, and then is in memory.
+        header, part = cut() if request.what in FRAGMENTS else await asyncio.to_thread(cut)
+        header.versions.extend(held)
         if len(checksums) < MOST_CHECKSUMS:
             checksums[asked] = header.checksum
         sent, whole = 0, wire_bulk.flat(data).nbytes

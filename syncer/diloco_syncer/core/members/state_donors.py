@@ -70,7 +70,7 @@ class StateDonors:
         broken = self._requests.pop(connection, None)
         for request in self._requests.values():
             if request.donor == connection:
-                if request.came and request.connection != CHECKPOINT:
+                if request.came:
                     request.is_away = True
                 else:
                     request.transfer = 0

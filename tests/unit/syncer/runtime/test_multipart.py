@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import itertools
-from collections.abc import AsyncIterator
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +22,9 @@ from diloco_protocol.wire.limits import WireError
 from diloco_syncer.runtime import multipart
 from diloco_syncer.runtime.driver import SteadyClock
 from diloco_syncer.runtime.multipart import MultipartUploads, TooManyUploads
+from diloco_syncer.store import spool as spool_module
 from diloco_syncer.store.records import Array
+from diloco_syncer.store.spool import Spool
 from example_counts import share_of
 
 
@@ -244,3 +251,103 @@ def test_a_clock_that_skips_our_own_standstill() -> None:
     assert [clock() for _ in range(3)] == [10.5, 12.0, 15.0]
     clock.stop()
     assert [clock() for _ in range(2)] == [16.0, 16.0], "as of the moment at which it was stopped"
+
+
+SLOW_DISK = (
+    "A disk that takes its time with an optimizer state or frozen parameters holds up nothing else of the syncer"
+)
+
+
+class Disk:
+    """A spool whose thread stands still while ``held``, and uploads that it writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spool = Spool(folder)
+        self.made = MultipartUploads(spool=self.spool)
+        self.read = 0  # bytes that were taken of the parts' sources
+        self._gate = threading.Event()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._gate.clear()
+        self.spool._thread.submit(self._gate.wait, 20)
+        try:
+            yield
+        finally:
+            self._gate.set()
+
+    async def _stream(self, data: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), 10):
+            self.read += len(data[start : start + 10])
+            yield data[start : start + 10]
+
+    async def send(self, data: bytes, offset: int, size: int, sent: bytes | None = None) -> bytes | None:
+        source = ByteSource(self._stream(data[offset : offset + size] if sent is None else sent))
+        place = lambda: self.spool.prepare(len(data))  # noqa: E731
+        done = await self.made.receive_part("k", header(data, offset, size), source, place)
+        return None if done is None else done.tobytes()
+
+
+async def some_turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.promise(SLOW_DISK)
+def test_while_the_disk_stands_a_chunk_of_each_part_waits_and_the_loop_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        disk, data = Disk(tmp_path), bytes(range(100))
+        assert await disk.send(data, 0, size=20) is None
+        with disk.held():
+            parts = [asyncio.create_task(disk.send(data, offset, size=40)) for offset in (20, 60)]
+            await some_turns()
+            assert disk.read == 20 + 2 * 10, "and no more than that lies in memory"
+        assert await asyncio.gather(*parts) in ([None, data], [data, None])
+        disk.spool.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.promise(SLOW_DISK)
+def test_what_waits_for_the_disk_is_not_written_into_a_range_that_was_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk whose turn has come is written, before what comes after it; one that still waits for its turn is not."""
+    monkeypatch.setattr(spool_module, "WRITES", 1)
+
+    async def run() -> None:
+        disk, data = Disk(tmp_path), bytes(range(40))
+        assert await disk.send(data, 0, size=10) is None
+        with disk.held():
+            first = asyncio.create_task(disk.send(data, 10, size=10))
+            await some_turns()
+            stale = asyncio.create_task(disk.send(data, 20, size=20, sent=bytes(20)))
+            await some_turns()
+            assert disk.read == 10 + 2 * 10
+            again = asyncio.create_task(disk.send(data, 20, size=20))
+            await some_turns()
+        assert await first is None and await again == data
+        with pytest.raises(WireError, match="sent again"):
+            await stale
+        disk.spool.close()
+
+    asyncio.run(run())
+
+
+def test_an_upload_for_which_there_is_no_room_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = os.posix_fallocate
+
+    def full(*place: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    async def run() -> None:
+        disk, data = Disk(tmp_path), bytes(range(40))
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        parts = [disk.send(data, offset, size=20) for offset in (0, 20)]
+        assert [type(each) for each in await asyncio.gather(*parts, return_exceptions=True)] == [OSError] * 2
+        assert not len(disk.made) and not list(tmp_path.iterdir())
+        monkeypatch.setattr(os, "posix_fallocate", room)
+        assert await disk.send(data, 0, size=40) == data
+        disk.spool.close()
+
+    asyncio.run(run())

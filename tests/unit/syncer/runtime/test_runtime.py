@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import sys
 import threading
@@ -1158,9 +1159,55 @@ async def test_a_state_is_alive_while_its_sender_uploads_something_but_not_for_e
         assert noted(("peer", 5), "a", 1) and noted(("push", "id", "a"), "a", OVERTAKEN_BYTES - 1)
         assert not noted(("push", "id", "b"), "b", 1)
         assert not noted(("push", "id", "a"), "a", 1), "of the state nothing comes"
+        relay.expect_upload(5, 2, "a", checkpoint=False)
+        assert not noted(("push", "id", "a"), "a", 1), "nor in its sender's next session"
         assert noted(("peer", 5), "a", 1)
         note(("peer", 5), "a", 1)
         assert len(told) == 1, "once a second"
+
+
+SLOW_DISK = (
+    "A disk that takes its time with an optimizer state or frozen parameters holds up nothing else of the syncer"
+)
+
+
+@pytest.mark.promise(SLOW_DISK)
+async def test_a_disk_that_takes_its_time_with_a_state_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for a state takes as long as its bytes on some volumes (NFS, tmpfs), and reading it for its checksum too."""
+    goes_on, threads, allocate, checksum = threading.Event(), set[int](), Spool.allocate, bulk.checksum
+
+    def allocate_slowly(spool: Spool, size: int) -> Any:
+        if not goes_on.wait(20):
+            raise OSError(errno.EIO, "the event loop waits for the disk")
+        return allocate(spool, size)
+
+    def watch_checksum(data: Any) -> int:
+        threads.add(threading.get_ident())
+        return checksum(data)
+
+    monkeypatch.setattr(Spool, "allocate", allocate_slowly)
+    async with Bench(tmp_path) as bench:
+        for number, process in ((1, "a"), (2, "b")):
+            bench.connect(number, number - 1, process)
+        await bench.initialise("a")
+        relay = bench.syncer.relay
+        relay.expect_upload(5, 1, "a", checkpoint=False)
+        state = sync_pb2.PeerState(transfer=5)
+        sending = asyncio.create_task(bench.upload("a", b"a state", peer_state=state))
+        await asyncio.sleep(0.1)
+        delta = np.ones(LAYOUT.elements(0), np.float32)
+        assert (await bench.upload("b", delta, **bench.offer(2))).accepted
+        goes_on.set()
+        assert (await sending).accepted
+        relay.offer(5, "b")
+        monkeypatch.setattr(bulk, "checksum", watch_checksum)
+        sink, what = Sink(), sync_pb2.DownloadRequest.PEER_STATE
+        asked = sync_pb2.DownloadRequest(format=limits.FORMAT, job="shell", process="b", what=what, transfer=5)
+        await bench.syncer.bulk.downloads.serve(asked, sink, Peer())
+        assert bytes(sink.sent) == b"a state"
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_what_stands_in_for_a_version_is_not_served_where_the_job_is_suspended_meanwhile(tmp_path: Path) -> None:
