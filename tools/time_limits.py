@@ -87,7 +87,7 @@ MEMBERS = (
     ),
     Limit(
         "the syncer",
-        "an optimizer state from one slot whose sessions break under it",
+        "an optimizer state from one slot whose sessions break before a byte of it comes",
         ("syncer.core.members.state_donors:MOST_TRIES",),
         "it asks others, and tells the newcomer if there is none",
         time="{0} sessions",
@@ -98,6 +98,12 @@ MEMBERS = (
         ("spec.learners.stallSeconds", "worker.core.stall_rule:FACTOR", "worker.core.stall_rule:FIRST_STEP"),
         "stalled: stack traces in the log, exit code 6, a replacement. At half of it `/healthz` answers 503",
         time="{0}, and at least {1} median steps; {2} times as long before the first step",
+    ),
+    Limit(
+        "a learner",
+        "to be asked for the rest of an optimizer state whose upload broke with its session",
+        ("worker.net.transfers:_STATE_SECONDS",),
+        "it frees the copy, and declines",
     ),
     Limit(
         "a learner",

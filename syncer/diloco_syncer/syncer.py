@@ -123,7 +123,7 @@ class Syncer:
             optimizer=restored.optimizer,
             optimizer_bytes=restored.optimizer_bytes,
         )
-        spool = self._spool = Spool(checkpoints.store.local_path("spool"))
+        spool = Spool(checkpoints.store.local_path("spool"))
         self.relay = OptimizerRelay(model, self.durability, spool, emit)
         self.sessions = Sessions(
             job,
@@ -351,7 +351,6 @@ class Syncer:
         self._decode_thread.shutdown(True, cancel_futures=True)
         self.pushes.close()
         self.relay.close()
-        self._spool.close()
 
     def _restart(self, action: ev.RestartFromStore) -> None:
         self.min_epoch = action.above

@@ -34,6 +34,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout, tensors_to_json
 from diloco_protocol.merging import choose_merge, is_isotropic, merge_text
+from diloco_protocol.resources import record_floats
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.wire import bulk, limits
 from diloco_protocol.wire.records import Payload, Receipt
@@ -97,6 +98,10 @@ class GlobalModel:
         self.superseded: list[list[Broadcast]] = []
         self._squares: dict[int, tuple[int, Float64s]] = {}  # by fragment: a version, and ``piece_squares`` of its Θ
         self.downloads = ActiveDownloads()
+
+    def record_bytes(self, layout: Layout) -> int:
+        """Of the arrays of a record of the layout's largest fragment."""
+        return 4 * record_floats(self._spec.sync) * max(layout.elements(p) for p in range(len(layout)))
 
     def begin(
         self,

@@ -24,7 +24,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -124,8 +123,8 @@ class InitialModelUpload:
             if self._is_staged(part, fragment, header.initial.digest):
                 return upload_reply(True)
             # Frozen parameters may be larger than all that is trained, and are not needed here.
-            allocate: Callable[[int], Any] = self.spool.prepare if part == FROZEN else allocate_memory
-            whole = await read(("initial", header.process, part, fragment), lambda: allocate(size))
+            make = lambda: self.spool.prepare(size) if part == FROZEN else allocate_memory(size)  # noqa: E731
+            whole = await read(("initial", header.process, part, fragment), make)
             if whole is None:
                 return None
             self._receipts[fragment] = header.initial.receipt or self._receipts.get(fragment, b"")
@@ -240,6 +239,10 @@ class InitialModelUpload:
             raise InitialRefused(str(error)) from error
         if len(layout) > MAX_FRAGMENTS:
             raise self._fail_job(f"{len(layout)} fragments; at most {MAX_FRAGMENTS} are served")
+        most, largest = self.durability.checkpoints.store.most_created, self.model.record_bytes(layout)
+        if most is not None and largest > most:
+            words = f"a record of its largest fragment has {largest} bytes, and the store takes at most {most} at once"
+            raise self._fail_job(f"{words}: set sync.fragments to {-(-len(layout) * largest // most)} or more")
         if self._origins and len(self._origins) != len(layout):
             raise InitialRefused(f"{len(layout)} fragments, and this learner said that it holds {len(self._origins)}")
         self._check_attempt(attempt)

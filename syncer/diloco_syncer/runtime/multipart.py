@@ -71,7 +71,7 @@ class SpooledSource:
 
     async def read_into(self, view: memoryview, check: Callable[[], None] = lambda: None) -> int:
         count = await self.source.read_into(self._chunk[: view.nbytes], check)
-        await self.spool.write(view[:count], self._chunk[:count], check)
+        await self.spool.write(view[:count], self._chunk[:count])
         return count
 
 
@@ -177,15 +177,14 @@ class MultipartUploads:
 
     async def _find_array(self, upload: PartialUpload) -> Array:
         """An upload's array, once it is made; without one the upload is over."""
-        if isinstance(upload.array, asyncio.Future):
-            try:
-                array = await asyncio.shield(upload.array)
-            except OSError:
-                if self._open.get(upload.key) is upload:
-                    del self._open[upload.key]
-                raise
-            upload.array = array
-        return upload.array
+        if not isinstance(upload.array, asyncio.Future):
+            return upload.array
+        try:
+            return await asyncio.shield(upload.array)
+        except OSError:
+            if self._open.get(upload.key) is upload:
+                del self._open[upload.key]
+            raise
 
     def _open_upload(self, key: Hashable, process: str, size: int, allocate: Allocate) -> PartialUpload:
         self._open.pop(key, None)

@@ -64,11 +64,9 @@ class OptimizerRelay:
         self._arrived: OrderedDict[int, Relayed] = OrderedDict()
 
     def expect_upload(self, transfer: int, connection: int, process: str, checkpoint: bool) -> None:
-        """Expect that a connection uploads its state under ``transfer``; for the ``checkpoint``, or a newcomer. One
-        that was expected goes on, in another session of its process."""
+        """Expect that a connection uploads its state, or the rest; for the ``checkpoint``, or a newcomer."""
         known = self._expected.pop(transfer, None)
-        overtaken_by = 0 if known is None else known.overtaken_by
-        self._expected[transfer] = Expected(connection, process, checkpoint, overtaken_by)
+        self._expected[transfer] = Expected(connection, process, checkpoint, known.overtaken_by if known else 0)
         while len(self._expected) > 64:
             self._expected.popitem(last=False)
 

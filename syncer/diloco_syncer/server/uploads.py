@@ -13,19 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
-from diloco_syncer.runtime.multipart import (
-    Allocate,
-    MultipartUploads,
-    ReadPayload,
-    TooManyUploads,
-    UploadRefused,
-    upload_reply,
-)
+from diloco_syncer.runtime.multipart import MultipartUploads, ReadPayload, TooManyUploads, UploadRefused, upload_reply
 from diloco_syncer.server.callers import Caller, Callers
 from diloco_syncer.server.sessions import CallerRefused
 from diloco_syncer.server.tls.connection_limits import Peer
@@ -77,7 +71,7 @@ class Uploads:
         if receive is None:
             raise WireError("the header does not say what is uploaded")
 
-        async def read(key: Hashable, allocate: Allocate) -> Array | None:
+        async def read(key: Hashable, allocate: Callable[[], Any]) -> Array | None:
             received: int | None = None
             self.callers.begin_upload(caller)
             try:

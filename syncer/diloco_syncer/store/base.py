@@ -42,6 +42,8 @@ class HigherEpoch(Exception):
 class Store(ABC):
     """Whole objects by name. Names are relative, lower case, with ``/`` between levels."""
 
+    most_created: int | None = None  # bytes of an object that is created, at the most; None: no bound is known
+
     @abstractmethod
     def create(self, name: str, *parts: Buffer) -> None:
         """Make ``name`` hold the concatenated parts, durably. Raises ``ObjectExists``."""
@@ -54,8 +56,9 @@ class Store(ABC):
     def read(self, name: str, limit: int) -> bytes:
         """The object's bytes. Raises ``ObjectNotFound``, and ``TooLarge`` beyond ``limit`` bytes."""
 
-    def read_large(self, name: str, limit: int) -> Buffer:
-        """As ``read``; what is too large for memory comes as mapped memory."""
+    def read_large(self, name: str, limit: int, mapped: bool = True) -> Buffer:
+        """As ``read``, where one request may be too little. ``mapped``: what is too large for memory comes as mapped
+        memory, where it is not mapped from ``local_path``."""
         return self.read(name, limit)
 
     @abstractmethod

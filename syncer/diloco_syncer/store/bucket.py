@@ -44,6 +44,7 @@ READ_SECONDS = 30.0  # without a byte, while an object is read
 RETRY_SECONDS = 15.0
 RETRIES = 4
 PART_BYTES = 64 << 20  # of what is larger, in one request
+MOST_CREATED = {"s3": 5 << 30, "az": 5000 << 20}  # bytes of one put
 CONCURRENT_PARTS = 4
 _QUICK_BYTES = 4 << 20
 
@@ -104,6 +105,7 @@ class BucketStore(Store):
         self._errors = (obstore.exceptions.BaseError, OSError)
         self._exists_already = obstore.exceptions.AlreadyExistsError
         self._spool = Spool(None)
+        self.most_created = MOST_CREATED.get(self._scheme)
         self._quick = self._opened(QUICK_SECONDS, QUICK_SECONDS)
         self._bulk = self._opened(BULK_SECONDS, BULK_SECONDS)
         self._reading = self._opened(BULK_SECONDS, READ_SECONDS)
@@ -202,19 +204,18 @@ class BucketStore(Store):
         self._put(name, parts, "overwrite")
 
     def read(self, name: str, limit: int) -> bytes:
+        return bytes(self.read_large(name, limit, mapped=False))
+
+    def read_large(self, name: str, limit: int, mapped: bool = True) -> Buffer:
         with self._explained(name):
             found = self._client.get(self._reading, checked(name))
             size = found.meta["size"]
-            if size <= limit:
+            if size <= min(limit, PART_BYTES):
                 return bytes(found.bytes())
-        raise TooLarge(errno.EFBIG, f"{self.where}/{name} has {size} bytes; at most {limit} are allowed")
-
-    def read_large(self, name: str, limit: int) -> Buffer:
-        with self._explained(name):
-            size = self._client.head(self._quick, checked(name))["size"]
-        if not PART_BYTES < size <= limit:
-            return self.read(name, limit)
-        whole = memoryview(self._spool.allocate(size))  # type: ignore[arg-type]
+        if size > limit:
+            raise TooLarge(errno.EFBIG, f"{self.where}/{name} has {size} bytes; at most {limit} are allowed")
+        del found  # the rest of that answer is not read
+        whole = memoryview(self._spool.allocate(size) if mapped else bytearray(size))  # type: ignore[arg-type]
         for start in range(0, size, PART_BYTES):
             with self._explained(name):
                 part = self._client.get_range(self._reading, name, start=start, end=min(start + PART_BYTES, size))

@@ -170,7 +170,7 @@ class Checkpoints:
                 break
             except ObjectExists:
                 try:
-                    found = MergeRecord.unpack(self.store.read(name, records.MAX_FILE), name)
+                    found = MergeRecord.unpack(self.store.read_large(name, records.MAX_FILE, mapped=False), name)
                 except Damaged:
                     self._set_aside(name)
                     continue
@@ -226,7 +226,7 @@ class Checkpoints:
     def _set_aside(self, name: str) -> None:
         """Move an object that cannot be used to ``discarded/``, where people find it."""
         try:
-            data = self.store.read(name, records.MAX_FILE)
+            data = self.store.read_large(name, records.MAX_FILE)
         except ObjectNotFound:
             return
         self.store.replace(f"discarded/e{self.epoch.number:010d}-{name.replace('/', '-')}", data)

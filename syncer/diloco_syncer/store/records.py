@@ -262,7 +262,7 @@ class MergeRecord:
         return pack("merge", self.body() | {"before": self.before}, arrays)
 
     @classmethod
-    def unpack(cls, data: bytes, name: str) -> MergeRecord:
+    def unpack(cls, data: Buffer, name: str) -> MergeRecord:
         """Read a record's file. Its arrays are copies. Raises ``Damaged``, ``FormatRefused``."""
         body, arrays = unpack(data, "merge", name)
         try:

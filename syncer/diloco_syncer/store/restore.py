@@ -134,7 +134,7 @@ class StoreReader:
         name = self.name_of(fragment, version)
         if self.with_arrays:
             record = self.read_either(
-                name, lambda each: MergeRecord.unpack(self.store.read(each, records.MAX_FILE), each)
+                name, lambda each: MergeRecord.unpack(self.store.read_large(each, records.MAX_FILE, mapped=False), each)
             )
             record = record.without_arrays() if self.forget_arrays else record
         else:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,16 +36,10 @@ class Spool:
         """``allocate``, in the thread."""
         return asyncio.get_running_loop().run_in_executor(self._thread, self.allocate, size)
 
-    async def write(self, target: memoryview, data: memoryview, check: Callable[[], None]) -> None:
-        """Have the thread write ``data`` to a range of a file. ``check`` is called when it is this write's turn, and
-        may raise."""
+    async def write(self, target: memoryview, data: memoryview) -> None:
+        """Have the thread write ``data`` to a range of a file."""
         async with self._turns:
-            check()
             await asyncio.get_running_loop().run_in_executor(self._thread, _copy, target, data)
-
-    def close(self) -> None:
-        """Write nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def allocate(self, size: int) -> Array:
         """A file of ``size`` bytes as uint8[size]; gone when nobody uses it any more.

@@ -104,9 +104,6 @@ class StateUpload:
     sent: bulk.SentParts = field(default_factory=bulk.SentParts)
     expiry: asyncio.TimerHandle | None = None
 
-    def give_up(self) -> None:
-        self.data = None
-
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
@@ -167,14 +164,13 @@ class Transfers:
         self._start_pushes()
 
     def close(self) -> None:
-        """Answer the pushes that are still queued, and keep states that were begun for a while. The tasks that were
-        spawned must have ended."""
+        """Answer the pushes that are queued, and keep states that were begun. The spawned tasks must have ended."""
         for push in self._pushes:
             self._inbox.put(push.answered(None, "", "the connection broke"))
         self._pushes.clear()
         for upload in self.context.states.values():
             if upload.expiry is None:
-                upload.expiry = asyncio.get_running_loop().call_later(_STATE_SECONDS, upload.give_up)
+                upload.expiry = asyncio.get_running_loop().call_later(_STATE_SECONDS, setattr, upload, "data", None)
 
     # ------------------------------------------------------- versions, down
 
@@ -230,9 +226,9 @@ class Transfers:
                     await asyncio.sleep(pause(attempt))
                     continue
                 attempt = self._in_vain[fragment] = 0
-                self._cache.put(version)
-                self._tell_progress()
                 vector = await self.channels.run(self.context.to_vector, version.values)  # it may pin its memory
+                self._cache.put(replace(version, values=vector.array))  # and is then all that is kept
+                self._tell_progress()
                 self._inbox.put(Downloaded(announcement, vector))
                 del version, vector
                 if time.monotonic() >= self._return_memory_at:
@@ -515,8 +511,7 @@ class Transfers:
         self, transfer: int, encode: Callable[[], Bytes], versions: Iterable[tuple[int, int]], epoch: int
     ) -> None:
         """Upload this learner's inner optimizer state, made on ``versions`` ((epoch, version) per fragment). One that
-        ``encode`` cannot serialise is declined: it is no reason to end this learner. ``epoch``: in which it was asked
-        for."""
+        ``encode`` cannot serialise is declined: it is no reason to end this learner. ``epoch``: of the request."""
         try:
             data = await self.channels.run(encode)
         except Exception as error:

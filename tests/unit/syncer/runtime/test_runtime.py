@@ -476,6 +476,20 @@ async def test_frozen_parameters_are_received_into_a_file_on_the_stores_volume(
         assert str(array.filename).startswith(str(tmp_path / "spool")) and not list((tmp_path / "spool").iterdir())
 
 
+@pytest.mark.promise("A job whose records a bucket would refuse for their size fails at its start, with the cure")
+async def test_fragments_of_which_the_store_takes_no_record_are_refused_at_the_start(tmp_path: Path) -> None:
+    for most, fits in ((4 * 2 * LAYOUT.elements(0), True), (4 * 2 * LAYOUT.elements(0) - 1, False)):
+        async with Bench(tmp_path / str(fits), "sync.outer.optimizer=nesterov") as bench:
+            bench.syncer.durability.checkpoints.store.most_created = most
+            bench.connect(1, 0, "a")
+            part = sync_pb2.Initial
+            reply = await bench.upload("a", LAYOUT.to_json().encode(), initial=part(part=part.LAYOUT))
+            assert reply.accepted == fits, reply.message
+            if not fits:
+                assert "set sync.fragments to 3 or more" in reply.message
+                assert bench.syncer.core.phase is JobPhase.FAILED
+
+
 async def test_version_0_that_is_refused_is_asked_of_somebody_else(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
         heard: list[ev.InitialModelFailed] = []
@@ -1166,12 +1180,9 @@ async def test_a_state_is_alive_while_its_sender_uploads_something_but_not_for_e
         assert len(told) == 1, "once a second"
 
 
-SLOW_DISK = (
+@pytest.mark.promise(
     "A disk that takes its time with an optimizer state or frozen parameters holds up nothing else of the syncer"
 )
-
-
-@pytest.mark.promise(SLOW_DISK)
 async def test_a_disk_that_takes_its_time_with_a_state_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

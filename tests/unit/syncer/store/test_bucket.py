@@ -86,6 +86,30 @@ def test_a_state_goes_in_parts(relay: Relay, monkeypatch: pytest.MonkeyPatch, pa
         store.read_large("optimizer/none", 1 << 20)
 
 
+@pytest.mark.promise(
+    "A merge record that is larger than 64 MiB is read from a bucket in ranges: one that breaks goes again"
+)
+def test_a_large_record_comes_in_ranges(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "PART_BYTES", 1 << 20)
+    store, asked = opened(), list[tuple[int, int]]()
+    checkpoints = Checkpoints(store, Epoch.claim(store), "j", 2)
+    theta = np.random.default_rng(1).random(700_000, np.float32)  # 2.7 MiB
+    checkpoints.write_record(MergeRecord("j", 1, 0, 1, theta=theta, number=1))
+    get_range = store._client.get_range
+
+    def watch(*given: object, start: int, end: int) -> object:
+        asked.append((start, end))
+        if start == 1 << 20:
+            relay.cut()
+            threading.Timer(0.5, relay.mend).start()
+        return get_range(*given, start=start, end=end)
+
+    monkeypatch.setattr(store._client, "get_range", watch)
+    monkeypatch.setattr(store._spool, "allocate", lambda size: pytest.fail("a record is no guest of the disk's"))
+    assert np.array_equal(checkpoints.read_record(0, 1).theta, theta)
+    assert [start for start, _ in asked] == [0, 1 << 20, 2 << 20]
+
+
 def test_what_breaks_off_in_parts_changes_nothing(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PART_BYTES": 5 << 20, "RETRY_SECONDS": 0.5, "RETRIES": 1}.items():
         monkeypatch.setattr(bucket, name, value)

@@ -180,6 +180,19 @@ def test_vectors_are_made_beside_the_event_loop() -> None:
     assert threads and threads[0] is not threading.current_thread()
 
 
+@pytest.mark.promise("A learner on a GPU keeps each version once in host memory, pinned")
+def test_a_version_is_kept_once_where_its_vector_is_a_copy() -> None:
+    session = Session(to_vector=lambda values: Vector.from_array(values.copy()))  # as pinning makes one
+    announcement = Announcement(0, 1, 3, Payload("float32", 40, 5))
+    session.cache.put(CachedVersion(announcement, np.arange(10, dtype=np.float32), b"receipt"))
+    session.one._announced[0] = announcement
+    asyncio.run(session.one._fetch_fragment(0))
+    (downloaded,) = session.box.take_all()
+    cached = session.cache.get(0)
+    assert isinstance(downloaded, inbox.Downloaded) and cached is not None and cached.receipt == b"receipt"
+    assert np.shares_memory(cached.values, downloaded.vector.array)
+
+
 def test_a_push_that_is_queued_when_its_session_ends_has_an_open_fate() -> None:
     session = Session()
     session.one.push(a_push(2))

@@ -260,13 +260,10 @@ def test_who_cannot_go_on_with_a_state_is_waited_for_no_longer(how: str) -> None
     assert (again.connection, again.transfer) == (1, ask.transfer + 1)
 
 
-def test_a_checkpoint_does_not_wait_for_a_donor_whose_session_breaks() -> None:
-    """Who has left does not come back."""
-    desk = trained()
-    ask = suspended(desk)
-    desk.do(ev.PeerStateAdvanced(ask.transfer))
-    desk.do(ev.ConnectionLost(2))
-    assert desk.core.phase is JobPhase.SUSPENDED
+def test_while_the_job_drains_a_donor_whose_session_broke_is_not_waited_for() -> None:
+    desk, _ = broken()
+    told = of(desk.do(ev.EndRequested(JobPhase.SUSPENDED, "interrupted")) + desk.later(0.1), ev.OfferPeerState)
+    assert told == [ev.OfferPeerState(3, 0)]
 
 
 def young(desk: Desk, connection: int, step: int) -> list[ev.Action]:
