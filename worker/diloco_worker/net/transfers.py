@@ -526,8 +526,7 @@ class Transfers:
         await self.resume_state(transfer, epoch)
 
     async def resume_state(self, transfer: int, epoch: int) -> None:
-        """Upload the rest of a state that was begun. If this session ends meanwhile, the next one goes on, when the
-        syncer asks for it. One that was given up is declined."""
+        """Upload the rest of a state that was begun, or decline one that was given up; the next session may go on."""
         upload = self.context.states[epoch, transfer]
         if upload.data is None:
             self._decline_state(transfer, "too much time has passed since its upload broke")
@@ -538,6 +537,8 @@ class Transfers:
         state = sync_pb2.PeerState(transfer=transfer, versions=upload.versions)
         try:
             reply = await self.channels.upload(upload.data, kept=upload.sent, peer_state=state)
+            if reply.reason == TransferRefusal.NOT_JOINED:
+                return  # the session is over, which this side has yet to hear
             if not reply.accepted:
                 self._decline_state(transfer, f"refused ({reply.reason}): {reply.message}")
         except bulk.TransferError as error:

@@ -309,11 +309,12 @@ def test_while_the_disk_stands_a_chunk_of_each_part_waits_and_the_loop_goes_on(t
 @pytest.mark.promise(
     "A disk that takes its time with an optimizer state or frozen parameters holds up nothing else of the syncer"
 )
+@pytest.mark.parametrize(("writes", "given"), [(1, 1), (16, 3)])
 def test_what_waits_for_the_disk_is_written_before_what_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int, given: int
 ) -> None:
     """However many wait: few are given to the thread, and the others wait for their turn."""
-    monkeypatch.setattr(spool_module, "WRITES", 1)
+    monkeypatch.setattr(spool_module, "WRITES", writes)
 
     async def run() -> None:
         disk, data = Disk(tmp_path), bytes(range(40))
@@ -326,7 +327,7 @@ def test_what_waits_for_the_disk_is_written_before_what_takes_its_place(
             assert disk.read == 10 + 2 * 10
             again = asyncio.create_task(disk.send(data, 20, size=20))
             await some_turns()
-            assert disk.spool._thread._work_queue.qsize() == 1
+            assert disk.spool._thread._work_queue.qsize() == given
         assert await first is None and await again == data
         with pytest.raises(WireError, match="sent again"):
             await stale

@@ -131,6 +131,23 @@ def test_a_state_that_does_not_come_through_is_declined() -> None:
     assert key == "no-state-7" and message.peer_state_unavailable.transfer == 7
 
 
+@pytest.mark.promise("A peer's optimizer state goes on where its sender's session broke, also again and again")
+def test_a_state_whose_session_is_over_at_the_syncer_goes_on_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bulk connection may be made anew before this side hears that the session broke."""
+    session, sent = Session(), list[tuple[bytes, bulk.SentParts]]()
+
+    async def upload(payload: Any, kept: bulk.SentParts, peer_state: sync_pb2.PeerState) -> sync_pb2.UploadReply:
+        sent.append((payload, kept))
+        reason = TransferRefusal.NOT_JOINED if len(sent) == 1 else ""
+        return sync_pb2.UploadReply(accepted=not reason, reason=reason)
+
+    monkeypatch.setattr(session.channels, "upload", upload)
+    asyncio.run(session.one.send_state(7, lambda: b"state", [(1, 3)], 2))
+    asyncio.run(session.one.resume_state(7, 2))
+    assert sent[0][0] == b"state" and sent[1][0] is sent[0][0] and sent[1][1] is sent[0][1]
+    assert len(session.outbox.begin_sending()) == 1 and not session.one.context.states
+
+
 def test_version_0_is_tried_again_and_then_left_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_INITIAL_PAUSE", 0.001)
     session = Session()
