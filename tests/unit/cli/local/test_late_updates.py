@@ -37,7 +37,7 @@ class Canned(SyncerClient):
 
     document: StatusDocument
 
-    async def status(self) -> StatusDocument:
+    async def status(self, seconds: float | None = None) -> StatusDocument:
         return self.document
 
 

@@ -31,7 +31,7 @@ class KeepsItsStatus(SyncerClient):
     outcome = "complete"
     page: StatusDocument = status_document(phase="complete", output=row("writing"))
 
-    async def status(self) -> StatusDocument:
+    async def status(self, seconds: float | None = None) -> StatusDocument:
         return self.page
 
     async def status_now(self) -> StatusDocument:
