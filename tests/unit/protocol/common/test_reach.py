@@ -27,9 +27,9 @@ def test_why_an_address_is_not_reached() -> None:
 
 
 @contextlib.contextmanager
-def silence(host: str = "127.0.0.1") -> Iterator[int]:
+def silence(host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
     """A port at which connections get no answer, as a firewall leaves them: of a listener whose queue is full."""
-    with socket.create_server((host, 0), backlog=0) as server, contextlib.ExitStack() as stack:
+    with socket.create_server((host, port), backlog=0) as server, contextlib.ExitStack() as stack:
         for _ in range(3):
             one = stack.enter_context(socket.socket())
             one.setblocking(False)
@@ -59,7 +59,7 @@ def test_other_failures_have_words_too(error: OSError, words: str) -> None:
 def two_addresses(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A port of ``two.test``, whose first address is silent and whose second one listens."""
     monkeypatch.setattr(reach, "resolve_name", lambda host, port: ["127.0.0.2", "127.0.0.1"])
-    with silence("127.0.0.2") as port, socket.create_server(("127.0.0.1", port)):
+    with socket.create_server(("127.0.0.1", 0)) as server, silence("127.0.0.2", server.getsockname()[1]) as port:
         yield port
 
 
@@ -86,7 +86,7 @@ def test_of_several_addresses_that_fail_each_is_named(monkeypatch: pytest.Monkey
         assert said.startswith("no address of two.test answers (127.0.0.2: no answer, 127.0.0.1: connect")
         assert await reach.first_answering(f"two.test:{port}", 0.6) == f"two.test:{port}"
 
-    with silence("127.0.0.2") as port:
+    with closed_port() as port, silence("127.0.0.2", port):  # so no other program has it at 127.0.0.1
         asyncio.run(test(port))
 
 
