@@ -262,6 +262,8 @@ class ControlMethod(StrEnum):
 
 MAX_FRAGMENTS = 512
 """Of a job. A Report has a row of at most 90 bytes for each fragment: 46 KiB of a push's header."""
+SHARD_FAILING = 3
+"""Ends of a shard's process in a row, each soon after its start, with which it is named though it is there."""
 
 # ------------------------------------------------------------------ Kubernetes
 

@@ -27,7 +27,7 @@ from diloco.text_console import TextConsole
 from diloco_protocol.common.format_units import download_text, duration_text, rate_text, seconds_text
 from diloco_protocol.common.logs import printable
 from diloco_protocol.documents import SlotRow, StatusDocument
-from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, SlotState
+from diloco_protocol.vocabulary import ENDED_PHASES, SHARD_FAILING, JobPhase, SlotState
 
 EVENTS_SHOWN = 14
 LEAST_ROOM = 3  # lines of events, on a small terminal
@@ -47,7 +47,6 @@ _LEFT_OUT = (
     "loss",
     "ranks",
 )  # of the table, in this order, for want of room
-SHARD_FAILING = 3  # ends of a shard's process in a row, with which it is named though it is there
 GAP = "   "
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES: dict[str, str] = {

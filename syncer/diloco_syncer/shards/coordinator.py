@@ -20,7 +20,7 @@ import numpy as np
 
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.documents import ShardRow
-from diloco_protocol.vocabulary import EventKind, SyncerExit, TransferRefusal
+from diloco_protocol.vocabulary import SHARD_FAILING, EventKind, SyncerExit, TransferRefusal
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import PushHeader
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 NO_FIGURES = ms.ShardFigures(0.0, 0, {}, {})
 HANDLES = 1 << 32  # that one life of a shard may give out
-FAILING = 3  # ends of a shard in a row, each soon after its start: it is told of, and nothing new begins with it
 
 
 class Stream(Protocol):
@@ -207,9 +206,9 @@ class Coordinator:
         shard.failures += 1
         shard.why, shard.said = shard.said or why, ""
         words = f"shard {index} of the syncer has failed {shard.failures} times in a row: {shard.why}"
-        if self._dealt and self.model.layout is None and shard.failures >= FAILING:
+        if self._dealt and self.model.layout is None and shard.failures >= SHARD_FAILING:
             self.stop(SyncerExit.STORE if code == SyncerExit.STORE else SyncerExit.FAILED, words)
-        elif shard.failures == FAILING:
+        elif shard.failures == SHARD_FAILING:
             self.core.record_event(EventKind.SHARD_LOST, f"{words}; it is tried again")
         return shard.failures
 

@@ -15,7 +15,7 @@ import pytest
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.documents import ShardRow
 from diloco_protocol.spec.load import parse_job
-from diloco_protocol.vocabulary import EventKind, PushRefusal, SyncerExit
+from diloco_protocol.vocabulary import SHARD_FAILING, EventKind, PushRefusal, SyncerExit
 from diloco_protocol.wire.records import PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.runtime.driver import RESTART
@@ -23,7 +23,7 @@ from diloco_syncer.runtime.event_log import EventLog
 from diloco_syncer.runtime.global_model import GlobalModel, first_records
 from diloco_syncer.runtime.merger import Merged
 from diloco_syncer.shards import messages as ms
-from diloco_syncer.shards.coordinator import FAILING, Coordinator, ShardState
+from diloco_syncer.shards.coordinator import Coordinator, ShardState
 from diloco_syncer.shards.supervisor import LONGEST_PAUSE, pause_after
 from diloco_syncer.store.checkpoint import offer_name
 
@@ -270,7 +270,7 @@ async def test_a_shard_that_fails_again_and_again_is_told_of_by_name() -> None:
     """Once in a row. One that has run for long, or serves without a failure, is not."""
     job = await Job().begin()
     assert [row.failures for row in job.coordinator.rows()] == [0, 0]
-    for count in range(1, FAILING + 3):
+    for count in range(1, SHARD_FAILING + 3):
         job.lose(0)
         assert job.coordinator.count_failure(0, "its process ended with exit code 1", 1) == count
         if count == 2:
@@ -278,9 +278,9 @@ async def test_a_shard_that_fails_again_and_again_is_told_of_by_name() -> None:
         job.connect(0)
     words = "shard 0 of the syncer has failed 3 times in a row: its process ended with exit code 1; it is tried again"
     assert job.events == [(EventKind.SHARD_LOST, words)] and not job.stopped
-    assert row_of(job, 0) == (False, FAILING + 2, "its process ended with exit code 1")
+    assert row_of(job, 0) == (False, SHARD_FAILING + 2, "its process ended with exit code 1")
     await job.say(0, ms.Begun((job.row(0),)))
-    assert row_of(job, 0) == (True, FAILING + 2, "its process ended with exit code 1"), "it may fail again"
+    assert row_of(job, 0) == (True, SHARD_FAILING + 2, "its process ended with exit code 1"), "it may fail again"
     job.coordinator.note_steady(0)
     assert row_of(job, 0) == (True, 0, "") and row_of(job, 1) == (True, 0, "")
 
@@ -304,7 +304,7 @@ def row_of(job: Job, shard: int) -> tuple[bool, int, str]:
 def test_while_a_job_begins_a_shard_that_fails_again_and_again_ends_the_syncer(code: int, status: SyncerExit) -> None:
     """Nobody could be told of it, for there is no page yet."""
     job = Job()
-    for _ in range(FAILING - 1):
+    for _ in range(SHARD_FAILING - 1):
         job.coordinator.count_failure(1, "words", code)
     assert not job.stopped
     job.coordinator.count_failure(1, "words", code)
