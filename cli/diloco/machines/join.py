@@ -143,7 +143,7 @@ async def fetch_job(address: str, credentials: Credentials) -> DiLoCoJob:
         kind = "credentials" if credentials.secure else "join token (--join-token-file)"
         words = str(error) or f"no job within {FETCH_SECONDS:.0f} s"
         raise CommandError(
-            f"cannot read the job from the syncer at {address}: {words}; is it up, and is this its {kind}?", FAILED
+            f"cannot read the job from the syncer at {address}: {words}; is this its {kind}?", FAILED
         ) from error
     except CredentialsError as error:
         raise CommandError(str(error)) from error
