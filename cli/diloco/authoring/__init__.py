@@ -1,3 +1,1 @@
 """Help with writing a job file: ``diloco init``, ``diloco explain`` and ``diloco examples``."""
-
-from __future__ import annotations

@@ -128,11 +128,7 @@ def examples(
     from diloco.authoring.packaged_examples import example_files, title_of, write_examples
 
     if listed:
-        known = example_files()
-        wrong = [name for name in names if name not in known]
-        if wrong:
-            raise CommandError(f"there is no example {', '.join(wrong)}; there are {', '.join(known)}")
-        titles = {name: title_of(known[name]) for name in names or known}
+        titles = {name: title_of(path) for name, path in example_files(names).items()}
         as_text = "\n".join(f"{name:<24} {title}" for name, title in titles.items())
         print_text(json.dumps({"examples": titles}, indent=1) if as_json else as_text)
         return

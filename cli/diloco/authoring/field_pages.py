@@ -200,9 +200,9 @@ def page_text(page: FieldPage, recursive: bool = False, width: int | None = None
             facts.append(("default", "none: it is required" if page.required else _default(page)))
         example = page.example()
         if example is not None:
-            facts.append(("example", f"{page.path[-1]}: {_flow(example)}"))
+            facts.append(("example", f"{page.path[-1]}: {yaml_line(example)}"))
         if page.inner is None and page.override is not None and isinstance(example, (str, int, float)):
-            facts.append(("one run", f"--set {page.override}={_flow(example)}"))
+            facts.append(("one run", f"--set {page.override}={yaml_line(example)}"))
         if other := other_names(page.path):
             facts.append(("also called", ", ".join(other[:6])))
         if page.fixed:
@@ -239,11 +239,11 @@ def _fields(page: FieldPage, recursive: bool, width: int, depth: int = 2) -> lis
 
 
 def _default(page: FieldPage) -> str:
-    if page.inner is not None and not page.many:
-        return "null: there is none" if page.default is None else _flow(page.default) if page.default else "its fields'"
-    return _flow(page.default)
+    if page.inner is not None and not page.many and not page.default:
+        return "null: there is none" if page.default is None else "its fields'"
+    return yaml_line(page.default)
 
 
-def _flow(value: Any) -> str:
+def yaml_line(value: Any) -> str:
     """A value as one line of YAML."""
     return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10_000).strip()[1:-1]

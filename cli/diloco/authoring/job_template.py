@@ -8,9 +8,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
+from diloco.authoring.field_pages import yaml_line
 
 _BUILT_IN_DATA = "python-stdlib"
 _LONG_RUN = 2000  # steps of a learner from which DiLoCo's own settings are meant
@@ -93,7 +92,7 @@ def _head(choices: JobChoices, file: str) -> list[str]:
         *(f"#   {command:<{width}}   {does}" for command, does in commands),
         "apiVersion: diloco.io/v1alpha1",
         "kind: DiLoCoJob",
-        f"metadata: {{name: {_flow(choices.name)}}}",
+        f"metadata: {{name: {yaml_line(choices.name)}}}",
         "spec:",
     ]
 
@@ -107,7 +106,7 @@ def _own_program(choices: JobChoices) -> list[str]:
         "    #       for batch in learner.batches(dataset):",
         "    #           ...  # forward, backward, optimizer step",
         "    #           learner.after_step(tokens=batch.numel(), loss=loss)",
-        f"    command: {_flow(shlex.split(choices.command))}",
+        f"    command: {yaml_line(shlex.split(choices.command))}",
         "",
         "  training:",
         *_aligned([("    batch: {sequences: 8}", "what learner.batches() yields at once"), _stop(choices)]),
@@ -119,7 +118,7 @@ def _trainer(choices: JobChoices) -> list[str]:
     embeddings = 2 * 256 * size.hidden if choices.tokenizer == "bytes" else 0
     count = f"{_count(size.parameters + embeddings)} parameters{'' if embeddings else ', and the embeddings'}"
     warmup = max(1, min(100, choices.steps // 10))
-    paths = _flow(list(choices.data))
+    paths = yaml_line(list(choices.data))
     return [
         "  training:",
         "    model:",
@@ -137,7 +136,7 @@ def _trainer(choices: JobChoices) -> list[str]:
             [
                 ("      source: text", "or datasets; or python: a function of yours"),
                 (f"      paths: {paths}", "files, directories, globs, URIs; from this file's directory"),
-                (f"      tokenizer: {_flow(choices.tokenizer)}", "bytes, or a transformers tokenizer"),
+                (f"      tokenizer: {yaml_line(choices.tokenizer)}", "bytes, or a transformers tokenizer"),
                 (f"      sequenceLength: {size.sequence}", "tokens"),
                 ("    batch: {sequences: 8}", "of each learner and step; accumulation: N multiplies it"),
                 (f"    optimizer: {{lr: {size.lr:g}, warmupSteps: {warmup}}}", "AdamW"),
@@ -177,11 +176,6 @@ def _aligned(lines: Sequence[tuple[str, str]]) -> list[str]:
     """Lines with their comments below one another."""
     width = min(max(len(code) for code, _ in lines), 48)
     return [f"{code:<{width}}  # {comment}" if comment else code for code, comment in lines]
-
-
-def _flow(value: Any) -> str:
-    """A value as one line of YAML."""
-    return yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10_000).strip()[1:-1]
 
 
 def _count(number: int) -> str:

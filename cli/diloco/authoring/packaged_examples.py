@@ -15,14 +15,18 @@ _PLACES = (_PACKAGE / "packaged_examples", _PACKAGE.parent.parent / "examples")
 """In a wheel (setup.py puts them there), and in a checkout."""
 
 
-def example_files() -> dict[str, Path]:
-    """The examples by the name of their file."""
-    for place in _PLACES:
-        if (place / "minimal.yaml").is_file():
-            return {path.name: path for path in sorted(place.iterdir()) if path.is_file()}
-    raise CommandError(
-        "this installation has no examples: an image leaves them out, a wheel or a checkout has them", FAILED
-    )
+def example_files(names: Sequence[str]) -> dict[str, Path]:
+    """The examples of these names (none: all), by the name of their file. Raises CommandError."""
+    place = next((one for one in _PLACES if (one / "minimal.yaml").is_file()), None)
+    if place is None:
+        raise CommandError(
+            "this installation has no examples: an image leaves them out, a wheel or a checkout has them", FAILED
+        )
+    known = {path.name: path for path in sorted(place.iterdir()) if path.is_file()}
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise CommandError(f"there is no example {', '.join(wrong)}; there are {', '.join(known)}")
+    return {name: known[name] for name in names or known}
 
 
 def title_of(path: Path) -> str:
@@ -39,12 +43,7 @@ def title_of(path: Path) -> str:
 def write_examples(directory: Path, names: Sequence[str], force: bool) -> list[Path]:
     """Write the examples of these names (none: all) below ``directory``; what is there already with the same content
     stays. Returns the files, written or not. Raises CommandError, before anything is written."""
-    known = example_files()
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise CommandError(f"there is no example {', '.join(wrong)}; there are {', '.join(known)}")
-    chosen = {name: known[name].read_bytes() for name in names or known}
-    targets = {directory / name: content for name, content in chosen.items()}
+    targets = {directory / name: path.read_bytes() for name, path in example_files(names).items()}
     try:
         other = [path for path, content in targets.items() if os.path.lexists(path) and path.read_bytes() != content]
         if other and not force:

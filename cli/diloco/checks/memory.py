@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.processes.memory_kills import read_counts
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.resources import LOOP_BYTES, library_bytes, model_copies, needs, shared_bytes
 from diloco_protocol.spec.job import DiLoCoJob
@@ -117,15 +118,7 @@ def _granted(cgroups: Path, own: Path) -> Iterator[int]:
                 left = int((group / limit).read_text()) - int((group / used).read_text())
             except (OSError, ValueError):  # no such group, or `max`: no limit
                 continue
-            yield left + sum(count for name, count in _statistics(group) if name in cached)
-
-
-def _statistics(group: Path) -> list[tuple[str, int]]:
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return []
-    return [(name, int(count)) for name, _, count in (line.partition(" ") for line in lines) if count.isdigit()]
+            yield left + sum(count for name, count in read_counts(group / "memory.stat").items() if name in cached)
 
 
 def _groups(root: Path, own: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +24,17 @@ SAMPLED = {
     *("phase", "epoch", "elapsed_seconds", "step", "merges", "tokens", "tokens_per_second", "goodput", "uptime"),
     *("bytes_up", "bytes_down"),
 }
+
+
+def read_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The rows in lines of a metrics file; a line that was torn by a kill in the middle of a write has none."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
 
 
 class MetricsLog:
@@ -57,13 +69,12 @@ class MetricsLog:
             "eval_loss": evaluations[-1] if evaluations else None,
         }
         self._write(row)
+        trained = status.tokens.trained
         for name in ("merges", "tokens_per_second", "goodput", "bytes_up", "bytes_down"):
-            self._scalar(f"job/{name}", getattr(status, name), status.tokens.trained)
-        for name, value in (
-            *(("active_learners", status.quorum.active), ("tokens_pending", status.tokens.pending)),
-            ("tokens_dropped", status.tokens.dropped),
-        ):
-            self._scalar(f"job/{name}", value, status.tokens.trained)
+            self._scalar(f"job/{name}", getattr(status, name), trained)
+        self._scalar("job/active_learners", status.quorum.active, trained)
+        self._scalar("job/tokens_pending", status.tokens.pending, trained)
+        self._scalar("job/tokens_dropped", status.tokens.dropped, trained)
         for tokens, loss in evaluations[self._evaluations :]:
             self._scalar("merged/loss", loss, tokens)
         self._evaluations = max(self._evaluations, len(evaluations))
@@ -84,7 +95,7 @@ class MetricsLog:
         if self._events is not None:
             self._events.close()
 
-    def _new_rows(self, path: Path) -> list[dict[str, Any]]:
+    def _new_rows(self, path: Path) -> Iterator[dict[str, Any]]:
         start = self._read.get(path.name, 0)
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < start:
@@ -95,15 +106,7 @@ class MetricsLog:
         if whole == 0 and len(data) > MAX_LINE_BYTES:
             whole = len(data)  # no line at all: skip it
         self._read[path.name] = start + whole
-        rows = []
-        for line in data[:whole].splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill in the middle of a write
-            if isinstance(row, dict):
-                rows.append(row)
-        return rows
+        return read_rows(data[:whole].splitlines())
 
     def _write(self, row: dict[str, Any]) -> None:
         self._out.write(json.dumps(row) + "\n")

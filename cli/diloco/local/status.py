@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.console import FAILED, CommandError
+from diloco.local.metrics_log import read_rows
 from diloco.local.training_loss import read_training_loss
 from diloco.processes.workdir import MAX_REPORT_BYTES, Workdir, WorkdirError, find, read_address
 from diloco.syncer_client import SyncerError, fetch_document
@@ -184,7 +185,7 @@ def last_seen(workdir: Workdir, killed: bool) -> Report | None:
             file.seek(max(0, workdir.metrics_file.stat().st_size - SAMPLE_BYTES))
             lines = file.read().splitlines()
         job = json.loads(read_bounded(workdir.job, MAX_REPORT_BYTES))
-        sample = next(row for row in map(_status_sample, reversed(lines)) if row is not None)
+        sample = next(row for row in read_rows(reversed(lines)) if row.get("source") == "status")
         seen = datetime.fromtimestamp(sample["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         if sample["time"] < workdir.lock.stat().st_mtime:
             return None  # of the run before
@@ -207,14 +208,6 @@ def last_seen(workdir: Workdir, killed: bool) -> Report | None:
         return read_document(Report, content)
     except (OSError, StopIteration, ValueError, KeyError, TypeError, OverflowError):
         return None
-
-
-def _status_sample(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:  # cut at the start of what was read, or torn by the kill
-        return None
-    return row if isinstance(row, dict) and row.get("source") == "status" else None
 
 
 def _from_address(address: str) -> StatusDocument:

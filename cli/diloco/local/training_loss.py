@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from diloco.local.metrics_log import read_rows
 from diloco_protocol.documents import TrainingLoss
 from diloco_protocol.vocabulary import EVALUATOR
 
@@ -34,12 +34,9 @@ def read_training_loss(metrics: Path) -> TrainingLoss | None:
     return TrainingLoss(first=math.fsum(firsts) / len(firsts), last=math.fsum(lasts) / len(lasts))
 
 
-def _losses(lines: list[bytes] | Iterator[bytes]) -> Iterator[float]:
+def _losses(lines: Iterable[bytes]) -> Iterator[float]:
     """The losses of these lines; one that was cut in two has none."""
-    for line in lines:
-        try:
-            loss = json.loads(line)["loss"]
-        except (ValueError, KeyError, TypeError):
-            continue
+    for row in read_rows(lines):
+        loss = row.get("loss")
         if isinstance(loss, int | float) and math.isfinite(loss):
             yield float(loss)

@@ -14,13 +14,11 @@ from diloco_protocol.common.format_units import size_text
 from diloco_protocol.resources import even_sizes, needs, plan_hint
 from diloco_protocol.spec.job_spec import JobSpec
 
-_FIELD = "oom_kill"
-
 
 def count_memory_kills(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """A number that rises when the kernel kills a process for want of memory, on the machine or in a control group of
     this process. None: nothing of it can be read."""
-    counts = [_read_count(path) for path in (proc / "vmstat", *_group_files(proc, groups))]
+    counts = [read_counts(path).get("oom_kill") for path in (proc / "vmstat", *_group_files(proc, groups))]
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
@@ -41,15 +39,13 @@ def _group_files(proc: Path, groups: Path) -> Iterator[Path]:
             yield root / one / file
 
 
-def _read_count(path: Path) -> int | None:
+def read_counts(path: Path) -> dict[str, int]:
+    """What a file counts whose lines are a name and a number each; nothing if it cannot be read."""
     try:
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, count = line.partition(" ")
-            if name == _FIELD:
-                return int(count)
-    except (OSError, ValueError):
-        pass
-    return None
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name: int(count) for name, _, count in (line.partition(" ") for line in lines) if count.isdigit()}
 
 
 def memory_need_text(spec: JobSpec, parameters: int) -> str:

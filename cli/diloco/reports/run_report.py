@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -246,10 +247,9 @@ def _tables(document: StatusDocument | Report) -> Iterator[ResultTable]:
         return
     yield ResultTable(title="Faults, and when each was over (seconds since it)", rows=_plain_rows(document.faults))
     yield ResultTable(title="Learners", rows=_plain_rows(document.learners or []))
-    reasons: dict[str, int] = {}
+    reasons: Counter[str] = Counter()
     for row in document.ledger or []:
-        for reason, count in row.reasons.items():
-            reasons[reason] = reasons.get(reason, 0) + count
+        reasons.update(row.reasons)
     lost: list[dict[str, Scalar]] = [{"reason": name, "tokens": count} for name, count in sorted(reasons.items())]
     yield ResultTable(title="Tokens dropped, by reason", rows=lost)
     yield ResultTable(title="Links, by region", rows=_plain_rows(document.regions or []))
