@@ -211,11 +211,6 @@ def scale(where: Where, name: str, words: Sequence[str], as_json: bool = False) 
 def suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | None, as_json: bool = False) -> int:
     """``diloco suspend`` and ``resume`` in every context; the exit code. Raises ClusterError."""
     answers = Answers(name)
-    with answers.printed(as_json):
-        return _suspend(where, name, value, wait, timeout=timeout, answers=answers)
-
-
-def _suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | None, answers: Answers) -> int:
 
     def make(job: Object) -> Patch | None:
         if bool(job["spec"].get("suspend")) == value:
@@ -238,20 +233,19 @@ def _suspend(where: Where, name: str, value: bool, wait: bool, timeout: float | 
             *([no_operator(cluster, name)] if unseen else []),
         ]
 
-    opened = where.open()
-    if not value:
-        _suspend_failed(opened, name)
-    code, clusters = on_every_copy(opened, act, answers)
-    if not wait or not clusters:
-        return code
-    try:
-        return max(
-            code,
-            wait_for(clusters, name, suspended if value else resumed, timeout, unfinished=unfinished, answers=answers),
-        )
-    except KeyboardInterrupt:
-        print_text(f"\nno longer waiting; the change continues: diloco status {name} {clusters[0].flags}")
-        return INTERRUPTED
+    with answers.printed(as_json):
+        opened = where.open()
+        if not value:
+            _suspend_failed(opened, name)
+        code, clusters = on_every_copy(opened, act, answers)
+        if not wait or not clusters:
+            return code
+        judge = suspended if value else resumed
+        try:
+            return max(code, wait_for(clusters, name, judge, timeout, unfinished=unfinished, answers=answers))
+        except KeyboardInterrupt:
+            print_text(f"\nno longer waiting; the change continues: diloco status {name} {clusters[0].flags}")
+            return INTERRUPTED
 
 
 def _suspend_failed(clusters: Sequence[Cluster], name: str) -> None:
@@ -331,11 +325,6 @@ def _is_gone(cluster: Cluster, claim: str) -> bool:
 def delete(where: Where, name: str, wait: bool, timeout: float, as_json: bool = False) -> int:
     """``diloco delete`` in every context; the exit code. Raises ClusterError."""
     answers = Answers(name)
-    with answers.printed(as_json):
-        return _delete(where, name, wait, timeout, answers=answers)
-
-
-def _delete(where: Where, name: str, wait: bool, timeout: float, answers: Answers) -> int:
     left: dict[str, str | None] = {}
     uids: set[str] = set()
 
@@ -354,19 +343,19 @@ def _delete(where: Where, name: str, wait: bool, timeout: float, answers: Answer
     def unfinished(cluster: Cluster, job: Object | None) -> list[str]:
         return [f"is not gone after {timeout:g} s; the deletion continues", *_held_by(cluster, name, job)]
 
-    code, clusters = on_every_copy(where.open(), act, answers)
-    if wait and clusters:
-        try:
-            code = max(
-                code, wait_for(clusters, name, gone_within(uids), timeout, unfinished=unfinished, answers=answers)
-            )
-        except KeyboardInterrupt:
-            print_text("\nno longer waiting; the deletion continues")
-            code = INTERRUPTED
-    for cluster in clusters:
-        if text := left[cluster.context]:
-            print_text(text)
-    return code
+    with answers.printed(as_json):
+        code, clusters = on_every_copy(where.open(), act, answers)
+        if wait and clusters:
+            gone = gone_within(uids)
+            try:
+                code = max(code, wait_for(clusters, name, gone, timeout, unfinished=unfinished, answers=answers))
+            except KeyboardInterrupt:
+                print_text("\nno longer waiting; the deletion continues")
+                code = INTERRUPTED
+        for cluster in clusters:
+            if text := left[cluster.context]:
+                print_text(text)
+        return code
 
 
 def _held_by(cluster: Cluster, name: str, job: Object | None) -> list[str]:

@@ -52,8 +52,6 @@ Timeout = Annotated[
         metavar="DURATION", parser=duration, help="With --wait: give up after 90s, 10m or 2h (the job continues)."
     ),
 ]
-
-
 AsJson = Annotated[
     bool,
     typer.Option(
@@ -272,7 +270,6 @@ def upgrade(
 
         diloco upgrade tiny-gpt --context hub --context far
     """
-
     from datetime import UTC, datetime
 
     from diloco.cluster import change

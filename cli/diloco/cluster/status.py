@@ -22,8 +22,6 @@ from diloco.text_console import TextConsole
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.vocabulary import ResourcePhase
 
-# ------------------------------------------------------------------ status
-
 
 def show_status(where: Where, name: str | None, everywhere: bool, watch: bool, as_json: bool) -> None:
     """``diloco status``. Raises ClusterError."""
@@ -127,7 +125,6 @@ class _Watched:
     over: bool = False
 
     def refresh(self, name: str) -> None:
-
         try:
             job = self.cluster.job(name)
             events = job_events(self.cluster, name)

@@ -1,3 +1,1 @@
 """``diloco doctor``: whether this machine, a cluster and a job are fit, before anything is started."""
-
-from __future__ import annotations

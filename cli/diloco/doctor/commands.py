@@ -11,7 +11,7 @@ import typer
 
 from diloco.cluster.commands import Context, Kubeconfig, Namespace, where
 from diloco.command_line import FileOption, Overrides
-from diloco.console import COMPLETE, FAILED, command, job_file, print_text
+from diloco.console import COMPLETE, FAILED, CommandError, command, job_file, print_text
 
 if TYPE_CHECKING:
     from diloco.doctor.findings import Finding
@@ -66,7 +66,6 @@ def doctor(
 
         diloco doctor job.yaml --credentials pki/default/job/eu-1 --step-seconds 0.8
     """
-    from diloco.console import CommandError
     from diloco.doctor.machine import absent_packages, check_machine, check_packages, check_torch
 
     if job is not None and job.suffix == ".py":

@@ -64,12 +64,11 @@ class MergedModel:
     score: tuple[int, float, int] | None = None
 
 
-def read_merged(what: str, progress: Callable[[int, int], None] = lambda done, total: None) -> MergedModel:
+def read_merged(what: str) -> MergedModel:
     """From where ``what`` says: a run's directory; where ``output.uri`` has led, a directory or a bucket; or the
-    address of a syncer's export listener, such as 127.0.0.1:7703. ``progress`` is told bytes received and bytes in all.
-    Raises CommandError."""
+    address of a syncer's export listener, such as 127.0.0.1:7703. Raises CommandError."""
     if not os.path.exists(what) and _ADDRESS.fullmatch(what):
-        return read_url(what if "://" in what else f"http://{what}", progress)
+        return read_url(what if "://" in what else f"http://{what}")
     if _is_output(what):
         return read_place(what)
     if _is_export(what):
@@ -107,9 +106,9 @@ def _last_score(store: Store) -> tuple[int, float, int] | None:
     return None
 
 
-def read_url(url: str, progress: Callable[[int, int], None]) -> MergedModel:
-    """From a syncer's export listener (remote_model.py). Raises ExportFailed, with exit code 1: the syncer does
-    not answer as it should."""
+def read_url(url: str, progress: Callable[[int, int], None] = lambda done, total: None) -> MergedModel:
+    """From a syncer's export listener (remote_model.py). ``progress`` is told bytes received and bytes in all. Raises
+    ExportFailed, with exit code 1: the syncer does not answer as it should."""
     try:
         job, tensors, versions = fetch_model(url, progress)
         return MergedModel(job, fetch_layout(url), tensors, versions)

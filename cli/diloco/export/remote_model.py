@@ -6,13 +6,14 @@ anybody uses it: its length, the xxh3-64 of all its bytes, and that each tensor 
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import random
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import xxhash
@@ -25,6 +26,7 @@ from diloco_protocol.spec.load import JobError, job_from_json
 from diloco_syncer.output.model_file import MAX_HEADER, NotSafetensors, read_header
 from diloco_syncer.server.pages.export import CHECKSUM
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
@@ -43,32 +45,24 @@ class _Again(RemoteModelError):
     """Trying again may help."""
 
 
-def fetch_model(
-    url: str, progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[DiLoCoJob, dict[str, NDArray[np.float32]], list[int]]:
-    """The job, every parameter of its merged model by name (float32, in its shape), and the fragments' versions.
-    ``url``: of the listener, such as http://127.0.0.1:7703. ``progress`` is told bytes received and bytes in all.
+def _try_again(fetch: Callable[P, T]) -> Callable[P, T]:
+    """Make a function try again what broke off."""
 
-    Breaks are tried again. Raises RemoteModelError.
-    """
-    return _try_again(lambda: _fetch(url, progress))
+    @functools.wraps(fetch)
+    def fetch_again(*args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(TRIES - 1):
+            try:
+                return fetch(*args, **kwargs)
+            except _Again:
+                time.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
+        return fetch(*args, **kwargs)
+
+    return fetch_again
 
 
+@_try_again
 def fetch_layout(url: str) -> Layout:
     """The layout of the model that the listener serves. Breaks are tried again. Raises RemoteModelError."""
-    return _try_again(lambda: _fetch_layout(url))
-
-
-def _try_again(fetch: Callable[[], T]) -> T:
-    for attempt in range(TRIES - 1):
-        try:
-            return fetch()
-        except _Again:
-            time.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
-    return fetch()
-
-
-def _fetch_layout(url: str) -> Layout:
     answer = _get(url, "/layout.json")
     try:
         return Layout.from_json(answer.read(MAX_JSON_BYTES))
@@ -80,9 +74,15 @@ def _fetch_layout(url: str) -> Layout:
         answer.close()
 
 
-def _fetch(
-    url: str, progress: Callable[[int, int], None]
+@_try_again
+def fetch_model(
+    url: str, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[DiLoCoJob, dict[str, NDArray[np.float32]], list[int]]:
+    """The job, every parameter of its merged model by name (float32, in its shape), and the fragments' versions.
+    ``url``: of the listener, such as http://127.0.0.1:7703. ``progress`` is told bytes received and bytes in all.
+
+    Breaks are tried again. Raises RemoteModelError.
+    """
     answer = _get(url, "/job.json")
     try:
         job = job_from_json(answer.read(MAX_JOB_BYTES).decode())

@@ -175,7 +175,7 @@ def output_text(output: OutputRow) -> str:
     return f"not in {output.uri} ({output.state}){': ' if output.message else ''}{output.message}"
 
 
-def fault_text(fault: FaultRow, report: Report | None = None) -> str:
+def fault_text(fault: FaultRow, report: Report) -> str:
     """One fault and what it cost, in a sentence."""
     lasting = f" for {seconds_text(fault.lasts_seconds)}" if fault.lasts_seconds else ""
     if fault.action == "kill" and lasting:
@@ -197,8 +197,6 @@ def fault_text(fault: FaultRow, report: Report | None = None) -> str:
     text = f"{said}: {', '.join(parts)}"
     if fault.recovered_seconds is None:
         text += ", not merged again before the end"
-    if report is None:
-        return text
     lost = dict(dropped_by_reason(report)).get("died")
     # The ledger is the whole job's, and the faults are this run's alone.
     first_run = report.syncer.epoch == 1 + report.syncer.restarts

@@ -70,11 +70,6 @@ class StatusWatch:
         return "" if self.view.status is None else self.view.status.phase
 
     @property
-    def message(self) -> str:
-        """Why the job is in its phase, as last heard."""
-        return "" if self.view.status is None else self.view.status.message
-
-    @property
     def ended(self) -> bool:
         return self.phase in ENDED_PHASES
 
@@ -97,7 +92,8 @@ class StatusWatch:
     @property
     def end_message(self) -> str:
         """Why the job ended, by its status or by the report that it left."""
-        return self.message if self.ended or self.report is None else self.report.message
+        told = self.view.status if self.ended or self.report is None else self.report
+        return "" if told is None else told.message
 
     @property
     def drain_progress(self) -> object:

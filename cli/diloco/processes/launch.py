@@ -56,15 +56,12 @@ def check_free(address: str) -> None:
     socket.create_server((host.strip("[]"), int(port)), family=family).close()
 
 
-def resolve_program(command: Sequence[str]) -> list[str]:
-    """A job's ``learners.command`` as it is started here: ``python`` is the interpreter that runs this."""
-    return [sys.executable if command[0] == "python" else command[0], *command[1:]]
-
-
 def ranks_command(command: Sequence[str] | None, ranks: int, node: Sequence[str] = ()) -> list[str]:
-    """How a learner's program is started here, in so many ranks. ``command``: the job's own; None: the built-in.
-    ``node``: words of ``diloco_worker.launch`` for a learner that is on several machines."""
-    program = [sys.executable, "-m", "diloco_worker"] if command is None else resolve_program(command)
+    """How a learner's program is started here, in so many ranks. ``command``: the job's own, of which ``python`` is the
+    interpreter that runs this; None: the built-in. ``node``: words of ``diloco_worker.launch`` for a learner that is on
+    several machines."""
+    first, *others = command or ["python", "-m", "diloco_worker"]
+    program = [sys.executable if first == "python" else first, *others]
     if ranks == 1 and not node:
         return program
     return [sys.executable, "-m", "diloco_worker.launch", "--processes", str(ranks), *node, *program]

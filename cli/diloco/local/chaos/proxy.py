@@ -93,6 +93,4 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     if sock is not None:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    transport = writer.transport
-    if transport is not None:
-        transport.abort()
+    writer.transport.abort()

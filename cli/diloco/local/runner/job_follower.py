@@ -41,7 +41,7 @@ class JobFollower(RunPart):
         run. ``now``: one of before this call will not do."""
         answered = await self.watch.poll(now, seconds)
         if answered:
-            self.health.on_answered()
+            self.health.watchdog.on_answered(time.monotonic())
         self.health.sample_rss()
         if answered:
             self._tell_unjoined()

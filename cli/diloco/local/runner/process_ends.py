@@ -45,7 +45,7 @@ class ProcessEnds(RunPart):
             time.monotonic(),
             wanted=self._is_still_needed(worker, how),
             error=text,
-            answered=self.health.answers,
+            answered=self.health.watchdog.answers,
             dispensable=worker.kind is Kind.LEARNER and self._is_dispensable(worker),
         )
         if isinstance(decision, Restart):

@@ -27,19 +27,11 @@ class SyncerHealth:
     paused: Callable[[str], bool]
     peak_rss: int = 0  # bytes, of all syncers of the run
     was_killed: bool = False  # the process that was started last, because it did not answer
-    _watchdog: Watchdog = field(default_factory=Watchdog)
-
-    @property
-    def answers(self) -> bool:
-        """Whether the process that was started last has ever answered."""
-        return self._watchdog.answers
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     def on_started(self) -> None:
         self.was_killed = False
-        self._watchdog.on_started(time.monotonic())
-
-    def on_answered(self) -> None:
-        self._watchdog.on_answered(time.monotonic())
+        self.watchdog.on_started(time.monotonic())
 
     def sample_rss(self) -> None:
         """The peak of resident memory, which the kernel forgets with the process."""
@@ -52,11 +44,11 @@ class SyncerHealth:
         if process is None:
             return ""
         if self.paused("syncer"):
-            self._watchdog.on_excused(time.monotonic())
-        return self._watchdog.check(time.monotonic(), progress(process.pid))
+            self.watchdog.on_excused(time.monotonic())
+        return self.watchdog.check(time.monotonic(), progress(process.pid))
 
     def kill(self) -> None:
         """End the syncer that runs; its end is no error of its own."""
         self.running["syncer"].signal(signal.SIGKILL)
         self.was_killed = True
-        self._watchdog.on_excused(time.monotonic())  # until it is gone
+        self.watchdog.on_excused(time.monotonic())  # until it is gone

@@ -229,7 +229,7 @@ def test_the_summary_of_full_and_of_empty_reports() -> None:
         first_step_seconds=2.0,
         recovered_seconds=None,
     )
-    assert fault_text(fault) == (
+    assert fault_text(fault, job_report()) == (
         "local-1 killed at 20.0 s: noticed after 50 ms, replaced after 1 s, training again after 2 s,"
         " not merged again before the end"
     )

@@ -76,11 +76,11 @@ def test_a_syncer_that_is_paused_on_purpose_is_not_held_to_hang(make_run: MakeRu
         assert health.reason_to_kill() == "", "none runs"
         run.runner.running["syncer"] = await run.start("syncer", [], {}, None)
         health.on_started()
-        health.on_answered()
+        health.watchdog.on_answered(asyncio.get_running_loop().time())
         for _ in range(int(2 * SYNCER_SILENT_SECONDS)):
             await asyncio.sleep(1.0)
             reasons.append(health.reason_to_kill())
-        paused_no_more = SyncerHealth(running=run.runner.running, paused=lambda name: False, _watchdog=health._watchdog)
+        paused_no_more = SyncerHealth(running=run.runner.running, paused=lambda name: False, watchdog=health.watchdog)
         assert bool(paused_no_more.reason_to_kill()) != paused, "its time begins with the end of the pause"
 
     run.run(wait(), seconds=1000.0)
