@@ -62,7 +62,7 @@ class Link:
 
 
 class Call:
-    """One download: what its caller has of it (``BulkCall``), and the syncer (``Sink``)."""
+    """One download: what its caller has of it (``BulkCall``), and the syncer (``ServedCall``)."""
 
     def __init__(self, channel: Channel, request: sync_pb2.DownloadRequest) -> None:
         self._channel = channel

@@ -141,9 +141,7 @@ async def _life(options: Options) -> tuple[int, Options]:
         await _add_health(server)
     epoch = syncer.core.epoch
     pages = HttpServer(_pages(syncer))
-    export = HttpServer(
-        export_pages(options.job, epoch, syncer.model, syncer.durability, read_thetas=syncer.read_thetas)
-    )
+    export = HttpServer(export_pages(options.job, syncer.model, syncer.make_model_file))
     options = replace(
         options,
         listen=_at(options.listen, ports[0]),

@@ -34,7 +34,7 @@ from diloco_syncer.numerics.warm_up import warm_up
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.store.base import HigherEpoch
-from diloco_syncer.store.checkpoint import Checkpoints, Restored
+from diloco_syncer.store.checkpoint import Checkpoints, Restored, offer_name
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch, find_successor
 from diloco_syncer.store.open import open_store
@@ -181,7 +181,7 @@ def replay(syncer: Syncer, restored: Restored) -> None:
         try:
             handle = syncer.restore_offer(offer)
         except codec.CodecError as error:
-            log.error("spooled offer %s cannot be used: %s", offer.name, error)
+            log.error("spooled offer %s cannot be used: %s", offer_name(offer.header), error)
             continue
         if not core.restore_offer(offer.header, handle, offer.norm):
             syncer.driver.carry_out(ReleasePush(handle))

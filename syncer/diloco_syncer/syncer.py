@@ -37,7 +37,7 @@ from diloco_syncer.runtime.merger import MergeMaker, Merger
 from diloco_syncer.runtime.multipart import MultipartUploads, TooManyUploads, UploadRefused
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.runtime.pushes import ReceivedPushes
-from diloco_syncer.runtime.traffic import Traffic
+from diloco_syncer.runtime.traffic import Traffic, add_bytes
 from diloco_syncer.runtime.version_recovery import VersionUploads
 from diloco_syncer.server.bulk import BulkServer
 from diloco_syncer.server.callers import SessionCallers
@@ -48,9 +48,9 @@ from diloco_syncer.server.sessions import Sessions
 from diloco_syncer.server.tls.access import PLAINTEXT, CallAuthorizer
 from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.server.uploads import Uploads
-from diloco_syncer.shards.coordinator import Coordinator, ShardState, add_bytes
+from diloco_syncer.shards.coordinator import Coordinator, ShardState
 from diloco_syncer.store.checkpoint import Checkpoints, Restored, SpooledOffer
-from diloco_syncer.store.records import Floats, MergeRecord
+from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.spool import Spool
 from diloco_syncer.store.tape import Tape
 
@@ -236,12 +236,20 @@ class Syncer:
             return record
         return self.durability.checkpoints.read_record(fragment, record.version)
 
-    async def read_thetas(self, newest: Sequence[MergeRecord]) -> list[Floats]:
-        """The parameters of these versions, by fragment."""
-        if self.shards is None:
-            return [record.theta for record in newest]
-        read = self.durability.checkpoints.read_record
-        return await asyncio.to_thread(lambda: [read(one.fragment, one.version).theta for one in newest])
+    async def make_model_file(self, layout: Layout) -> ModelFile:
+        """The file of the merged model as it is now; ``layout``: its own."""
+        model, newest, read = self.model, list(self.model.newest), self.durability.checkpoints.read_record
+        thetas = [record.theta for record in newest]
+        if self.shards is not None:
+            thetas = await asyncio.to_thread(lambda: [read(one.fragment, one.version).theta for one in newest])
+        return ModelFile(
+            self.job.metadata.name,
+            self.core.epoch,
+            layout,
+            thetas,
+            versions=[record.version for record in newest],
+            frozen=await self.durability.read_blob(model.frozen) if model.frozen else None,
+        )
 
     def _on_shards_changed(self) -> None:
         assert self.shards is not None
@@ -444,14 +452,7 @@ class Syncer:
             return
         if model.layout is None:
             return
-        file = ModelFile(
-            self.job.metadata.name,
-            self.core.epoch,
-            model.layout,
-            await self.read_thetas(model.newest),
-            versions=model.versions,
-            frozen=await self.durability.read_blob(model.frozen) if model.frozen else None,
-        )
+        file = await self.make_model_file(model.layout)
         await output.write(model.layout, file, model.versions, report.model_dump_json(indent=1).encode())
         self._final_report = report.model_copy(update={"output": output.row})
         self._report_fetched = False  # whoever had it before had another

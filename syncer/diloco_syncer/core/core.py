@@ -172,7 +172,7 @@ class Core:
 
     def stop_progress(self, now: float) -> float:
         """How much of the job's stop is reached, 0 to 1."""
-        return self._phases.stop_progress(now)
+        return documents.stop_progress(self._state, now)
 
     @property
     def newest_settled_epoch(self) -> int:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol.vocabulary import ENDED_PHASES, EventKind, JobPhase, SlotState
-from diloco_syncer.core import documents
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.actions import Actions
 from diloco_syncer.core.books import shares
@@ -257,10 +256,6 @@ class Phases:
     def _end(self, name: JobPhase, message: str, now: float) -> bool:
         self.state.clock.end(now)
         return self._set(name, message, now)
-
-    def stop_progress(self, now: float) -> float:
-        """How much of the job's stop is reached, 0 to 1."""
-        return documents.stop_progress(self.state, now)
 
     def _stop_reached(self, now: float) -> bool:
         state = self.state

@@ -77,13 +77,11 @@ Parts = tuple[Float32s, ...]
 @dataclass(frozen=True, slots=True)
 class MergeResult:
     """``delta``: float32, the fragment's merged outer gradient. ``norms``: L2 of each push,
-    in the given order, those of weight 0 included. ``norm``: L2 of ``delta``. ``cancelled``:
-    pieces whose directions cancelled, so that they were merged by mean."""
+    in the given order, those of weight 0 included. ``norm``: L2 of ``delta``."""
 
     delta: Float32s
     norms: tuple[float, ...]
     norm: float
-    cancelled: int
 
 
 def merge(
@@ -116,7 +114,6 @@ def merge(
     if len(squares) != len(deltas) or any(known.shape != (len(pieces),) for known in squares):
         raise ValueError(f"squares: not one array per push, of {len(pieces)} pieces each")
     table = np.stack([*squares, np.zeros(len(pieces))], axis=1)
-    cancelled = [False] * len(pieces)
     learners = learners_of(slots or range(len(deltas)))
 
     def one(index: int, threads: int) -> None:
@@ -124,13 +121,9 @@ def merge(
         span = slice(piece.offset, piece.offset + piece.elements)
         radial = method not in ("mean", "clipped") and not piece.mean
         if method in ("median", "isotropic-median", "clipped"):
-            cancelled[index] = _median_piece(
-                deltas, piece.offset, learners, radial, out=out[span], squares=table[index], threads=threads
-            )
-            return
-        cancelled[index] = _piece(
-            deltas, piece.offset, weights, radial, out=out[span], squares=table[index], threads=threads
-        )
+            _median_piece(deltas, piece.offset, learners, radial, out=out[span], squares=table[index], threads=threads)
+        else:
+            _piece(deltas, piece.offset, weights, radial, out=out[span], squares=table[index], threads=threads)
 
     def ones(first: int, last: int) -> None:
         for index in small[first:last]:
@@ -146,7 +139,7 @@ def merge(
     for m, value in enumerate(norms):
         if not math.isfinite(value):
             raise ValueError(f"push {m}: holds a value that is not finite")
-    return MergeResult(out, tuple(norms), norm, sum(cancelled))
+    return MergeResult(out, tuple(norms), norm)
 
 
 def piece_squares(pieces: Sequence[Piece], delta: Delta, *, threads: int = 1) -> Float64s:
@@ -187,20 +180,18 @@ def _piece(
     out: Float32s,
     squares: Float64s,
     threads: int,
-) -> bool:
+) -> None:
     """Merge one piece, which begins at ``offset``, into ``out``. ``squares``: the squared norms of its parts; that of
-    ``out`` is put behind them. Returns whether the directions cancelled."""
+    ``out`` is put behind them."""
     counted = [m for m, weight in enumerate(weights) if weight > 0]
-    radial = radial and len(counted) > 1
     vectors = [deltas[m] for m in counted]
     shares = [weights[m] for m in counted] if len(counted) > 1 else [1.0]
-    if radial:
+    if radial and len(counted) > 1:
         square = _radial(vectors, offset, shares, np.sqrt(squares[counted]), out=out, threads=threads)
         if square is not None:
             squares[-1] = square
-            return False
+            return
     squares[-1] = _combine(vectors, offset, [np.float32(share) for share in shares], out, threads=threads)
-    return radial
 
 
 def _median_piece(
@@ -211,7 +202,7 @@ def _median_piece(
     out: Float32s,
     squares: Float64s,
     threads: int,
-) -> bool:
+) -> None:
     """As ``_piece``, by the median. ``learners``: the indices of each one's pushes."""
     lengths = [math.fsum(math.sqrt(squares[m]) for m in own) for own in learners]
     radius = median(lengths)
@@ -220,7 +211,7 @@ def _median_piece(
         pairs = [(m, cut / len(learners)) for own, cut in zip(learners, cuts, strict=True) for m in own]
         order = [deltas[m] for m, _ in pairs]
         squares[-1] = _combine(order, offset, [np.float32(share) for _, share in pairs], out, threads=threads)
-        return False
+        return
     factors = [_factor(radius, length) for length in lengths]
     sums = np.empty(kernels.blocks_of(out.size), np.float64)
 
@@ -236,11 +227,10 @@ def _median_piece(
     square = float(kernels.ordered_sum(sums))
     if math.sqrt(square) < CANCELLED * radius or radius == 0:
         squares[-1] = square
-        return radius > 0
+        return
     factor = np.float32(radius / math.sqrt(square))
     kernels.share(lambda start, stop: _scale(factor, out, start, stop), out.size, _CHUNK, threads)
     squares[-1] = radius * radius
-    return False
 
 
 def _radial(

@@ -81,9 +81,6 @@ class ReceivedPushes:
     def __post_init__(self, first_handle: int) -> None:
         self._numbers = itertools.count(first_handle)
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def note_chunk(self, key: Hashable) -> None:
         """Some bytes of an upload came. Of pushes the core hears so once a second."""
         now = time.monotonic()

@@ -87,9 +87,7 @@ class Traffic:
 
     def _wire(self) -> dict[str, tuple[int, int]]:
         wire = dict(self._earlier)
-        for name, (up, down) in (self._wire_bytes() if self._wire_bytes else {}).items():
-            before = wire.get(name, (0, 0))
-            wire[name] = before[0] + up, before[1] + down
+        add_bytes(wire, self._wire_bytes() if self._wire_bytes else {})
         return wire
 
     def state(self) -> dict[str, Any]:
@@ -110,3 +108,10 @@ class Traffic:
         self._slots_up.update(dict(state.get("slots_up", [])))
         self._slots_down.update(dict(state.get("slots_down", [])))
         self._earlier = {name: (up, down) for name, (up, down) in state.get("wire", {}).items()}
+
+
+def add_bytes(sums: dict[str, tuple[int, int]], more: Mapping[str, tuple[int, int]]) -> None:
+    """Add bytes received and sent, by place."""
+    for place, (up, down) in more.items():
+        before = sums.get(place, (0, 0))
+        sums[place] = before[0] + up, before[1] + down

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from diloco_protocol.spec.load import job_to_json
 from diloco_protocol.vocabulary import PushRefusal, TransferRefusal
 from diloco_protocol.wire import bulk as wire_bulk
 from diloco_protocol.wire import convert, limits, sync_pb2
-from diloco_protocol.wire.bulk_calls import CallFailed
+from diloco_protocol.wire.bulk_calls import CallFailed, ServedCall
 from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.progress import Stalled, await_progress
@@ -30,14 +29,6 @@ from diloco_syncer.server.download_queue import DownloadQueue, TooManyDownloads
 from diloco_syncer.server.sessions import CallerRefused
 from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.records import Array
-
-
-class Sink(Protocol):
-    """Where a download goes: a ``ServedCall``."""
-
-    async def reply(self, reply: sync_pb2.BulkReply) -> None: ...
-    async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None: ...
-
 
 MOST_CHECKSUMS = 256  # of parts of a version: who asks for others has them made anew
 PIECE_BYTES = 1 << 20  # handed to a connection at a time
@@ -70,7 +61,7 @@ class Downloads:
     find_other: Callable[[sync_pb2.DownloadRequest], Awaitable[Found]]
     queue: DownloadQueue = field(default_factory=DownloadQueue)
 
-    async def serve(self, request: sync_pb2.DownloadRequest, sink: Sink, peer: Peer, called: str = "") -> None:
+    async def serve(self, request: sync_pb2.DownloadRequest, sink: ServedCall, peer: Peer, called: str = "") -> None:
         """Send one part of what is requested, or the word why it cannot be had. ``called``: the listener's name for the
         connection. Raises CallFailed before a byte was sent, and StreamBroken."""
         try:
@@ -88,7 +79,7 @@ class Downloads:
         except WireError as error:
             raise CallFailed(str(error), final=True) from error
 
-    async def _send(self, request: sync_pb2.DownloadRequest, sink: Sink, caller: Caller) -> None:
+    async def _send(self, request: sync_pb2.DownloadRequest, sink: ServedCall, caller: Caller) -> None:
         """Answer a request."""
         progress = caller.sent
         data, versions, word = await self._find(request)

@@ -197,10 +197,13 @@ class Sessions:
         log.info("session %d: %s %s-%d joins", connection.number, join.process, join.region, join.ordinal)
         self.authorizer.limits.session_opened(peer)
         try:
-            if self._emit_join(connection, join):
-                await self._pump(stream, context, connection)
-            else:
+            try:
+                self.emit(join)
+            except Exception as error:  # the core cannot decide on it, and the refusal is queued
+                self.end_by_fault(connection.number, error)
                 await context.write(connection.queue.popleft())
+            else:
+                await self._pump(stream, context, connection)
         finally:
             self.authorizer.limits.session_closed(peer)
             self._connections.pop(connection.number, None)
@@ -290,15 +293,6 @@ class Sessions:
         log.error("session %d ends by a fault of this program", number, exc_info=error)
         if (connection := self.find_connection(number)) is not None:
             connection.refuse(JoinRefusal.FAULT, f"the syncer failed at it: {error!r}", False)
-
-    def _emit_join(self, connection: Connection, join: ev.Join) -> bool:
-        """Let the core decide on a Join; False: it cannot, and the refusal is queued."""
-        try:
-            self.emit(join)
-        except Exception as error:
-            self.end_by_fault(connection.number, error)
-            return False
-        return True
 
     async def _write(self, context: Any, connection: Connection) -> None:
         while True:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from diloco_syncer.runtime.driver import RESTART
 from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
 from diloco_syncer.runtime.merger import Merged, Merger
 from diloco_syncer.runtime.multipart import TooManyUploads, UploadRefused
+from diloco_syncer.runtime.traffic import add_bytes
 from diloco_syncer.server.callers import Caller, SessionCallers
 from diloco_syncer.server.sessions import CallerRefused
 from diloco_syncer.server.tls.connection_limits import Peer
@@ -299,13 +300,11 @@ class Coordinator:
 
     async def _find_caller(self, stream: Stream, asked: ms.FindCaller) -> None:
         peer = Peer(names=asked.names, address=asked.address)
-        kind = ""
         try:
             request = bytes.fromhex(asked.request)
             if asked.sends:
                 header = convert.parse(sync_pb2.UploadHeader, request)
                 caller = await self.callers.find_sender(header, peer, "")
-                kind = "upload"
                 self.check_push(convert.push_header(header), header.process)
             else:
                 caller = await self.callers.find_reader(convert.parse(sync_pb2.DownloadRequest, request), peer, "")
@@ -391,13 +390,6 @@ class Coordinator:
         until = time.monotonic() + seconds
         while self._received and time.monotonic() < until:
             await asyncio.sleep(0.02)
-
-
-def add_bytes(sums: dict[str, tuple[int, int]], more: Mapping[str, tuple[int, int]]) -> None:
-    """Add bytes received and sent, by place."""
-    for place, (up, down) in more.items():
-        before = sums.get(place, (0, 0))
-        sums[place] = before[0] + up, before[1] + down
 
 
 def to_record(row: ms.VersionRow) -> MergeRecord:

@@ -50,7 +50,6 @@ class ShardProcesses:
         self._server: asyncio.Server | None = None
         self._streams: set[MessageStream] = set()
         self._closing = asyncio.Event()
-        self.pids: dict[int, int] = {}
 
     async def start(self) -> None:
         """Start all of them."""
@@ -100,7 +99,6 @@ class ShardProcesses:
             handle = theirs.fileno()
             words = ("--shard", str(index), "--syncer", self._path, "--connections", str(handle))
             process = await asyncio.create_subprocess_exec(*self._command, *words, pass_fds=(handle,))
-        self.pids[index] = process.pid
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(STEADY_SECONDS):

@@ -71,10 +71,6 @@ class SpooledOffer:
     squares: Float64s
     encoded_bytes: int
 
-    @property
-    def name(self) -> str:
-        return offer_name(self.header)
-
 
 @dataclass(slots=True)
 class Restored:

@@ -263,20 +263,11 @@ class Tape:
 
     def discard(self, fragment: int, version: int, epoch: int, reason: str, time: float) -> None:
         """Tell that the fragment goes on from ``version``, because newer records cannot be used."""
-        self._add(
-            {
-                "format": FORMAT,
-                "kind": DISCARDED,
-                "time": round(time, 6),
-                "fragment": fragment,
-                "epoch": epoch,
-                "version": version,
-                "reason": reason,
-            }
-        )
+        body = {"fragment": fragment, "epoch": epoch, "version": version, "reason": reason}
+        self.append_note(DISCARDED, time, body)
 
     def append_note(self, kind: str, time: float, body: Mapping[str, Any]) -> None:
-        """Write a line that is of no merge: ``SETTINGS``, ``EVENT`` or ``REFUSED``."""
+        """Write a line that is of no merge: ``SETTINGS``, ``EVENT``, ``REFUSED`` or ``DISCARDED``."""
         self._add({"format": FORMAT, "kind": kind, "time": round(time, 6), **body})
 
     def flush(self) -> None:

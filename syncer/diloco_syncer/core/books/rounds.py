@@ -72,17 +72,6 @@ class MovingAverage:
         self.value = sample if self.value is None else self.keep * self.value + (1 - self.keep) * sample
 
 
-def grace_seconds(
-    factor: float, cap: float, overlap: int, step: float | None, quorum: float | None, sync: float | None
-) -> float:
-    """clamp(γ·(τ·ξ_step − ξ_quorum − ξ_sync), ξ_step, cap); with an estimate missing: the cap (seconds). A factor of 0
-    is no window at all."""
-    if step is None or quorum is None or sync is None:
-        return cap
-    least = step if factor > 0 else 0.0
-    return min(cap, max(least, factor * (overlap * step - quorum - sync)))
-
-
 @dataclass(frozen=True, slots=True)
 class RoundRules:
     """The job's numbers that rounds obey; steps, seconds, slots."""
@@ -93,6 +82,14 @@ class RoundRules:
     grace_factor: float
     grace_cap: float
     pull_seconds: float = 10.0  # an answer to a pull is waited for, before it is repeated
+
+    def grace_seconds(self, step: float | None, quorum: float | None, sync: float | None) -> float:
+        """clamp(γ·(τ·ξ_step − ξ_quorum − ξ_sync), ξ_step, cap); with an estimate missing: the cap (seconds). A factor
+        of 0 is no window at all."""
+        if step is None or quorum is None or sync is None:
+            return self.grace_cap
+        least = step if self.grace_factor > 0 else 0.0
+        return min(self.grace_cap, max(least, self.grace_factor * (self.overlap * step - quorum - sync)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,14 +317,8 @@ class RoundBook:
         if opened.quorum_at is None and has_quorum:
             opened.quorum_at = now
             if self._mode.has_grace:
-                opened.deadline = now + grace_seconds(
-                    self.rules.grace_factor,
-                    self.rules.grace_cap,
-                    self.rules.overlap,
-                    self.step_seconds.value,
-                    quorum=self.quorum_seconds.value,
-                    sync=self.sync_seconds,
-                )
+                step, quorum = self.step_seconds.value, self.quorum_seconds.value
+                opened.deadline = now + self.rules.grace_seconds(step, quorum, self.sync_seconds)
         return replaced
 
     def record_late(self, header: PushHeader) -> None:

@@ -53,6 +53,12 @@ PODS_KEPT = 8  # of one place; an older one has long been gone
 PLACES_KEPT = 16_384
 TURNS_AHEAD = 4
 
+# Of a slot's fields, those that are saved as they are.
+_FIGURES = (
+    *("retired", "incarnations", "tenure", "step", "uncounted_steps", "unmerged_parts"),
+    *("first_loss", "merged_pushes"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class MergedPush:
@@ -237,20 +243,13 @@ class Slot:
     def to_json(self) -> dict[str, Any]:
         holder = self.holder
         return {
-            "retired": self.retired,
+            **{name: getattr(self, name) for name in _FIGURES},
             "region": holder.region,
             "ordinal": holder.ordinal,
             "process": holder.process,
             "incarnation": holder.incarnation,
-            "incarnations": self.incarnations,
-            "step": self.step,
-            "uncounted_steps": self.uncounted_steps,
-            "unmerged_parts": self.unmerged_parts,
             "step_at_seat": self.reported.step_at_seat,
             "sequences": self.reported.sequences,
-            "tenure": self.tenure,
-            "merged_pushes": self.merged_pushes,
-            "first_loss": self.first_loss,
             "state": self.state.value,
             "merged": {str(k): [v.sequence, v.version] for k, v in self.pushes.merged.items()},
             "merged_last_step": {str(k): v for k, v in self.merged_last_step.items()},
@@ -264,14 +263,7 @@ class Slot:
         return cls(
             index,
             state=SlotState.SUSPECT if state in HELD_STATES else state,
-            retired=row["retired"],
-            incarnations=row["incarnations"],
-            tenure=row["tenure"],
-            step=row["step"],
-            uncounted_steps=row["uncounted_steps"],
-            unmerged_parts=row["unmerged_parts"],
-            first_loss=row["first_loss"],
-            merged_pushes=row["merged_pushes"],
+            **{name: row[name] for name in _FIGURES},
             merged_last_step={int(k): v for k, v in row["merged_last_step"].items()},
             holder=Holder(row["process"], row["region"], row["ordinal"], row["incarnation"], heard_at=now),
             reported=LastReport(step_at_seat=row["step_at_seat"], sequences=row["sequences"]),

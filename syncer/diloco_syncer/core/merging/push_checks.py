@@ -94,10 +94,11 @@ class PushChecks:
         if not finite:
             return PushRefusal.NOT_FINITE, "the outer gradient has NaN or infinite values"
         gate, together = self._state.norm_gate, self._config.mode.judges_together
+        alone = self._state.members.is_alone(header.slot)
         if (
             not (together and header.round)
             and self.is_out_of_scale(header, norm, growth)
-            and (together or not gate.record_growth(header.fragment, header.slot, self._is_alone(header)))
+            and (together or not gate.record_growth(header.fragment, header.slot, alone))
         ):
             return PushRefusal.OUT_OF_SCALE, OUT_OF_SCALE.format(growth=growth)
         objection = gate.objection(header.fragment, norm, self._usual_steps(header))
@@ -110,9 +111,6 @@ class PushChecks:
 
     def _usual_steps(self, header: PushHeader) -> int:
         return min(header.steps, TURNS_AHEAD * self._config.max_steps)  # more are of pushes that were refused before
-
-    def _is_alone(self, header: PushHeader) -> bool:
-        return self._state.members.is_alone(header.slot)
 
     def _check_end(self) -> Refusal | None:
         phase = self._state.phase

@@ -123,11 +123,8 @@ def hold_taken_back_offer(state: JobState, header: PushHeader) -> bool:
     place = header.slot, header.fragment
     if header.tokens > state.taken_back.get(place, 0):
         return False
-    cell = state.ledger.books[header.slot].cells[header.fragment]
     state.taken_back[place] -= header.tokens
-    cell.dropped["died"] -= header.tokens
-    cell.held[header.id] = header.tokens
-    state.ledger.books[header.slot].forget_sums()
+    hold_unknown_offer(state.ledger, header)
     return True
 
 
@@ -234,7 +231,7 @@ def _count_merged(cell: Cell, row: SlotReceipt, same: bool) -> None:
 
 
 def hold_unknown_offer(ledger: Ledger, header: PushHeader) -> None:
-    """Hold a spooled offer of a tenure that the restored state never saw."""
+    """Hold a spooled offer whose tokens the restored state never saw, or wrote off."""
     cell = ledger.books[header.slot].cells[header.fragment]
     cell.held[header.id] = header.tokens
     cell.dropped["died"] -= header.tokens

@@ -11,19 +11,17 @@ one model is sent at a time, for each holds on to the parameters of its moment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
+from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.common.http_server import AddressError, Answer, Page, Stream, split_address
 from diloco_protocol.common.reach import is_loopback
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json
 from diloco_syncer.output.model_file import ModelFile
-from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
-from diloco_syncer.store.records import Floats, MergeRecord
 
 CHECKSUM = "Diloco-Checksum"
-ReadThetas = Callable[[Sequence[MergeRecord]], Awaitable[list[Floats]]]
 
 
 def check_loopback(address: str, name: str) -> None:
@@ -37,8 +35,9 @@ def check_loopback(address: str, name: str) -> None:
 
 
 def export_pages(
-    job: DiLoCoJob, epoch: int, model: GlobalModel, durability: Durability, *, read_thetas: ReadThetas
+    job: DiLoCoJob, model: GlobalModel, make_file: Callable[[Layout], Awaitable[ModelFile]]
 ) -> Mapping[str, Page]:
+    """The pages by their paths. ``make_file`` makes the file of the model as it is now."""
     busy = False
 
     async def model_page() -> Answer:
@@ -49,15 +48,7 @@ def export_pages(
             return 404, "text/plain", b"there is no model yet: the job has not reached version 0\n"
         busy = True
         try:
-            newest = list(model.newest)
-            file = ModelFile(
-                job.metadata.name,
-                epoch,
-                model.layout,
-                await read_thetas(newest),
-                versions=[record.version for record in newest],
-                frozen=await durability.read_blob(model.frozen) if model.frozen else None,
-            )
+            file = await make_file(model.layout)
             checksum = await asyncio.to_thread(file.checksum)
         except BaseException:
             busy = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,8 +38,7 @@ def bounded(document: StatusDocument | Report, limit: int) -> bytes:
 
 def peak_rss_bytes() -> int:
     """The most memory this process has had, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True)

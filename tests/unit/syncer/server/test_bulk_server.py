@@ -17,11 +17,10 @@ from grpc import aio
 
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.wire import bulk, channels, limits, sync_pb2
-from diloco_protocol.wire.bulk_calls import CallFailed, bulk_connection, connect_bulk, frame, read_frame
+from diloco_protocol.wire.bulk_calls import CallFailed, ServedCall, bulk_connection, connect_bulk, frame, read_frame
 from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_syncer.runtime.multipart import MultipartUploads, upload_reply
 from diloco_syncer.server.bulk import BulkServer
-from diloco_syncer.server.downloads import Sink
 from diloco_syncer.server.tls import connection_limits
 from diloco_syncer.server.tls import listener as listeners
 from diloco_syncer.server.tls.access import CallAuthorizer
@@ -58,7 +57,7 @@ class Payloads:
         self.whole[header.slot] = whole
         return upload_reply(True)
 
-    async def serve(self, request: sync_pb2.DownloadRequest, sink: Sink, peer: Peer, called: str = "") -> None:
+    async def serve(self, request: sync_pb2.DownloadRequest, sink: ServedCall, peer: Peer, called: str = "") -> None:
         found = self.whole.get(request.fragment)
         if found is None:
             raise CallFailed("there is no such payload", final=False)

@@ -92,7 +92,7 @@ class Life:
         assert promised.versions <= found and state >= promised.state, (promised, found, state)
         assert all(one <= other for one, other in zip(found, promised.tried, strict=True))
         assert all(one <= other for one, other in zip(promised.versions, found, strict=True))
-        offers = {offer.name for offer in restored.offers}
+        offers = {offer_name(offer.header) for offer in restored.offers}
         assert promised.offers <= offers, (promised.offers, offers)
         assert all(self.tape.newest.get(p, 0) >= version for p, version in enumerate(promised.taped))
         promised.begun, promised.versions, promised.state = restored.layout is not None, found, state

@@ -20,7 +20,7 @@ from diloco_protocol.common.files import Buffer
 from diloco_protocol.wire.records import FragmentReport, PushHeader, SlotReceipt, StepReport
 from diloco_syncer.store import records
 from diloco_syncer.store.base import HigherEpoch, Store
-from diloco_syncer.store.checkpoint import Checkpoints, RecordMadeMeanwhile, StoreUnusable
+from diloco_syncer.store.checkpoint import Checkpoints, RecordMadeMeanwhile, StoreUnusable, offer_name
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.documents import pack_document, unpack_document
 from diloco_syncer.store.epochs import Epoch
@@ -598,7 +598,7 @@ def test_offers_and_optimizer_state(store: Store, monkeypatch: pytest.MonkeyPatc
     assert offer.norm == 0.75 and offer.squares.tolist() == [0.5, 0.0625] and offer.encoded_bytes == 50
     assert made.read_offer(header(1, 5)).tobytes() == bytes(range(50))
     assert "the offer is lost" in restored.problems[0]
-    store.delete(offer.name)
+    store.delete(offer_name(offer.header))
     with pytest.raises(StoreUnusable, match="acknowledged"):
         made.read_offer(header(1, 5))
 

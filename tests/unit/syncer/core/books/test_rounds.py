@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from diloco_protocol.wire.records import PushHeader, StepReport
 from diloco_syncer.core.books.deterministic import DeterministicMode, Mode
-from diloco_syncer.core.books.rounds import (
-    Accepted,
-    MovingAverage,
-    Progress,
-    Round,
-    RoundBook,
-    RoundRules,
-    grace_seconds,
-)
+from diloco_syncer.core.books.rounds import Accepted, MovingAverage, Progress, Round, RoundBook, RoundRules
 from example_counts import share_of
 
 T = TypeVar("T")
@@ -428,10 +420,11 @@ def test_deterministic_waits_for_all_and_ignores_grace() -> None:
 def test_grace_is_equation_3_and_a_step_at_the_least(
     factor: float, cap: float, overlap: int, step: float, quorum: float, sync: float
 ) -> None:
-    got = grace_seconds(factor, cap, overlap, step, quorum=quorum, sync=sync)
+    job = rules(grace_factor=factor, grace_cap=cap, overlap=overlap)
+    got = job.grace_seconds(step, quorum, sync)
     least = step if factor else 0.0  # who was asked answers at the end of its step
     assert got == min(cap, max(least, factor * (overlap * step - quorum - sync)))
-    assert grace_seconds(factor, cap, overlap, None, quorum=quorum, sync=sync) == cap
+    assert job.grace_seconds(None, quorum, sync) == cap
 
 
 def test_moving_average_has_a_half_life_of_eight_samples() -> None:
