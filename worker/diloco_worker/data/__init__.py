@@ -17,6 +17,7 @@ from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.data import found as findings
 from diloco_worker.data import hf_hub, python, text
 from diloco_worker.data.shuffle import Dataset, Permutation, Shuffled
+from diloco_worker.data.split import LoadOptions
 from diloco_worker.errors import job_error
 
 __all__ = ["Dataset", "check", "load", "tokens_in"]
@@ -40,11 +41,12 @@ def load(
         cache_directory = Path(workdir) / "cache"
     # Without evaluation nothing is held out.
     fraction = spec.training.evaluation.fraction if spec.training.evaluation is not None else 0.0
+    options = LoadOptions(fraction, held_out, directory, cache_directory)
     found: Dataset
     if data.source == "text":
-        found = text.load(data, fraction, held_out, directory, cache_directory=cache_directory)
+        found = text.load(data, options)
     elif data.source == "datasets":
-        found = hf_hub.load(data, fraction, held_out, directory, cache_directory=cache_directory)
+        found = hf_hub.load(data, options)
     else:
         found = python.load(data, held_out, directory)
     check(spec, found, held_out)

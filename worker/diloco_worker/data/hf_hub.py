@@ -25,13 +25,11 @@ from diloco_protocol.common.data.data_files import RecordFormat, record_format
 from diloco_protocol.spec.training import DataSpec
 from diloco_worker.data.corpus import Document
 from diloco_worker.data.found import Found
-from diloco_worker.data.split import Part
-from diloco_worker.data.tables import column_names
-from diloco_worker.data.text import TokenSequences, of_paths, pack, tokenizer
+from diloco_worker.data.split import LoadOptions, Part
+from diloco_worker.data.tables import ROWS_AT_ONCE, column_names
+from diloco_worker.data.text import NAME, TokenSequences, pack, tokenizer
+from diloco_worker.data.text import load as load_text
 from diloco_worker.errors import job_error, one_line
-
-NAME = "spec.training.data.name"
-ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +55,21 @@ class Rows:
         return item
 
 
-def load(
-    data: DataSpec, fraction: float, held_out: bool, directory: Path, cache_directory: Path | None
-) -> TokenSequences | Rows:
+def load(data: DataSpec, options: LoadOptions) -> TokenSequences | Rows:
     """The data set of ``training.data`` with source ``datasets``.
 
     Raises JobError naming the field if the library, the data set, the split or the column is not there."""
-    if _is_text_file(data, directory):
-        assert data.name is not None  # a rule of the job spec
-        return of_paths(
-            data,
-            [data.name],
-            fraction,
-            held_out,
-            directory=directory,
-            cache_directory=cache_directory,
-            named=NAME,
-            value=data.name,
-        )
-    table = _table(data, directory)
+    if _is_text_file(data, options.directory):
+        return load_text(data, options)
+    table = _table(data, options.directory)
     names = list(table.column_names)
     if len(table) == 0:
         raise job_error(NAME, data.name, f"its split {data.split} has no rows")
     if data.text_field in names:
-        return _text(data, table, fraction, held_out, cache_directory=cache_directory)
+        return _text(data, table, options)
     for columns in (("input_ids", "labels"), ("input_ids",), ("pixel_values", "labels")):
         if set(columns) <= set(names):
-            return Rows(table, columns, Part.of(len(table), fraction, held_out))
+            return Rows(table, columns, options.choose_part(len(table)))
     raise job_error(
         "spec.training.data.textField",
         data.text_field,
@@ -145,7 +131,7 @@ def _table(data: DataSpec, directory: Path) -> Any:
     return table
 
 
-def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_directory: Path | None) -> TokenSequences:
+def _text(data: DataSpec, table: Any, options: LoadOptions) -> TokenSequences:
     words = tokenizer(data.tokenizer)
     column = table.select_columns([data.text_field])
 
@@ -163,18 +149,7 @@ def _text(data: DataSpec, table: Any, fraction: float, held_out: bool, cache_dir
 
     # The fingerprint covers where the table came from and what was done to it.
     origin = ["datasets", words.identity, data.name, data.subset, data.split, table._fingerprint, data.text_field]
-    unread = Found(records=len(column))
-    return pack(
-        produce,
-        origin,
-        data,
-        fraction,
-        held_out=held_out,
-        cache_directory=cache_directory,
-        named=NAME,
-        value=data.name,
-        unread=unread,
-    )
+    return pack(produce, origin, data, options, unread=Found(records=len(column)))
 
 
 def _tensor(value: Any) -> torch.Tensor:

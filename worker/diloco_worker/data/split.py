@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 MAX_DENOMINATOR = 10**9
 
@@ -48,3 +49,18 @@ class Part:
         if self.held_out:
             return -(-(k + 1) * whole // part) - 1  # the least i with floor((i+1)·f) = k+1
         return k * whole // (whole - part)  # the least i with (i+1) - floor((i+1)·f) = ceil((i+1)·(1-f)) > k
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What is loaded of a job's data: what is held out, a ``fraction`` of them, or the others. Relative paths start at
+    ``directory``; token files go to ``cache_directory`` (None: to a private temporary file)."""
+
+    fraction: float
+    held_out: bool
+    directory: Path
+    cache_directory: Path | None
+
+    def choose_part(self, total: int) -> Part:
+        """Which of so many sequences are loaded."""
+        return Part.of(total, self.fraction, self.held_out)

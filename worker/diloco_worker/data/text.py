@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import logging
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,11 +40,12 @@ from diloco_worker.data import cache, records, tables
 from diloco_worker.data.corpus import BUILT_IN, FIELD, Document, documents
 from diloco_worker.data.directories import directory_or_name
 from diloco_worker.data.found import Found
-from diloco_worker.data.split import Part
+from diloco_worker.data.split import LoadOptions, Part
 from diloco_worker.errors import job_error, one_line
 
 log = logging.getLogger(__name__)
 
+NAME = "spec.training.data.name"
 # A document longer than this is tokenised in pieces, so that memory stays bounded.
 PIECE_CHARACTERS = 1_000_000
 # Of a corpus, before a job is started.
@@ -150,37 +151,16 @@ class TokenSequences:
         return {"input_ids": ids, "labels": ids}
 
 
-def load(
-    data: DataSpec, fraction: float, held_out: bool, directory: Path, cache_directory: Path | None
-) -> TokenSequences:
-    """The sequences of the documents that ``data.paths`` names; relative paths start at ``directory``.
-
-    ``fraction`` of them is held out (split.py). Raises JobError naming the field."""
-    where = "spec.training.data.paths"
-    return of_paths(
-        data,
-        data.paths,
-        fraction,
-        held_out,
-        directory=directory,
-        cache_directory=cache_directory,
-        named=where,
-        value=data.paths,
-    )
+def _naming_field(data: DataSpec) -> tuple[str, Any]:
+    """The field in which the job names its data, and its value."""
+    return (FIELD, data.paths) if data.source == "text" else (NAME, data.name)
 
 
-def of_paths(
-    data: DataSpec,
-    paths: Sequence[str],
-    fraction: float,
-    held_out: bool,
-    directory: Path,
-    cache_directory: Path | None,
-    named: str,
-    value: object,
-) -> TokenSequences:
-    """``load`` for ``paths``, which the job gives in the field ``named`` as ``value``."""
-    listed = tables.without_bookkeeping(documents(paths, directory), data.split)
+def load(data: DataSpec, options: LoadOptions) -> TokenSequences:
+    """The sequences of the documents that ``data.paths`` names, or of the one file that ``data.name`` does. Raises
+    JobError naming the field."""
+    paths = data.paths if data.source == "text" else [data.name or ""]
+    listed = tables.without_bookkeeping(documents(paths, options.directory), data.split)
     tables.check_installed(listed)
     words = tokenizer(data.tokenizer)
 
@@ -189,21 +169,10 @@ def of_paths(
             for text in texts(document, data, found):
                 yield words.tokens(text)
         if sum(count for count, _ in found.left_out.values()) == found.files:
-            raise job_error(named, value, f"holds no text: {found.left_out_text}")
+            raise job_error(*_naming_field(data), f"holds no text: {found.left_out_text}")
 
     origin: list[object] = ["text", words.identity, [_origin(d, data.text_field) for d in listed]]
-    plain = Found(files=len(listed))
-    return pack(
-        produce,
-        origin,
-        data,
-        fraction,
-        held_out=held_out,
-        cache_directory=cache_directory,
-        named=named,
-        value=value,
-        unread=plain,
-    )
+    return pack(produce, origin, data, options, unread=Found(files=len(listed)))
 
 
 def _origin(document: Document, text_field: str) -> tuple[object, ...]:
@@ -280,18 +249,15 @@ def pack(
     produce: Callable[[Found], Iterable[NDArray[np.generic]]],
     origin: object,
     data: DataSpec,
-    fraction: float,
-    held_out: bool,
-    cache_directory: Path | None,
-    named: str,
-    value: object,
+    options: LoadOptions,
     unread: Found,
 ) -> TokenSequences:
     """Tokens that ``produce`` yields, as sequences; ``origin`` names the cached file. ``produce`` counts what it reads
     in what it is given; ``unread`` is said where nobody counted.
 
-    Raises JobError on the field ``named`` with its ``value`` if there is not even one sequence."""
+    Raises JobError on the field that names the data if there is not even one sequence."""
     vocabulary, length = tokenizer(data.tokenizer).vocabulary, data.sequence_length
+    cache_directory = options.cache_directory
     dtype = token_dtype(vocabulary)
     key = cache.digest(origin)
     counted: Found | None = None
@@ -315,14 +281,13 @@ def pack(
     try:
         tokens = cache.token_array(counting, dtype, cache_directory, key)
     except cache.CacheError as e:
-        raise job_error(named, value, str(e)) from e
+        raise job_error(*_naming_field(data), str(e)) from e
     if counted is None and cache_directory is not None:
         counted = Found.read(cache.facts_path(cache_directory, key))
     if len(tokens) < length:
         raise job_error(
-            named,
-            value,
+            *_naming_field(data),
             f"holds {len(tokens)} tokens, which is less than one sequence of "
             f"training.data.sequenceLength = {length}: name more data, or shorten it",
         )
-    return TokenSequences(tokens, length, Part.of(len(tokens) // length, fraction, held_out), counted or unread)
+    return TokenSequences(tokens, length, options.choose_part(len(tokens) // length), counted or unread)
