@@ -24,7 +24,7 @@ def tables() -> dict[str, str]:
     learner.attach(learner._connection, lambda: dict.fromkeys(_METRICS, 0.0))
     return {
         "metrics of the syncer": table(syncer, common=("job",)),
-        "metrics of a learner": table(learner.families(), common=OF_WORKER),
+        "metrics of a learner": table(learner.collect(), common=OF_WORKER),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from diloco_protocol.spec.load import JobError, Problem
@@ -11,6 +12,11 @@ from diloco_protocol.spec.load import JobError, Problem
 def job_error(path: str, value: Any, message: str) -> JobError:
     """An error of one problem. ``path`` begins with spec; ``message`` says what is wrong, and the cure."""
     return JobError([Problem(path, value, message)])
+
+
+def shorten(names: Sequence[str], count: int = 6) -> str:
+    """The first ``count`` names, and how many more there are."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def one_line(error: Exception, last: bool = False) -> str:

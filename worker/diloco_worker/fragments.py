@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from diloco_protocol.arrays.layout import Layout, LayoutError, Tensor
 from diloco_worker.core.adoption import Kind
 from diloco_worker.core.parts import Place, TensorPart
+from diloco_worker.errors import shorten
 from diloco_worker.named_parameters import (
     ModelWatch,
     check_whole,
@@ -74,18 +75,6 @@ class Vector:
         return array
 
 
-@dataclass(frozen=True, slots=True)
-class _Streams:
-    """The side streams of a GPU: ``up`` to it, ``down`` from it."""
-
-    up: torch.cuda.Stream
-    down: torch.cuda.Stream
-
-    @classmethod
-    def on(cls, device: torch.device) -> _Streams:
-        return cls(torch.cuda.Stream(device), torch.cuda.Stream(device))
-
-
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Trainable parameters by name; tied ones once, under the first of their names."""
     return {name: p for name, p in named_parameters(model).items() if p.requires_grad}
@@ -112,9 +101,8 @@ def refuse_running_statistics(model: torch.nn.Module) -> None:
     """Raise ConfigurationError if training this model updates running statistics: buffers are not exchanged."""
     names = running_statistics(model, updated_only=True)
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ConfigurationError(
-            f"the model keeps running statistics in {', '.join(names[:3])}{more}: they are not merged, so the merged "
+            f"the model keeps running statistics in {shorten(names, 3)}: they are not merged, so the merged "
             "model would be evaluated with those that it began with; use GroupNorm or LayerNorm, or "
             "track_running_stats=False, or keep these modules in evaluation mode (module.eval()) all the time"
         )
@@ -205,8 +193,10 @@ class ModelFragments:
                 "one process of a learner trains on one device"
             )
         self._device = cuda[0] if cuda else None  # None: the CPU
-        # One for each direction: an upload, which training waits for, does not queue behind a snapshot's download.
-        self._streams = _Streams.on(self._device) if self._device is not None else None
+        # A side stream for each direction: an upload, which training waits for, does not queue behind a snapshot's
+        # download.
+        self._up = torch.cuda.Stream(self._device) if self._device is not None else None
+        self._down = torch.cuda.Stream(self._device) if self._device is not None else None
 
     def __len__(self) -> int:
         return len(self._views)
@@ -219,10 +209,10 @@ class ModelFragments:
         gathered = torch.empty(elements, dtype=torch.float32, device=self._device)
         for view in self._views[fragment]:
             copy_view(view, view.place.of(gathered))
-        if self._streams is None:
+        down = self._down
+        if down is None:
             return Vector(gathered)
         host = torch.empty(elements, dtype=torch.float32, pin_memory=True)
-        down = self._streams.down
         down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(down):
             host.copy_(gathered, non_blocking=True)
@@ -247,9 +237,9 @@ class ModelFragments:
 
     def _on_device(self, vector: Vector) -> torch.Tensor:
         """The vector where the parameters are; on a GPU the current stream waits for it."""
-        if self._streams is None:
+        up = self._up
+        if up is None:
             return vector.tensor
-        up = self._streams.up
         host = vector.tensor if vector.tensor.is_pinned() else vector.tensor.pin_memory()
         with torch.cuda.stream(up):
             vector.wait_on(up)
@@ -266,7 +256,7 @@ class ModelFragments:
 
     def pinned(self, array: Floats) -> Vector:
         """Make a vector that ``move`` can upload without copying it first; the background thread calls this."""
-        if self._streams is None:
+        if self._device is None:
             return Vector.from_array(array)
         return Vector(torch.from_numpy(array).pin_memory())
 

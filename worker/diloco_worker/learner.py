@@ -291,7 +291,7 @@ class Learner(JobLoop):
             data=self._ranks.data,
         )
         self._prefetcher = prefetcher
-        self._synchronizer.lease_for(prefetcher)
+        self._synchronizer.prefetcher = prefetcher
         self._client.start(len(dataset), sample_items(dataset))
         try:
             while True:

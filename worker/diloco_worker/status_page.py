@@ -148,11 +148,11 @@ class StatusPort:
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()
-        registry.register(_Collector(self))
+        registry.register(self)
         return generate_latest(registry)
 
-    def families(self) -> Iterator[Any]:
-        """The metrics."""
+    def collect(self) -> Iterator[Any]:
+        """The metrics, as a registry of prometheus_client asks for them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         settings, connection, figures = self._settings, self._connection(), self._figures()
@@ -176,14 +176,3 @@ class StatusPort:
         for word in JobPhase:
             phase.add_metric([*labels, word.value], float(connection.phase == word))
         yield phase
-
-
-class _Collector:
-    def __init__(self, port: StatusPort) -> None:
-        self._port = port
-
-    def describe(self) -> list[Any]:
-        return []  # known only with figures; registering asks nothing
-
-    def collect(self) -> Iterator[Any]:
-        return self._port.families()

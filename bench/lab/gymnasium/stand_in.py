@@ -157,7 +157,7 @@ class StandIn:
         return self._seat is not None and all(one.base is not None for one in self._fragments)
 
     def _step(self) -> None:
-        if not self.is_ready or not self.connection.connected:
+        if not self.is_ready or not self.connection.status.connected:
             return
         self.ready_at = self.ready_at or asyncio.get_running_loop().time()
         self._steps += 1

@@ -18,13 +18,13 @@ from learner_process import Rows, Syncer, make_job, one_step, small_model
 
 from diloco_protocol.wire import sync_pb2
 from diloco_worker import Learner, Observer
-from diloco_worker.fragments import ModelFragments, build_layout
+from diloco_worker.fragments import ModelFragments, build_layout, frozen_tensors
 from diloco_worker.net import inbox
 from diloco_worker.net.client import SyncerClient
 from diloco_worker.net.session import Session
 from diloco_worker.net.transfers import Transfers
 from diloco_worker.settings import WorkerSettings
-from diloco_worker.sync.frozen_parameters import frozen_digest, frozen_file
+from diloco_worker.sync.frozen_parameters import digest_tensors, frozen_file
 from patience import wait_until
 
 # The timeout is longer than any stall of the machine: no test here is about a learner that is lost.
@@ -69,7 +69,7 @@ def initialiser(
         if inbox.InitialRequested() in box.take_all():
             before_upload()
             vectors = [fragments.snapshot(p) for p in range(len(layout))]
-            client.upload_initial(vectors, frozen_file(model), frozen_digest(model))
+            client.upload_initial(vectors, frozen_file(model), digest_tensors(frozen_tensors(model)))
         return "initialised" in events(service)
 
     try:

@@ -43,22 +43,18 @@ class StallRule:
         self._interval = interval
         self._observed_at: float | None = None
         self._signs = -1
-        self._limit: float | None = None
-
-    @property
-    def limit(self) -> float | None:
-        """Idle seconds from which on it has stalled; None: never, or nothing was observed yet."""
-        return self._limit
+        # Idle seconds from which on it has stalled; None: never, or nothing was observed yet.
+        self.limit: float | None = None
 
     @property
     def suspect(self) -> bool:
         """Whether half of the limit is over."""
-        return self._limit is not None and 2 * self.idle_seconds >= self._limit
+        return self.limit is not None and 2 * self.idle_seconds >= self.limit
 
     @property
     def stalled(self) -> bool:
         """Whether the limit is over."""
-        return self._limit is not None and self.idle_seconds >= self._limit
+        return self.limit is not None and self.idle_seconds >= self.limit
 
     def observe(self, now: float, life: LifeSigns) -> None:
         """Take an observation at ``now``, seconds of a clock that never goes back."""
@@ -66,7 +62,7 @@ class StallRule:
         self._observed_at = now
         if self._stall_seconds is not None:
             first = FIRST_STEP if life.steps == 0 else 1.0
-            self._limit = max(self._stall_seconds * first, FACTOR * life.step_seconds)
+            self.limit = max(self._stall_seconds * first, FACTOR * life.step_seconds)
         if not life.trains or life.signs != self._signs:
             self._signs = life.signs
             self.idle_seconds = 0.0

@@ -11,7 +11,7 @@ import torch
 from diloco_protocol.arrays.layout import Layout
 from diloco_worker.fragments import ModelFragments
 from diloco_worker.group.exchange import Exchange
-from diloco_worker.group.fragments import GroupFragments, longest_vector
+from diloco_worker.group.fragments import KINDS, GroupFragments, longest_vector
 from diloco_worker.group.placement import find_parts
 from diloco_worker.group.ranks import Command, Group, Ranks, Told
 from diloco_worker.named_parameters import named_parameters
@@ -60,7 +60,7 @@ class GroupOperations:
                 self.fragments.give_snapshot(int(told.items[0]))
             case Command.MOVE:
                 fragment, kind, subtracts = map(int, told.items)
-                self.fragments.follow_move(fragment, kind, bool(subtracts), float(told.words["alpha"]))
+                self.fragments.follow_move(fragment, KINDS[kind], bool(subtracts), float(told.words["alpha"]))
             case Command.CLEAR:
                 self.inner.clear_state()
             case Command.STATE_OUT:

@@ -99,13 +99,13 @@ def find_runs(
     return runs
 
 
-def pack_runs(runs: Iterable[Run]) -> tuple[list[Run], int]:
-    """The same runs one after the other in a vector of their own, and how long that is."""
+def pack_runs(runs: Iterable[Run], dtype: torch.dtype) -> tuple[list[Run], torch.Tensor]:
+    """The same runs one after the other in a vector of their own, and that vector, without values yet."""
     packed, at = [], 0
     for run in runs:
         packed.append(Run(run.name, run.mine, run.there.packed(at)))
         at += run.there.elements
-    return packed, at
+    return packed, torch.empty(at, dtype=dtype)
 
 
 class Exchange:
@@ -159,20 +159,16 @@ class Exchange:
             for run in runs:
                 write(run, run.there.of(vector))
         else:
-            packed, length = pack_runs(runs)
-            sent = torch.empty(length, dtype=vector.dtype)
+            packed, sent = pack_runs(runs, vector.dtype)
             for run in packed:
                 write(run, run.there.of(sent))
-            if length:
-                self.group.send(sent, 0)
+            self.group.send(sent, 0)
         if not self.group.leads:
             return
         for rank, parts in self._far.items():
             runs = find(parts)
-            packed, length = pack_runs(runs)
-            got = torch.empty(length, dtype=vector.dtype)
-            if length:
-                self.group.receive(got, rank)
+            packed, got = pack_runs(runs, vector.dtype)
+            self.group.receive(got, rank)
             for run, place in zip(runs, packed, strict=True):
                 run.there.of(vector).copy_(place.there.of(got))
 
@@ -182,19 +178,15 @@ class Exchange:
         if self.group.leads:
             for rank, parts in self._far.items():
                 runs = find(parts)
-                packed, length = pack_runs(runs)
-                sent = torch.empty(length, dtype=vector.dtype)
+                packed, sent = pack_runs(runs, vector.dtype)
                 for run, place in zip(runs, packed, strict=True):
                     place.there.of(sent).copy_(run.there.of(vector))
-                if length:
-                    self.group.send(sent, rank)
+                self.group.send(sent, rank)
         runs = find(self.parts)
         if self.is_near:
             return vector, runs
-        packed, length = pack_runs(runs)
-        got = torch.empty(length, dtype=vector.dtype)
-        if length:
-            self.group.receive(got, 0)
+        packed, got = pack_runs(runs, vector.dtype)
+        self.group.receive(got, 0)
         return got, packed
 
     # ------------------------------------------------------- larger things

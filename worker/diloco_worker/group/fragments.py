@@ -10,7 +10,7 @@ from diloco_worker.fragments import Floats, ModelFragments, Vector, copy_view, m
 from diloco_worker.group.exchange import Exchange, Run, Span
 from diloco_worker.group.ranks import Command
 
-_KINDS = list(Kind)
+KINDS = list(Kind)  # by the numbers under which the leader tells them
 
 
 def longest_vector(layout: Layout) -> int:
@@ -61,15 +61,12 @@ class GroupFragments(ModelFragments):
         self._half(0, fragment).copy_(new.tensor)
         if subtracts and reference is not None:
             self._half(1, fragment).copy_(reference.tensor)
-        self._exchange.group.tell_others(Command.MOVE, (fragment, _KINDS.index(kind), subtracts), alpha=alpha)
-        self._move(fragment, kind, subtracts, alpha)
-
-    def follow_move(self, fragment: int, kind: int, subtracts: bool, alpha: float) -> None:
-        """As a follower: move this rank's part."""
-        self._move(fragment, _KINDS[kind], subtracts, alpha)
+        self._exchange.group.tell_others(Command.MOVE, (fragment, KINDS.index(kind), subtracts), alpha=alpha)
+        self.follow_move(fragment, kind, subtracts, alpha)
 
     @torch.no_grad()
-    def _move(self, fragment: int, kind: Kind, subtracts: bool, alpha: float) -> None:
+    def follow_move(self, fragment: int, kind: Kind, subtracts: bool, alpha: float) -> None:
+        """Move this rank's part, as the leader has told."""
         self.watch.check()
         spans, views = self._spans[fragment], self._by_place[fragment]
         new, runs = self._exchange.spread(self._half(0, fragment), spans)

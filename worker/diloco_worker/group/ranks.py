@@ -247,12 +247,15 @@ class Group(Ranks):
         self._sum([0.0])
 
     def send(self, values: torch.Tensor, rank: int) -> None:
-        """Send a contiguous tensor on the CPU to one rank, which receives it. Raises GroupBroken."""
-        self._call(lambda: dist.send(values, rank, group=self._group))
+        """Send a contiguous tensor on the CPU to one rank, which receives it; nothing is sent of an empty one. Raises
+        GroupBroken."""
+        if values.numel():
+            self._call(lambda: dist.send(values, rank, group=self._group))
 
     def receive(self, values: torch.Tensor, rank: int) -> None:
         """Receive what one rank sends into a contiguous tensor on the CPU. Raises GroupBroken."""
-        self._call(lambda: dist.recv(values, rank, group=self._group))
+        if values.numel():
+            self._call(lambda: dist.recv(values, rank, group=self._group))
 
     def gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks, in every rank. Raises GroupBroken."""

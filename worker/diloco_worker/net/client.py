@@ -94,7 +94,7 @@ class SyncerClient:
     @property
     def connected(self) -> bool:
         """Whether there is a session."""
-        return self._connection.connected
+        return self._connection.status.connected
 
     @property
     def bytes_arrived(self) -> int:

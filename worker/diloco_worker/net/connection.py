@@ -68,7 +68,7 @@ _REPORT_SECONDS = 0.02  # a report that is younger than this is not replaced wit
 
 @dataclass
 class SyncerConnection:
-    """The connection of one worker process. Any thread may read ``status``, ``connected``, ``report_wanted`` and
+    """The connection of one worker process. Any thread may read ``status``, ``report_wanted`` and
     ``drain_confirmed``; the methods belong to the loop's thread. The arguments are those of ``SyncerClient``;
     ``executor`` runs codec and checksums."""
 
@@ -83,7 +83,6 @@ class SyncerConnection:
 
     def __post_init__(self, to_vector: Callable[[Floats], Vector], eager: bool) -> None:
         sync = self.settings.job.spec.sync
-        self.connected = False
         self.report_wanted = True  # false: the newest report is younger than a report's interval
         self.drain_confirmed = False  # the syncer has read Drained
         self.feedback = ErrorFeedback(len(self.layout), sync.compression.error_feedback)
@@ -232,7 +231,6 @@ class SyncerConnection:
         )
         self.outbox.begin_session()
         self._session = session
-        self.connected = True
         sessions = self.status.sessions + 1
         self.status = replace(self.status, connected=True, joined=True, refused=None, sessions=sessions)
 
@@ -240,7 +238,6 @@ class SyncerConnection:
         transfers = self._transfers
         self._session = None
         self._transfers = None
-        self.connected = False
         self.status = replace(self.status, connected=False)
         await self.cancel_tasks()
         if transfers is not None:

@@ -28,22 +28,16 @@ class LinkProbe:
 
     def __init__(self) -> None:
         self._number = 0
-        self.up = Meter()
-        self.down = Meter()
-        self.arriving = Progress()
-        self.round_trip: float | None = None  # seconds, the shortest of the last echoes
-        self._trips: deque[float] = deque(maxlen=_ECHOES)
-        self._asked: float | None = None  # when the echo that is under way was asked for
-        self._next = float("-inf")
+        self.reset()
 
     def reset(self) -> None:
         """Start measuring anew: a session began."""
         self.up = Meter()
         self.down = Meter()
         self.arriving = Progress()
-        self.round_trip = None
-        self._trips.clear()
-        self._asked = None
+        self.round_trip: float | None = None  # seconds, the shortest of the last echoes
+        self._trips: deque[float] = deque(maxlen=_ECHOES)
+        self._asked: float | None = None  # when the echo that is under way was asked for
         self._next = float("-inf")
 
     def stamp(self, report: StepReport, now: float, every: float, missing: int = 0) -> StepReport:

@@ -48,7 +48,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._report: StepReport | None = None  # the newest
-        self._new_report = False
+        self.has_new_report = False  # that was not sent
         self._reports = 0  # put so far
         self._reports_sending = 0  # of which this was the newest when the sending began
         self._messages: dict[str, sync_pb2.LearnerMessage] = {}
@@ -58,7 +58,7 @@ class Outbox:
     def put_report(self, report: StepReport | None) -> None:
         """Replace the report; None: there is nothing to report (yet)."""
         self._report = report
-        self._new_report = report is not None
+        self.has_new_report = report is not None
         self._reports += 1
         self.changed.set()
 
@@ -77,11 +77,6 @@ class Outbox:
         self._messages.update(self._lasting)
 
     @property
-    def has_new_report(self) -> bool:
-        """Whether there is a report that was not sent."""
-        return self._new_report
-
-    @property
     def has_messages(self) -> bool:
         """Whether there is a message beside the report; it does not wait for the next report's time."""
         return bool(self._messages)
@@ -89,7 +84,7 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether everything was handed to the transport."""
-        return not self._messages and not self._new_report
+        return not self._messages and not self.has_new_report
 
     def begin_sending(
         self, stamp: Callable[[StepReport], StepReport] = lambda report: report
@@ -107,7 +102,7 @@ class Outbox:
     def mark_sent(self, key: str, message: sync_pb2.LearnerMessage) -> None:
         """Forget what the transport took; a newer message under the key stays."""
         if key == _REPORT:
-            self._new_report = self._new_report and self._reports_sending != self._reports
+            self.has_new_report = self.has_new_report and self._reports_sending != self._reports
         elif self._messages.get(key) is message:
             del self._messages[key]
 

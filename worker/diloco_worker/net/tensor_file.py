@@ -13,7 +13,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,19 @@ def map_new_file(nbytes: int, folder: Path | None = None) -> Bytes:
 
 
 def begin_file(
-    forms: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str], folder: Path | None = None
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], folder: Path | None = None
 ) -> tuple[Bytes, int]:
     """A safetensors file of tensors of these dtypes and shapes, uint8[bytes], and where the first one begins: they
     follow without gaps, and their values are for the caller to write. Raises OSError, and KeyError for a dtype that the
     format lacks."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, (dtype, shape) in forms.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        shape = [*shape[:-1], 2 * shape[-1]] if dtype is _PAIRS else list(shape)
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    for name, tensor in tensors.items():
+        shape = list(tensor.shape)
+        begin, end = end, end + math.prod(shape) * tensor.dtype.itemsize
+        if tensor.dtype is _PAIRS:
+            shape[-1] *= 2
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     data = map_new_file(8 + len(text) + end, folder)
@@ -73,7 +75,7 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], folder: Path | None = None
 ) -> Bytes:
     """A safetensors file of these tensors, on whatever device they lie: uint8[bytes]. Raises as ``begin_file``."""
-    data, at = begin_file({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata, folder)
+    data, at = begin_file(tensors, metadata, folder)
     for piece in _pieces(tensors.values()):
         flat = piece.cpu().view(torch.uint8).numpy()
         data[at : at + flat.size] = flat

@@ -71,9 +71,8 @@ class StandaloneLearner(TrainingLoop):
     ) -> None:
         super().__init__(job.spec, model, Ranks() if ranks is None else ranks)
         self.job = job
-        self.learners = 1
-        self.step = 0
-        self.tokens = 0
+        self.learners, self.slot, self.step, self.tokens = 1, 0, 0, 0  # the slot of a job's first learner
+        self.exit_code = 0  # there is no job that could fail
         self._checks = LoopChecks(InnerOptimizers(model, optimizers), ModelWatch(model), job.spec.sync.every)
         self._losses: list[float] = []  # the first and the last
         self._terminated = False  # some rank was told to end, and all of them know
@@ -110,11 +109,6 @@ class StandaloneLearner(TrainingLoop):
     # ------------------------------------------------------------------ state
 
     @property
-    def slot(self) -> int:
-        """0, as the first learner of a job has it."""
-        return 0
-
-    @property
     def progress(self) -> float:
         """How near the loop is to training.stop, 0 to 1."""
         stop = self.job.spec.training.stop
@@ -140,11 +134,6 @@ class StandaloneLearner(TrainingLoop):
         """Whether no further step is to be made."""
         several = self._ranks.size > 1 and self.job.spec.training.stop.kind == "seconds"  # their clocks differ
         return self._terminated or (self.progress >= 1.0 and not several)
-
-    @property
-    def exit_code(self) -> int:
-        """0: there is no job that could fail."""
-        return 0
 
     @property
     def metrics(self) -> dict[str, float]:

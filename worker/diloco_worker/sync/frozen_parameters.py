@@ -60,15 +60,14 @@ class FrozenParameters:
 
     def load(self, message: FrozenDownloaded) -> None:
         """Put them in place, where they are not the same. Raises ConfigurationError if they are not this model's."""
-        if message.same:
-            self.missing = False
-            return
-        if message.data is None:
-            raise ConfigurationError(
-                "the job's version 0 has no frozen parameters and this model has: give every process the same model"
-            )
-        log.info("the job's frozen parameters are others than this model was built with: %d bytes", len(message.data))
-        load_frozen(self._model, message.data, self._exchange)
+        if not message.same:
+            if message.data is None:
+                raise ConfigurationError(
+                    "the job's version 0 has no frozen parameters and this model has: give every process the same model"
+                )
+            size = len(message.data)
+            log.info("the job's frozen parameters are others than this model was built with: %d bytes", size)
+            load_frozen(self._model, message.data, self._exchange)
         self.missing = False
 
     def serialize(self) -> Bytes | bytes:
@@ -84,10 +83,10 @@ class FrozenParameters:
 
     def _collect(self) -> Bytes | None:
         """As the leader of several ranks: a file of whole tensors, of the parts of all of them. Else None."""
-        if self._exchange is None or not frozen_tensors(self._model):
-            return None
         frozen = frozen_tensors(self._model)
-        data, start = begin_file({name: (p.dtype, tuple(p.shape)) for name, p in frozen.items()}, {})
+        if self._exchange is None or not frozen:
+            return None
+        data, start = begin_file(frozen, {})
 
         def write_window(at: int, window: torch.Tensor) -> None:
             data[start + at : start + at + window.numel()] = window.numpy()
@@ -111,11 +110,6 @@ def frozen_file(model: torch.nn.Module) -> Bytes | bytes:
     """A model's frozen parameters as safetensors, of one process: a mapped file, empty if there are none."""
     frozen = frozen_tensors(model)
     return write_tensors(frozen, {}) if frozen else b""
-
-
-def frozen_digest(model: torch.nn.Module) -> str:
-    """The digest of a model's frozen parameters, in one process."""
-    return digest_tensors(frozen_tensors(model))
 
 
 @torch.no_grad()

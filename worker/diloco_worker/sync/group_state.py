@@ -50,7 +50,7 @@ def collect_state(
         Form(label, label.rpartition(SEPARATOR)[0] if hasattr(t, "placements") else "", t.numel(), t.dtype.itemsize)
         for label, t in tensors.items()
     ]
-    data, start = begin_file({label: (t.dtype, tuple(t.shape)) for label, t in tensors.items()}, metadata, folder)
+    data, start = begin_file(tensors, metadata, folder)
 
     def write_window(at: int, window: torch.Tensor) -> None:
         data[start + at : start + at + window.numel()] = window.numpy()
@@ -132,9 +132,7 @@ def take_state(
             elements = made[name][key].numel()
             forms.append(Form(label, name if sharded else "", elements, dtype.itemsize))
     exchange.spread_bytes(own, forms, None if whole is None else Feed(whole).fill)
-    inner.restore_rows(made)
-    for label, number in groups.items():
-        inner.set_group_number(label, number)
+    inner.restore_rows(made, groups)
 
 
 def _place_alike(local: torch.Tensor, parameter: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from diloco_worker.errors import shorten
 from diloco_worker.group.exchange import Exchange
 from diloco_worker.named_parameters import named_parameters
 from diloco_worker.settings import ConfigurationError
@@ -51,17 +52,13 @@ def refuse_arguments(model: Any, optimizers: Any) -> None:
 
 
 class InnerOptimizers:
-    """``optimizers`` train parameters of ``model``, each its own. ``exchange``: of a learner of several ranks. Raises
-    ConfigurationError for what cannot be."""
+    """``optimizers`` train parameters of ``model``, each its own. Raises ConfigurationError for what cannot be."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        exchange: Exchange | None = None,
+        self, model: torch.nn.Module, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     ) -> None:
         self.model = model
-        self.exchange = exchange
+        self.exchange: Exchange | None = None  # of a learner of several ranks
         given = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
         self.all = [_unwrap(optimizer) for optimizer in given]
         self._begun = False  # some step was made
@@ -79,8 +76,7 @@ class InnerOptimizers:
         self.check_parameters()
         untrained = [name for name, p in named_parameters(model).items() if p.requires_grad and id(p) not in seen]
         if untrained:
-            more = f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
-            log.warning("no optimizer holds %s%s: nothing trains it", ", ".join(untrained[:3]), more)
+            log.warning("no optimizer holds %s: nothing trains it", shorten(untrained, 3))
 
     @property
     def name(self) -> str:
@@ -97,13 +93,19 @@ class InnerOptimizers:
         """Whether there is state of any parameter."""
         return any(optimizer.state for optimizer in self.all)
 
-    def restore_rows(self, rows: Mapping[str, dict[str, Any]]) -> None:
-        """Put these in place of all state, by the parameter's name."""
+    def restore_rows(self, rows: Mapping[str, dict[str, Any]], groups: Mapping[str, Number]) -> None:
+        """Put these in place of all state: ``rows`` by the parameter's name, and numbers of ``group_numbers``, which
+        belong to the state from now on."""
         self.clear_state()
         parameters = self.parameters()
         for name, row in rows.items():
             parameter, optimizer, _ = parameters[name]
             optimizer.state[parameter] = row
+        for label, value in groups.items():
+            if (found := self._group(label)) is not None:
+                index, group, key = found
+                group[key] = type(group[key])(value)
+                self._changed[index].add(key)
         self._begun = True
 
     def clear_state(self) -> None:
@@ -155,14 +157,6 @@ class InnerOptimizers:
     def has_group_number(self, label: str) -> bool:
         """Whether there is a number of that label."""
         return self._group(label) is not None
-
-    def set_group_number(self, label: str, value: Number) -> None:
-        """Put a number of ``group_numbers`` in place; it belongs to the state from now on."""
-        found = self._group(label)
-        if found is not None:
-            index, group, key = found
-            group[key] = type(group[key])(value)
-            self._changed[index].add(key)
 
     def _group(self, label: str) -> tuple[int, dict[str, Any], str] | None:
         match = re.fullmatch(r"(\d{1,4})\.(\d{1,6})\.(\w{1,64})", label)

@@ -91,12 +91,6 @@ class OptimizerHandover:
         """An inner step was made."""
         self._trained += 1
 
-    def clear_state(self) -> None:
-        """Forget the state: the optimizer starts fresh."""
-        optimizer_state.clear_state(self.inner)
-        self._trained = 0
-        self.on_fresh(self.adoption.now.step)
-
     def _warmed_up(self, trained: int) -> int:
         """How many steps of the warm-up a state holds that was trained for so many."""
         return min(trained, self.warm_up)
@@ -125,7 +119,7 @@ class OptimizerHandover:
         self.repeat_request()
 
     def stop_waiting(self) -> None:
-        """Wait for no state: a tenure begins in a job that has not trained."""
+        """Wait for no state: there is one now, or none is to be had, or needed."""
         self._candidates, self._source = [], ""
 
     def repeat_request(self) -> None:
@@ -167,8 +161,7 @@ class OptimizerHandover:
                 optimizer_state.restore(state.data, self.inner)
                 self._trained = self._trained_of(state.data)
                 log.info("the inner optimizer continues from the state of the %s", name)
-                self._candidates = []
-                self._source = ""
+                self.stop_waiting()
                 return
             except StateRefused as error:
                 why = str(error)
@@ -246,14 +239,15 @@ class OptimizerHandover:
         return (-1,) if origin is None else (self._warmed_up(origin.trained), *origin.age)
 
     def _begin_fresh(self, why: str) -> None:
-        self._candidates = []
-        self._source = ""
+        self.stop_waiting()
         if self.inner.has_state:
             log.info("the inner optimizer continues with this process's own state: %s", why)
             return
         log.info("the inner optimizer begins fresh, with warm-up: %s", why)
         self._fresh = why
-        self.clear_state()
+        optimizer_state.clear_state(self.inner)
+        self._trained = 0
+        self.on_fresh(self.adoption.now.step)
 
     # ------------------------------------------------------------------ giving
 

@@ -199,9 +199,7 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
         for key, value in row.items():
             if isinstance(value, torch.Tensor):
                 row[key] = value.to(group_state.home_of(key, parameter, group), copy=True)
-    inner.restore_rows(rows)
-    for label, value in groups.items():
-        inner.set_group_number(label, value)
+    inner.restore_rows(rows, groups)
 
 
 def _check_row(name: str, row: Mapping[str, torch.Tensor | Number], parameter: torch.nn.Parameter) -> None:

@@ -106,7 +106,7 @@ class Synchronizer:
         self.guard = BoundaryGuard()  # around all that counts, moves parameters or takes snapshots
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}  # by fragment and sequence; for the drain
         self._syncer_settings = SyncerSettings.of(self.spec)
-        self._prefetcher: BatchPrefetcher | None = None
+        self.prefetcher: BatchPrefetcher | None = None  # gets the leases; None: the loop brings its own data
         self._deterministic = DeterministicMode(self.adoption) if self.spec.sync.deterministic else None
         self._frozen = FrozenParameters(model, self.client, self.inner.exchange)
         self._handover = OptimizerHandover(
@@ -125,10 +125,6 @@ class Synchronizer:
         self._optimizer_bytes = 0  # of the job checkpoint's optimizer state
         self._job_has_trained = False
         self._progress_heard = 0.0  # of the job's stop, in the newest announcement
-
-    def lease_for(self, prefetcher: BatchPrefetcher) -> None:
-        """Give the leases to ``prefetcher``. Without one the loop brings its own data and leases none."""
-        self._prefetcher = prefetcher
 
     # ------------------------------------------------------------------ state
 
@@ -239,7 +235,7 @@ class Synchronizer:
             young_optimizer=self._handover.is_young,
             fresh_optimizer=self._handover.fresh,
             step_seconds=self.metrics.step_seconds,
-            cursors=self._prefetcher.cursors() if self._prefetcher is not None else (),
+            cursors=self.prefetcher.cursors() if self.prefetcher is not None else (),
         )
 
     # ------------------------------------------------------------------ messages from the syncer
@@ -268,8 +264,8 @@ class Synchronizer:
                 self.phase = message.phase
                 self.message = message.message
             case Lease():
-                if self._prefetcher is not None:
-                    self._prefetcher.add_lease(message)
+                if self.prefetcher is not None:
+                    self.prefetcher.add_lease(message)
             case Seat():
                 self._on_seat(message)
             case Unseated():
@@ -289,8 +285,8 @@ class Synchronizer:
                 self._handover.receive_state(message)
             case Disconnected():
                 self._forget_pulls()
-                if self._prefetcher is not None:
-                    self._prefetcher.repeat_requests()
+                if self.prefetcher is not None:
+                    self.prefetcher.repeat_requests()
             case Failed():
                 raise message.error
 
@@ -327,8 +323,8 @@ class Synchronizer:
             self._handover.repeat_request()
         else:
             self._begin_tenure(seat)
-        if self._prefetcher is not None:
-            self._prefetcher.reconcile_leases(seat.leases, continuing)
+        if self.prefetcher is not None:
+            self.prefetcher.reconcile_leases(seat.leases, continuing)
 
     def _begin_tenure(self, seat: Seat) -> None:
         """Hold the slot as a newcomer: everything is taken from the syncer."""

@@ -21,6 +21,7 @@ from diloco_protocol.wire.limits import MAX_STEP_TOKENS
 from diloco_worker import device, logs
 from diloco_worker.core.stall_rule import LifeSigns
 from diloco_worker.data.map_style import check_map_style
+from diloco_worker.errors import shorten
 from diloco_worker.fragments import build_layout, refuse_running_statistics
 from diloco_worker.group.ranks import Ranks
 from diloco_worker.named_parameters import ModelWatch
@@ -172,9 +173,8 @@ class LoopChecks:
         new = [name for name in self._watch.changed_state() if name not in self._told]
         self._told.update(new)
         if new:
-            more = f" and {len(new) - 3} more" if len(new) > 3 else ""
             yield (
-                f"training changes {', '.join(new[:3])}{more}, which is no trained parameter: each learner keeps its "
+                f"training changes {shorten(new, 3)}, which is no trained parameter: each learner keeps its "
                 "own, and no merge or export has it. Keep averages beside the model, not in it; register a buffer that "
                 "is only a cache with persistent=False"
             )

@@ -23,7 +23,7 @@ import torch
 
 from diloco_protocol.spec.load import Problem
 from diloco_protocol.spec.training import ModelSpec
-from diloco_worker.errors import job_error
+from diloco_worker.errors import job_error, shorten
 from diloco_worker.training.pretrained import FIELD
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -85,11 +85,6 @@ def quiet_loading() -> Iterator[None]:
 
 def _is_no_report(record: logging.LogRecord) -> bool:
     return "LOAD REPORT" not in record.getMessage()
-
-
-def shorten(names: Sequence[str], count: int = 6) -> str:
-    """The first ``count`` names, and how many more there are."""
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 def _header_shapes(source: str, revision: str) -> Iterator[tuple[str, list[int]]]:

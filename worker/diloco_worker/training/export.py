@@ -26,9 +26,8 @@ from diloco_protocol.common import files
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.training import ModelSpec
 from diloco_worker.data.text import HubTokenizer, tokenizer
-from diloco_worker.errors import job_error, one_line
+from diloco_worker.errors import job_error, one_line, shorten
 from diloco_worker.training import lora, models
-from diloco_worker.training.checkpoint import shorten
 from diloco_worker.training.pretrained import local_directory
 
 

@@ -53,17 +53,8 @@ class JobFindings:
     def from_json(cls, text: str) -> JobFindings:
         """Raises ValueError, KeyError or TypeError for what is none."""
         found: dict[str, Any] = json.loads(text)
-        model = found["model"]
-        return cls(
-            tuple(Problem(**one) for one in found["wrong"]),
-            tuple(Problem(**one) for one in found["here"]),
-            tuple(found["unchecked"]),
-            None if model is None else ModelFacts(**{**model, "fragments": tuple(model["fragments"])}),
-            device=found["device"],
-            step_tokens=found["step_tokens"],
-            steps=found["steps"],
-            doubts=tuple(Problem(**one) for one in found["doubts"]),
-            data=found["data"],
-            data_in_part=found["data_in_part"],
-            device_bytes=found["device_bytes"],
-        )
+        for name in ("wrong", "here", "doubts"):
+            found[name] = tuple(Problem(**one) for one in found[name])
+        if (model := found["model"]) is not None:
+            found["model"] = ModelFacts(**{**model, "fragments": tuple(model["fragments"])})
+        return cls(**{**found, "unchecked": tuple(found["unchecked"])})

@@ -27,10 +27,10 @@ from torch import nn
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.load import JobError, Problem
 from diloco_protocol.spec.training import ModelSpec
-from diloco_worker.errors import job_error, one_line
+from diloco_worker.errors import job_error, one_line, shorten
 from diloco_worker.fragments import running_statistics
 from diloco_worker.training import lora
-from diloco_worker.training.checkpoint import check_loaded, compare_headers, quiet_loading, shorten
+from diloco_worker.training.checkpoint import check_loaded, compare_headers, quiet_loading
 from diloco_worker.training.pretrained import FIELD as FROM
 from diloco_worker.training.pretrained import local_directory
 

@@ -9,7 +9,6 @@ is faster than others, or trains for absent ones, reaches the floor when the job
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -69,13 +68,3 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimi
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def clip(parameters: Iterable[nn.Parameter], greatest: float | None) -> torch.Tensor | None:
-    """Scale the gradients down to a norm of at most ``greatest`` (None: leave them).
-
-    Returns the norm before, a scalar on the parameters' device, without waiting for it.
-    """
-    if greatest is None:
-        return None
-    return torch.nn.utils.clip_grad_norm_(parameters, greatest)

@@ -105,7 +105,8 @@ def step(
             loss = models.loss(model, part)
         (loss.value * weight).backward()
         total += loss.nats.float() * (count / max(1, sum(counts)))
-    optimizers.clip((p for p in model.parameters() if p.requires_grad), clip_norm)
+    if clip_norm is not None:  # the norm before stays on the device, and nothing waits for it
+        nn.utils.clip_grad_norm_((p for p in model.parameters() if p.requires_grad), clip_norm)
     optimizer.step()
     return total
 

@@ -18,7 +18,7 @@ from diloco_protocol.spec.training import DataSpec, ModelSpec, OptimizerSpec, St
 from diloco_worker.core.progress import job_progress, schedule_step
 from diloco_worker.data.shuffle import step_seed
 from diloco_worker.training import models, trainer
-from diloco_worker.training.optimizer import FLOOR, build_optimizer, clip, learning_rate, total_steps
+from diloco_worker.training.optimizer import FLOOR, build_optimizer, learning_rate, total_steps
 from example_counts import share_of
 
 LLAMA: dict[str, Any] = {
@@ -118,20 +118,21 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert torch.equal(model[1].weight, torch.ones(4))
 
 
-def test_clip() -> None:
-    p = nn.Parameter(torch.zeros(3))
-    p.grad = torch.tensor([3.0, 0.0, 4.0])
-    assert clip([p], None) is None
-    assert p.grad.norm() == 5
-    assert clip([p], 1.0) == pytest.approx(5.0)
-    assert float(p.grad.norm()) == pytest.approx(1.0, rel=1e-5)
-
-
 def batch(rows: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 256, (rows, 8), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
     labels[0, :6] = -100  # parts of the batch differ in predictions
     return {"input_ids": ids, "labels": labels}
+
+
+def test_a_step_scales_gradients_down_to_the_greatest_norm() -> None:
+    norms = []
+    for greatest in (None, 1e-3):
+        model = models.build(job(steps=1), 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        trainer.step(model, optimizer, batch(6), 1, clip_norm=greatest, dtype=torch.float32)
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
+    assert norms[0] > 0.1 and norms[1] == pytest.approx(1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("accumulation", [2, 3, 6])
