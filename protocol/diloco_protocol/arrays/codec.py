@@ -105,8 +105,9 @@ def decode(buffer: Buffer, encoding: str, elements: int, out: Float32s | None = 
         halves = _aligned(source.view(np.uint16))
         kernels.run(codec_kernels.decode_bfloat16, elements, threads, halves, out.view(np.uint32), align=BLOCK)
     else:
-        scales, packed = _split(source, elements)
-        kernels.run(codec_kernels.DECODERS[encoding], _blocks(elements), threads, scales, packed, out)
+        count = _blocks(elements)
+        scales = _aligned(source[: 2 * count].view(np.uint16))
+        kernels.run(codec_kernels.DECODERS[encoding], count, threads, scales, source[2 * count :], out)
     return out
 
 
@@ -208,11 +209,6 @@ def _encoded(buffer: Buffer, encoding: str, elements: int) -> Bytes:
 
 def _blocks(elements: int) -> int:
     return -(-elements // BLOCK)
-
-
-def _split(source: Bytes, elements: int) -> tuple[UInt16s, Bytes]:
-    end = 2 * _blocks(elements)
-    return _aligned(source[:end].view(np.uint16)), source[end:]
 
 
 def _aligned(halves: UInt16s) -> UInt16s:

@@ -152,17 +152,10 @@ def _container(model: type[Spec], path: Path) -> type[Spec] | None:
     return nested_model(locate(model, path)[0])[0]
 
 
-def suggestion(model: type[Spec], path: Path) -> str | None:
-    """The known field nearest to the unknown one at ``path``, at its level."""
-    container = _container(model, path[:-1])
-    if container is None:
-        return None
-    known = list(fields_by_alias(container))
-    plain = {plain_name(name): name for name in known}
-    written = plain_name(str(path[-1]))
-    if written in plain:
-        return plain[written]
-    near = difflib.get_close_matches(written, plain, n=1, cutoff=0.6)
+def _nearest_field(container: type[Spec], name: str) -> str | None:
+    """The known field of the model whose name is nearest to an unknown one's."""
+    plain = {plain_name(known): known for known in fields_by_alias(container)}
+    near = difflib.get_close_matches(plain_name(name), plain, n=1, cutoff=0.6)
     return plain[near[0]] if near else None
 
 
@@ -174,7 +167,7 @@ def meant_field(model: type[Spec], path: Path) -> Path | None:
     container, name = _container(model, path[:-1]), str(path[-1])
     if container is None:
         return None
-    near = suggestion(model, path)
+    near = _nearest_field(container, name)
     if near is not None and plain_name(near) == plain_name(name):
         return (*path[:-1], near)
     above = _without_indices(path[:-1])

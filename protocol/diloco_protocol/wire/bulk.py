@@ -193,10 +193,6 @@ def _lanes(channels: Channels) -> Lanes:
     return lanes
 
 
-def _failed(error: CallFailed | StreamBroken, what: str) -> TransferError:
-    return TransferError(f"{what}: {error}", retry=not (isinstance(error, CallFailed) and error.final))
-
-
 @dataclass(slots=True)
 class Part:
     """A range of a payload. ``received``: how much of a download's has come."""
@@ -374,10 +370,9 @@ async def _call(channel: Channel, progress: Progress, name: str, **what: Any) ->
     try:
         call = await await_progress(channel.begin(**what), progress)
         yield call
-    except (CallFailed, StreamBroken) as error:
-        raise _failed(error, name) from error
-    except Stalled as error:
-        raise TransferError(f"{name}: {error}", retry=True) from error
+    except (CallFailed, StreamBroken, Stalled) as error:
+        retry = not (isinstance(error, CallFailed) and error.final)
+        raise TransferError(f"{name}: {error}", retry) from error
     finally:
         if call is not None:
             call.end()

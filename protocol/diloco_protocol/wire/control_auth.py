@@ -21,6 +21,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 from diloco_protocol.common.files import create_whole
@@ -52,25 +53,25 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
     return key
 
 
-def _signature(key: bytes, method: str, body: bytes, time_ms: int, nonce: bytes) -> bytes:
+def _sign_parts(key: bytes, parts: Iterable[bytes]) -> bytes:
+    """HMAC-SHA256 over the parts, each behind its length."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in (method.encode(), body, str(time_ms).encode(), nonce):
+    for part in parts:
         mac.update(len(part).to_bytes(8, "big"))
         mac.update(part)
     return mac.digest()
 
 
+def _signature(key: bytes, call: sync_pb2.SignedCall) -> bytes:
+    return _sign_parts(key, (call.method.encode(), call.body, str(call.time_ms).encode(), call.nonce))
+
+
 def sign_call(key: bytes, method: str, body: bytes, time_ms: int | None = None) -> sync_pb2.SignedCall:
     """A control call signed with ``key``; ``body`` is JSON; ``time_ms`` is wall-clock, now if None."""
     stamp = time.time_ns() // 1_000_000 if time_ms is None else time_ms
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    return sync_pb2.SignedCall(
-        method=method,
-        body=body,
-        time_ms=stamp,
-        nonce=nonce,
-        signature=_signature(key, method, body, stamp, nonce=nonce),
-    )
+    call = sync_pb2.SignedCall(method=method, body=body, time_ms=stamp, nonce=secrets.token_bytes(NONCE_BYTES))
+    call.signature = _signature(key, call)
+    return call
 
 
 def sign_reply(key: bytes, nonce: bytes, reply: sync_pb2.CallReply) -> None:
@@ -85,11 +86,7 @@ def verify_reply(key: bytes, nonce: bytes, reply: sync_pb2.CallReply) -> None:
 
 
 def _reply_signature(key: bytes, nonce: bytes, reply: sync_pb2.CallReply) -> bytes:
-    mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in (b"reply", nonce, b"1" if reply.ok else b"0", reply.message.encode(), reply.body):
-        mac.update(len(part).to_bytes(8, "big"))
-        mac.update(part)
-    return mac.digest()
+    return _sign_parts(key, (b"reply", nonce, b"1" if reply.ok else b"0", reply.message.encode(), reply.body))
 
 
 class NonceCache:
@@ -121,8 +118,7 @@ def verify_call(key: bytes, call: sync_pb2.SignedCall, nonces: NonceCache, now_m
     The signature is checked first, so that only holders of the key can fill the nonce cache.
     """
     now = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-    expected = _signature(key, call.method, call.body, call.time_ms, nonce=call.nonce)
-    if not hmac.compare_digest(expected, call.signature):
+    if not hmac.compare_digest(_signature(key, call), call.signature):
         raise CallRefused("wrong signature: the control keys differ")
     if len(call.nonce) != NONCE_BYTES:
         raise CallRefused(f"the nonce must have {NONCE_BYTES} bytes")

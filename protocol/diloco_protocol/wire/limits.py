@@ -72,25 +72,18 @@ def transfer_seconds(size: int) -> float:
 # ------------------------------------------------------------------ fields
 
 
-def check_count(value: int, field: str) -> int:
-    """A counter: at most ``MAX_COUNT``."""
-    if value > MAX_COUNT:
-        raise WireError(f"{field} is {value}: out of range")
-    return value
+def check_most(most: int, what: str) -> Callable[[int, str], int]:
+    """Make the check of a number that is not above ``most``; ``what`` says it in words."""
+
+    def check(value: int, field: str) -> int:
+        if value > most:
+            raise WireError(f"{field} is {value}: {what}")
+        return value
+
+    return check
 
 
-def check_sequences(value: int, field: str) -> int:
-    """How many sequences a data set has: at most ``MAX_SEQUENCES``."""
-    if value > MAX_SEQUENCES:
-        raise WireError(f"{field} is {value}: a data set has at most {MAX_SEQUENCES}")
-    return value
-
-
-def check_port(value: int, field: str) -> int:
-    """A port, or 0."""
-    if value >= 1 << 16:
-        raise WireError(f"{field} is {value}: it must be below {1 << 16}")
-    return value
+check_count = check_most(MAX_COUNT, "out of range")
 
 
 def check_seconds(value: float, field: str) -> float:

@@ -18,6 +18,7 @@ from diloco_protocol.wire import limits
 
 Count = Annotated[int, limits.check_count]
 Seconds = Annotated[float, limits.check_seconds]
+Sequences = Annotated[int, limits.check_most(limits.MAX_SEQUENCES, f"a data set has at most {limits.MAX_SEQUENCES}")]
 Share = Annotated[float, limits.check_share]
 Loss = Annotated[float, limits.check_loss]  # not a number: none
 Hex = Annotated[str, limits.check_pattern(r"[0-9a-f]{0,128}", "at most 128 hex digits")]
@@ -201,7 +202,7 @@ class Join:
     evaluator: bool
     layout_digest: Hex
     digests: Annotated[dict[str, str], limits.check_digests]
-    sequences: Annotated[int, limits.check_sequences]
+    sequences: Sequences
     held: Annotated[tuple[Held, ...], limits.check_length(MAX_FRAGMENTS)]
     previous_incarnation: Count = 0
     idle: bool = False
@@ -295,7 +296,7 @@ Receipt = tuple[SlotReceipt, ...]
 
 # ------------------------------------------------------------------ shards
 
-Port = Annotated[int, limits.check_port]
+Port = Annotated[int, limits.check_most((1 << 16) - 1, f"it must be below {1 << 16}")]
 Host = Annotated[str, limits.check_pattern(r"[-.:%_0-9A-Za-z]{0,253}", "a host's name or address")]
 
 

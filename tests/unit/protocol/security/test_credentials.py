@@ -294,7 +294,7 @@ def test_a_call_with_a_short_nonce_is_refused_though_it_is_signed() -> None:
     """Its few values would be taken by somebody else's call."""
     call = sign_call(KEY, "report", b"", 1000)
     call.nonce = call.nonce[:-1]
-    call.signature = _signature(KEY, call.method, call.body, call.time_ms, nonce=call.nonce)
+    call.signature = _signature(KEY, call)
     with pytest.raises(CallRefused, match=f"must have {NONCE_BYTES} bytes"):
         verify_call(KEY, call, NonceCache(), 1000)
 
