@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -26,7 +25,6 @@ class Job:
     namespace: str
     uid: str
     generation: int
-    labels: Mapping[str, str]
     finalizers: tuple[str, ...]
     deleted_at: float | None
     status: Object
@@ -56,7 +54,6 @@ def read_job(obj: Object) -> Job:
         namespace=metadata.get("namespace", "default"),
         uid=metadata["uid"],
         generation=int(metadata.get("generation", 1)),
-        labels=dict(metadata.get("labels") or {}),
         finalizers=tuple(metadata.get("finalizers") or ()),
         deleted_at=unix_seconds(deleted) if deleted else None,
         status=dict(obj.get("status") or {}),

@@ -19,7 +19,7 @@ import pytest
 from diloco_operator.job import Job, place_job, read_job
 from diloco_operator.model import Object, PlanSettings
 from diloco_operator.objects import manifests
-from diloco_operator.objects.manifests import DefaultImages
+from diloco_operator.objects.manifests import Release
 from diloco_operator.reconcile.diff import differences
 from diloco_protocol.spec.load import job_to_json, load_job
 from operator_world import job_object
@@ -139,9 +139,9 @@ def all_manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | No
     claim = manifests.claim_manifest(job, live)
     if claim is not None and here.syncer:
         found.append(claim)
-    images = DefaultImages("diloco-syncer:1", "diloco-worker:1")
+    release = Release("1", None, "diloco-syncer:1", "diloco-worker:1")
     for ref in manifests.pod_holders(job, here):
-        spec = manifests.render_pod_holder(job, here, ref, images, settings=settings)
+        spec = manifests.render_pod_holder(job, here, ref, release, settings=settings)
         found.append(
             manifests.pod_holder_manifest(
                 job, ref, spec, job.generation, origin=None, replicas=2 if ref.kind == "StatefulSet" else 1

@@ -40,11 +40,14 @@ from diloco_protocol.vocabulary import (
 
 
 @dataclass(frozen=True, slots=True)
-class DefaultImages:
-    """Default images of a job: those of the release that it has."""
+class Release:
+    """A release of the operator, whose templates and default images a job has. ``asked``: ``spec.release`` that it
+    carried out."""
 
-    syncer: str
-    worker: str
+    operator: str
+    asked: str | None
+    syncer: str  # image of the syncer
+    worker: str  # image of learners and evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +286,12 @@ def pod_holders(job: Job, here: Placement) -> list[Ref]:
     return found + ([names.evaluator_deployment(job.name)] if _evaluated(job, here) else [])
 
 
-def render_pod_holder(job: Job, here: Placement, ref: Ref, images: DefaultImages, settings: PlanSettings) -> Object:
+def render_pod_holder(job: Job, here: Placement, ref: Ref, release: Release, settings: PlanSettings) -> Object:
     """The spec of an object that holds pods, rendered from the job as it is now, without replicas."""
     if ref == names.syncer_deployment(job.name):
-        return _deployment(job, "syncer", pods.syncer_template(job, images.syncer, settings))
+        return _deployment(job, "syncer", pods.syncer_template(job, release.syncer, settings))
     if ref == names.evaluator_deployment(job.name):
-        return _deployment(job, "evaluator", pods.evaluator_template(job, images.worker, settings))
+        return _deployment(job, "evaluator", pods.evaluator_template(job, release.worker, settings))
     region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
     return {
         "serviceName": names.region_service(job.name, region.name).name,
@@ -296,7 +299,7 @@ def render_pod_holder(job: Job, here: Placement, ref: Ref, images: DefaultImages
         "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": _learners(job, region.name)},
-        "template": pods.learner_template(job, region, images.worker, settings),
+        "template": pods.learner_template(job, region, release.worker, settings),
     }
 
 

@@ -179,8 +179,7 @@ def _drop_alternatives(result: Object, patch: Mapping[str, Any], path: Path) -> 
 
 def find_refusals(template: Mapping[str, Any], path: str, protected: Protected) -> list[TemplateRefusal]:
     """The places of a podTemplate, at ``path`` of the job's spec, that cannot be taken; empty: none."""
-    found: list[TemplateRefusal] = []
-    _shapes(template, path, (), found)
+    found = list(_shapes(template, path, ()))
     if found:
         return found
 
@@ -226,34 +225,32 @@ def _main(container: Mapping[str, Any], path: str, protected: Protected) -> Iter
             yield TemplateRefusal(where, "is the operator's own: mount elsewhere")
 
 
-def _shapes(value: Any, at: str, path: Path, found: list[TemplateRefusal]) -> None:
-    """Find the fields that the merge looks into and that are not of the kind that it expects."""
+def _shapes(value: Any, at: str, path: Path) -> Iterator[TemplateRefusal]:
+    """The fields that the merge looks into and that are not of the kind that it expects."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if str(key).startswith("$"):
-                found.append(
-                    TemplateRefusal(f"{at}.{key}", "directives of patches are not taken: give the fields alone")
-                )
+                yield TemplateRefusal(f"{at}.{key}", "directives of patches are not taken: give the fields alone")
                 continue
             where = (*path, key)
             mapping = where in ((*_POD,), ("metadata",), ("metadata", "labels"), ("metadata", "annotations"))
             listed = _keys(where) is not None or where == (*_POD, "tolerations")
             if mapping and not isinstance(item, Mapping | None):
-                found.append(TemplateRefusal(f"{at}.{key}", "must be a mapping"))
+                yield TemplateRefusal(f"{at}.{key}", "must be a mapping")
             elif listed and not isinstance(item, list | None):
-                found.append(TemplateRefusal(f"{at}.{key}", "must be a list"))
+                yield TemplateRefusal(f"{at}.{key}", "must be a list")
             else:
-                _shapes(item, f"{at}.{key}", where, found)
+                yield from _shapes(item, f"{at}.{key}", where)
     elif isinstance(value, list):
         keys = _keys(path)
         seen: list[Any] = []
         for index, item in enumerate(value):
             if keys is not None:
                 if not isinstance(item, Mapping) or item.get(keys[0]) is None:
-                    found.append(TemplateRefusal(f"{at}[{index}]", f"must be a mapping with {keys[0]}"))
+                    yield TemplateRefusal(f"{at}[{index}]", f"must be a mapping with {keys[0]}")
                     continue
                 if _key(item, keys) in seen:
-                    found.append(TemplateRefusal(f"{at}[{item[keys[0]]}]", "is there twice: keep one"))
+                    yield TemplateRefusal(f"{at}[{item[keys[0]]}]", "is there twice: keep one")
                 seen.append(_key(item, keys))
             name = item[keys[0]] if keys is not None else index
-            _shapes(item, f"{at}[{name}]", path, found)
+            yield from _shapes(item, f"{at}[{name}]", path)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Delete, Object, Ref, SecretWanted
 from diloco_operator.objects import manifests
-from diloco_operator.objects.manifests import DefaultImages, Origin, Scale
+from diloco_operator.objects.manifests import Origin, Release, Scale
 from diloco_operator.plan import lifecycle
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pod_status import newest_message
@@ -39,20 +39,10 @@ class DesiredObjects:
     syncer_waits: bool = False  # the syncer's changed Deployment waits for the rollout of learners
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The release of the operator whose templates and images a job has. ``asked``: ``spec.release`` that it carried
-    out."""
-
-    operator: str
-    asked: str | None
-    images: DefaultImages
-
-
 def own_release(view: View) -> Release:
     """What this operator would take the job to."""
-    images = DefaultImages(view.settings.syncer_image, view.settings.worker_image)
-    return Release(view.settings.release, view.job.spec.release, images)
+    settings = view.settings
+    return Release(settings.release, view.job.spec.release, settings.syncer_image, settings.worker_image)
 
 
 def job_release(view: View) -> Release:
@@ -60,8 +50,8 @@ def job_release(view: View) -> Release:
     kept, own = view.job.status.get("release") or {}, own_release(view)
     if not kept or kept.get("asked") != own.asked:
         return own
-    images = DefaultImages(str(kept.get("syncer") or own.images.syncer), str(kept.get("worker") or own.images.worker))
-    return Release(str(kept.get("operator") or own.operator), own.asked, images)
+    known = {name: str(kept[name]) for name in ("operator", "syncer", "worker") if kept.get(name)}
+    return replace(own, **known)
 
 
 def find_held_edit(view: View) -> str:
@@ -184,7 +174,7 @@ def _rendering(
     if before is None or before[1] == fresh:
         return generation, fresh, made_of
     is_syncer = ref == names.syncer_deployment(view.job.name)
-    if is_syncer and decision.training and syncer_change_waits(view, ref, fresh):
+    if is_syncer and decision.training and syncer_change_waits(view, before[1], fresh):
         out.syncer_waits = True
         return *before, origin
     if ref.kind == "Deployment" and view.replicas(ref):
@@ -208,8 +198,8 @@ def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Ori
                 return before[1], kept
             return manifests.with_program_inputs(before[1], now.program), kept
     # A template goes with the image of the release that made it.
-    images = release.images if release.operator == own.operator else own.images
-    return manifests.render_pod_holder(view.job, view.here, ref, images, settings=view.settings), now
+    made_by = release if release.operator == own.operator else own
+    return manifests.render_pod_holder(view.job, view.here, ref, made_by, settings=view.settings), now
 
 
 def _replicas(view: View, scale: Scale, ref: Ref) -> int:

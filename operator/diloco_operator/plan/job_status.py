@@ -6,6 +6,7 @@ an operator that restarts changes nothing.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
@@ -69,9 +70,8 @@ def build_status(
 def _release(view: View) -> Object:
     """The release that the job has, and what else ``spec.release`` could take it to."""
     release, own = job_release(view), own_release(view)
-    newer = f"{own.operator}: {own.images.syncer}, {own.images.worker}" if release != own else None
-    images = {"syncer": release.images.syncer, "worker": release.images.worker}
-    return {"operator": release.operator, "asked": release.asked, **images, "newer": newer}
+    newer = f"{own.operator}: {own.syncer}, {own.worker}" if release != own else None
+    return {**asdict(release), "newer": newer}
 
 
 def _keep_part(model: type[Spec], value: Any) -> Object | None:
@@ -168,7 +168,7 @@ def _report(view: View) -> Object | None:
     found = {}
     for key, value in view.observed.report.model_dump(mode="json", exclude={"output"}).items():
         if isinstance(value, dict):
-            found[key] = {k: v for k, v in value.items() if not isinstance(v, dict | list)}
+            found[key] = {k: v for k, v in value.items() if v is not None and not isinstance(v, dict | list)}
         elif value is not None and not isinstance(value, list):
             found[key] = value
     return found

@@ -93,7 +93,6 @@ STAGE_WORDS: dict[Stage, StageWords] = {
     "complete": StageWords("Complete", "Ended", "Complete", "The job has ended."),
     "failing": StageWords("Failed", "Ended", "Failed", "The job has failed."),
     "failed": StageWords("Failed", "Ended", "Failed", "The job has failed."),
-    "deleting": StageWords("Deleting", "Deleting", "Deleting", "The job is being deleted."),
 }
 
 
@@ -162,11 +161,6 @@ def _deleting(view: View) -> LifecycleDecision:
     if not calls or not reachable or view.now - deleted >= DELETE_SECONDS:
         return LifecycleDecision("deleting")
     return LifecycleDecision("deleting", calls=calls, message="The syncer informs its learners of the deletion.")
-
-
-def deletion_done(decision: LifecycleDecision) -> bool:
-    """Whether nothing is waited for any more before the finalizer is removed."""
-    return decision.stage == "deleting" and not decision.message
 
 
 def _failed(view: View, failure: str) -> LifecycleDecision:

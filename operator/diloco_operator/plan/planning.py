@@ -198,7 +198,7 @@ def _plan_deletion(observed: Observed, memory: PlanMemory, settings: PlanSetting
     losses = node_loss.handle_lost_nodes(view) if job.document is not None else node_loss.NodeLosses()
     replacement.reset(view)
     deletes: list[Delete] = list(losses.deletes)
-    done = lifecycle.deletion_done(decision)
+    done = not decision.message  # nothing is waited for any more
     ref = names.claim(job.name)
     claim = view.live(ref)
     event_log = EventLog(memory)
@@ -364,7 +364,7 @@ def _poll_interval(view: View, found: TurnFindings) -> float:
         ready = {pod.name for pod in view.pods if pod.ready}
         changing = (
             not whole
-            or not ready.issuperset(replacement.learner_places(view))
+            or not ready.issuperset(places[0] for places in replacement.learner_places(view))
             or bool(found.rollout.regions)
             or bool(memory.successors)
             or found.syncer_waits

@@ -122,7 +122,7 @@ def transition_events(view: View, found: TurnFindings, conditions: ConditionSet,
         event_log.forget(Topic.QUORUM, Topic.SYNCER_FAULT, Topic.REGION_SCALE, Topic.REGION_ROLLOUT)
     _report_durable(view, event_log, before.get("Durable", {}), conditions.found.get("Durable", {}), status=status)
     _report_output(view, event_log)
-    _report_end(view, event_log, found, before, now=conditions.found)
+    _report_end(view, event_log, before, conditions.found)
     return event_log.events
 
 
@@ -288,24 +288,17 @@ def _report_output(view: View, event_log: EventLog) -> None:
         event_log.transition(Topic.OUTPUT, was, state, "Normal", "OutputWritten" if state else "", message)
 
 
-def _report_end(
-    view: View, event_log: EventLog, found: TurnFindings, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> None:
-    stage = found.decision.stage
-
-    def state(conditions: Mapping[str, Any], deleting: bool) -> str:
-        if deleting:
-            return "deleting"
+def _report_end(view: View, event_log: EventLog, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def state(conditions: Mapping[str, Any]) -> str:
         for kind in ("Failed", "Complete", "Suspended"):
             if conditions.get(kind, {}).get("status") == "True":
                 return kind
         return "suspending" if conditions.get("Suspended", {}).get("reason") in _SUSPENDING else ""
 
-    old, new = state(before, view.job.status.get("phase") == "Deleting"), state(now, stage == "deleting")
+    old, new = "deleting" if view.job.status.get("phase") == "Deleting" else state(before), state(now)
     lost = new == "Suspended" and now["Suspended"]["reason"] == NOT_SAVED
     kind: Literal["Normal", "Warning"] = "Warning" if new == "Failed" or lost else "Normal"
     reason, message = {
-        "deleting": ("Deleting", "The job is being deleted: learners are informed, then its objects are removed."),
         "suspending": ("Suspending", now.get("Suspended", {}).get("message", "")),
         "": ("Resumed", "The job continues.")
         if old in ("Suspended", "suspending", "Failed") and view.begun

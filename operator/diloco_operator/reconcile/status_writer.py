@@ -37,18 +37,9 @@ class Written:
 
     def planned(self, status: dict[str, Any] | None) -> None:
         """The plan's status; None: it leaves it as it is."""
-        self.wanted = without_nulls(status) if status is not None else None
-        if self.wanted is not None:
-            self.unwritten = self.wanted
-
-
-def without_nulls(value: Any) -> Any:
-    """Null in a status is the same as a field that is not there."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
-    return value
+        self.wanted = status
+        if status is not None:
+            self.unwritten = status
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

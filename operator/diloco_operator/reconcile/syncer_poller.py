@@ -38,6 +38,7 @@ from weakref import WeakValueDictionary
 from diloco_operator.logs import about
 from diloco_operator.metrics import Metrics
 from diloco_operator.model import Call, Key, ProgramAnswer
+from diloco_protocol.common.reach import join_address
 from diloco_protocol.common.tasks import cancel_tasks
 from diloco_protocol.documents import D, DocumentError, LearnerPage, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import CONTROL_PORT, WORKER_PORT, ControlMethod, JobPhase
@@ -53,11 +54,6 @@ ENDS = (JobPhase.COMPLETE, JobPhase.FAILED)
 LEARNERS_SECONDS = 20.0
 NAMESPACE_SHARE = 4  # the programs of one namespace have at most this part of all calls under way
 NOT_ASKED = "this pod has not been asked yet"
-
-
-def address(ip: str, port: int) -> str:
-    """host:port, also of an IPv6 address."""
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
 class _Kept(Generic[D]):
@@ -275,7 +271,7 @@ class SyncerPoller:
         body: dict[str, Any],
         may_be_sent: Callable[[], bool] = lambda: True,
     ) -> dict[str, Any]:
-        client = ControlClient(address(ip, CONTROL_PORT), key, MAX_STATUS)
+        client = ControlClient(join_address(ip, CONTROL_PORT), key, MAX_STATUS)
         outcome = "failed"
         async with self._places(namespace), self._free:
             if not may_be_sent():  # asked here, since it may have waited for a place
@@ -326,7 +322,7 @@ async def _read_page(ip: str, port: int, path: str, seconds: float) -> bytes:
     async with asyncio.timeout(seconds):
         reader, writer = await asyncio.open_connection(ip, port, limit=MAX_HEAD)
         try:
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: {address(ip, port)}\r\nConnection: close\r\n\r\n".encode())
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {join_address(ip, port)}\r\nConnection: close\r\n\r\n".encode())
             status = await reader.readline()
             head = await reader.readuntil(b"\r\n\r\n")
             size = http.client.parse_headers(io.BytesIO(head)).get("content-length", "")

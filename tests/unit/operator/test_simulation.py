@@ -541,8 +541,8 @@ def render_when_the_generation_changes(patch: Patch) -> None:
         if before is not None and before[0] == view.job.generation:
             return before[1], origin
         now = manifests.origin_of(view.job, view.here, ref, view.settings.release)
-        images = desired.job_release(view).images
-        return manifests.render_pod_holder(view.job, view.here, ref, images, settings=view.settings), now
+        release = desired.job_release(view)
+        return manifests.render_pod_holder(view.job, view.here, ref, release, settings=view.settings), now
 
     patch.setattr(desired, "_render", render)
 

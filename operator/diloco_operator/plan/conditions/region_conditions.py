@@ -20,6 +20,7 @@ from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.pod_status import list_names, shortened
 from diloco_operator.plan.view import View
+from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.vocabulary import JobPhase, JoinRefusal
 
 DRAINED = "Drained"
@@ -104,13 +105,10 @@ def _decide_settings_differ(view: View, out: ConditionSet) -> None:
 
 def _own_settings(job: Job) -> dict[str, Any]:
     """The settings of this copy of the job, in the form of those in a Welcome."""
-    spec = job.spec
-    fixed = spec.most_slots == spec.slots  # else the syncer need not know of another number (decision 067)
-    return {
-        "sync": spec.sync.model_dump(mode="json", by_alias=True),
-        **({"learners": spec.slots} if fixed else {}),
-        "stop": spec.training.stop.model_dump(mode="json", by_alias=True),
-    }
+    found = SyncerSettings.of(job.spec).model_dump(mode="json", by_alias=True)
+    if job.spec.most_slots != job.spec.slots:
+        del found["learners"]  # the syncer need not know of another number (decision 067)
+    return found
 
 
 def differing_fields(own: Mapping[str, Any], hub: Mapping[str, Any]) -> list[str]:

@@ -49,7 +49,7 @@ from diloco_operator.objects.manifests import settings_data
 from diloco_operator.plan.pod_status import OUT_OF_MEMORY, ContainerExit, Pod
 from diloco_operator.plan.pods import groups
 from diloco_operator.plan.pods.memory_need import memory_need_text
-from diloco_operator.plan.pods.repeated_errors import is_program_error
+from diloco_operator.plan.pods.repeated_errors import SYNCER, is_program_error
 from diloco_operator.plan.pods.silence import find_broken_by_silence, is_heard
 from diloco_operator.plan.refusals import UNFIT, is_curable
 from diloco_operator.plan.view import UID_DIGITS, View
@@ -63,7 +63,6 @@ UNKNOWN_SECONDS = 5.0
 """A process whose pod was never seen counts as ended after so long: the cache may not have the pod yet."""
 SETTINGS_SECONDS = 300.0
 """No program's word fails a job whose settings were edited by hand so lately: kubelets mount what is put back late."""
-SYNCER = "syncer"
 WITH_ANOTHER = "its learner lost another pod"
 
 
@@ -95,7 +94,7 @@ def track_pods(view: View) -> PodChanges:
     for lost, learner in groups.mark_broken_learners(view, ran).items():
         said = f"Learner {learner} is replaced, with all its pods: {lost} is lost."
         out.events.append(EventWanted("Warning", "LearnerDeleted", said))
-    for places in _learners(view):
+    for places in learner_places(view):
         for place in places:
             _track_place(view, places[0], place, view.learner_pods.get(place), out=out)
         pod = view.learners.get(places[0])
@@ -115,13 +114,8 @@ def track_pods(view: View) -> PodChanges:
     return out
 
 
-def learner_places(view: View) -> list[str]:
-    """The places of all learners of this cluster, spares included."""
-    return [places[0] for places in _learners(view)]
-
-
-def _learners(view: View) -> list[list[str]]:
-    """The same, each with the places of all its pods."""
+def learner_places(view: View) -> list[list[str]]:
+    """Of all learners of this cluster, spares included, the places of each one's pods, its leading one first."""
     return [view.places(region.name, i) for region in view.here.regions for i in range(view.wanted(region.name))]
 
 
@@ -435,7 +429,7 @@ def _pass_backoff(view: View, place: str, pod: Pod) -> bool:
 def _forget_places(view: View) -> None:
     """Forget places that the job does not have any more, and the timers of pods that are gone."""
     memory = view.memory
-    places = {SYNCER, *(place for learner in _learners(view) for place in learner)}
+    places = {SYNCER, *(place for learner in learner_places(view) for place in learner)}
     for known in (memory.snapshots, memory.successors, memory.backoffs, memory.failures):
         for place in known.keys() - places:
             del known[place]

@@ -232,18 +232,13 @@ def _explain_no_budget(view: View) -> str:
     )
 
 
-def syncer_change_waits(view: View, ref: Ref, wanted: Object) -> bool:
-    """Whether the syncer's changed Deployment is to wait. ``wanted``: its new rendering."""
-    if ref != names.syncer_deployment(view.job.name):
-        return False
-    found = stored_rendering(view.live(ref))
-    if found is None or found[1] == wanted:
-        return False
+def syncer_change_waits(view: View, before: Object, wanted: Object) -> bool:
+    """Whether the syncer's changed Deployment is to wait. ``before`` and ``wanted``: its old and its new rendering."""
     syncer = view.pod_of("syncer")
     works = syncer is not None and syncer.alive and syncer.ready
     if works and claim_is_going(view):
         return True  # the volume would go with its pod
-    waits = _is_shrinking(view) or (_without_inputs(found[1]) != _without_inputs(wanted) and not _is_rolled_out(view))
+    waits = _is_shrinking(view) or (_without_inputs(before) != _without_inputs(wanted) and not _is_rolled_out(view))
     return works and waits
 
 

@@ -14,14 +14,14 @@ from diloco_operator import names
 from diloco_operator.job import Job, place_job, read_job
 from diloco_operator.model import PlanSettings, Ref
 from diloco_operator.objects import manifests, pods
-from diloco_operator.objects.manifests import DefaultImages
+from diloco_operator.objects.manifests import Release
 from diloco_protocol.spec.load import job_from_json
 from diloco_protocol.vocabulary import LABEL_POD_INDEX
 from operator_world import job_object
 from repository import ROOT
 
 SETTINGS = PlanSettings(None, "diloco-system", "syncer:1", "worker:1")
-IMAGES = DefaultImages("syncer:1", "worker:1")
+RELEASE = Release("1", None, "syncer:1", "worker:1")
 EVALUATED = {"evaluation": {"fraction": 0.1}}
 
 
@@ -37,7 +37,7 @@ def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[
     claim = manifests.claim_manifest(given, None)
     found += [claim] if claim is not None and here.syncer else []
     for ref in manifests.pod_holders(given, here):
-        spec = manifests.render_pod_holder(given, here, ref, IMAGES, settings=settings)
+        spec = manifests.render_pod_holder(given, here, ref, RELEASE, settings=settings)
         found.append(manifests.pod_holder_manifest(given, ref, spec, 1, origin=None, replicas=1))
     return {Ref(m["kind"], m["metadata"]["name"]): m for m in found}
 
@@ -378,7 +378,7 @@ def test_an_origin_changes_where_and_only_where_a_template_does(spec: dict[str, 
         here = place_job(given.spec, None)
         return {
             ref: (
-                manifests.render_pod_holder(given, here, ref, IMAGES, settings=SETTINGS),
+                manifests.render_pod_holder(given, here, ref, RELEASE, settings=SETTINGS),
                 manifests.origin_of(given, here, ref, "1"),
             )
             for ref in manifests.pod_holders(given, here)
@@ -611,7 +611,7 @@ def test_addresses(address: str, wanted: str) -> None:
 def test_what_was_rendered_can_be_read_back() -> None:
     given = job()
     ref = names.stateful_set("job", "local")
-    spec = manifests.render_pod_holder(given, place_job(given.spec, None), ref, IMAGES, settings=SETTINGS)
+    spec = manifests.render_pod_holder(given, place_job(given.spec, None), ref, RELEASE, settings=SETTINGS)
     origin = manifests.origin_of(given, place_job(given.spec, None), ref, "1")
     manifest = manifests.pod_holder_manifest(given, ref, spec, 7, origin=origin, replicas=3)
     assert manifests.stored_origin(manifest) == origin and manifests.stored_origin({"metadata": {}}) is None

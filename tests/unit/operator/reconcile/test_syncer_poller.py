@@ -525,8 +525,3 @@ async def test_a_namespace_whose_programs_stall_stalls_no_other(syncer: Syncer) 
     await told.until(1)
     assert told.keys == [JOB] and syncer.most <= 3
     await poller.close()
-
-
-def test_addresses() -> None:
-    assert syncer_poller.address("10.0.0.1", 7701) == "10.0.0.1:7701"
-    assert syncer_poller.address("fd00::1", 7701) == "[fd00::1]:7701"
