@@ -17,14 +17,24 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from diloco.local.chaos.fault_report import Injected
-from diloco.local.chaos.proxy import Proxy
 from diloco.local.chaos.schedule import Fault, FaultSchedule, choose
-from diloco.processes.launch import Process
 from diloco.processes.worker_specs import WorkerSpec
 from diloco_protocol.documents import SlotRow
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
 SLOW_PERIOD = 0.5  # seconds
+
+
+class Signalled(Protocol):
+    """A process that takes signals."""
+
+    def signal(self, number: int) -> None: ...
+
+
+class Link(Protocol):
+    """What a learner's connections pass through."""
+
+    def cut(self, seconds: float) -> None: ...
 
 
 class JobView(Protocol):
@@ -54,8 +64,8 @@ class Injector:
     """
 
     view: JobView
-    running: Mapping[str, Process]
-    links: Mapping[str, Proxy]
+    running: Mapping[str, Signalled]
+    links: Mapping[str, Link]
     workers: Sequence[WorkerSpec]
     schedule: FaultSchedule
     seed: int
@@ -147,7 +157,7 @@ class Injector:
         for task in self._slowing:
             task.cancel()
 
-    async def _slow(self, process: Process, name: str, fault: Fault) -> None:
+    async def _slow(self, process: Signalled, name: str, fault: Fault) -> None:
         """Stop and go, until the fault's duration is over or another process has its name."""
         end = time.monotonic() + fault.duration
         try:
