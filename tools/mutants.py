@@ -59,7 +59,7 @@ KERNELS = f"{FOLDERS['protocol']}/arrays/"  # what kernels of other files call, 
 # Seconds in which tests work or sleep; those in which they wait for a processor that others have do not count.
 LIMIT = 180.0  # for a mutant's own tests
 WIDE_LIMIT = 600.0  # for the package's other unit tests
-AT_ONCE = 50  # files of tests that are run without a mutant before their passing is written down
+AT_ONCE = 10  # files of tests that are run without a mutant before their passing is written down
 FAILED = 1  # pytest's exit status where a test failed; above it none was run
 # What the tests of all packages, and those of one, import that takes long and starts no thread.
 IMPORTED = {
@@ -355,7 +355,8 @@ def _check_tests(root: Path, tree: Tree, tests: list[str]) -> None:
             some = missing[first : first + AT_ONCE]
             status, output = tree.run(some, WIDE_LIMIT)
             if status != 0:
-                raise RuntimeError(f"the tests fail without any mutant:\n{output[-2000:]}")
+                why = f"have no end within {WIDE_LIMIT:.0f} s" if status is None else "fail"
+                raise RuntimeError(f"the tests {why} without any mutant: {' '.join(some)}\n{output[-2000:]}")
             passed |= {key for key, test in keys.items() if test in some}
             known.write_text("\n".join(sorted(passed)), encoding="utf-8")
 

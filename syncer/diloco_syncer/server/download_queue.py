@@ -29,6 +29,9 @@ class DownloadQueue:
     def __init__(self) -> None:
         self._calls: dict[str, _Calls] = {}
 
+    def __len__(self) -> int:
+        return sum(calls.count for calls in self._calls.values())
+
     @contextlib.asynccontextmanager
     async def await_turn(self, process: str) -> AsyncIterator[None]:
         """Wait until the process has fewer than ``MAX_PER_PROCESS`` running; this one runs within the context. Raises
