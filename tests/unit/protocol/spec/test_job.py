@@ -32,9 +32,11 @@ from example_counts import share_of
 from wrong_jobs import (
     BASE,
     CLUSTERS,
+    FAR_SHARD_PODS,
     LEAVES,
     NAMES,
     RULES,
+    SHARD_PODS,
     SIZES,
     TOGETHER,
     Leaf,
@@ -166,6 +168,9 @@ def test_a_broken_rule_is_the_only_problem(fields: dict[str, Any], path: str, sa
         {"sync.heartbeat": {"intervalSeconds": 5, "timeoutSeconds": 5.1}},
         {"regions": [{"name": f"r{i}", "learners": 1024} for i in range(4)]},
         {"training.model.config.vocab_size": 256},
+        {**SHARD_PODS, "syncer.endpoint": {"type": "NodePort", "nodePort": 32765}},
+        {**FAR_SHARD_PODS, "syncer.endpoint": {"type": "NodePort", "nodePort": 30000, "address": "a"}},
+        {**FAR_SHARD_PODS, "syncer.shardPods.addresses": ["a", "b:4002"]},
     ],
     ids=lambda fields: next(iter(fields)),
 )
