@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from diloco_protocol.common.quantities import parse_quantity
+from diloco_protocol.common.reach import split_address
 from diloco_protocol.spec.base import (
     ADDRESS_PATTERN,
     CIDR_PATTERN,
@@ -89,10 +90,13 @@ class EndpointSpec(Spec):
     @property
     def learner_address(self) -> str:
         """host:port that learners of other clusters connect to; empty where no address is given."""
-        host, colon, port = (self.address or "").rpartition(":")
-        if not self.address or (colon and port.isdigit() and not host.endswith(":")):
-            return self.address or ""
-        return f"{self.address}:{self.node_port or SYNC_PORT}"
+        return _with_port(self.address, self.node_port or SYNC_PORT) if self.address else ""
+
+
+def _with_port(address: str, port: int) -> str:
+    """An ``ADDRESS_PATTERN`` as host:port, with this port where it has none."""
+    host, colon, given = address.rpartition(":")
+    return address if colon and given.isdigit() and not host.endswith(":") else f"{address}:{port}"
 
 
 class ShardPodsSpec(Spec):
@@ -157,6 +161,12 @@ class SyncerSpec(Spec):
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Its checkpoints.")
     pod_template: Free = Field({}, description="Merged into the syncer's pod template.")
 
+    def shard_address(self, shard: int) -> tuple[str, int]:
+        """Host and port at which learners of other clusters reach a shard that is a pod; host empty: the syncer's."""
+        port = SYNC_PORT if self.endpoint.node_port is None else self.endpoint.node_port + 1 + shard
+        given = self.shard_pods.addresses if self.shard_pods is not None else []
+        return split_address(_with_port(given[shard], port)) if given else ("", port)
+
 
 class CredentialsSpec(Spec):
     """What a learner shows when it joins."""
@@ -217,10 +227,7 @@ class RegionSpec(Spec):
     """One place where learners run."""
 
     name: str = Field(
-        "local",
-        pattern=NAME_PATTERN,
-        max_length=20,
-        description="A unique name; not syncer, evaluator, or one that begins with syncer-shard.",
+        "local", pattern=NAME_PATTERN, max_length=20, description="A unique name; not evaluator, syncer, syncer-shard…."
     )
     cluster: Name | None = Field(None, description="Name of its cluster; null if the job has one cluster.")
     learners: int = Field(
