@@ -116,12 +116,13 @@ async def _life(options: Options) -> tuple[int, Options]:
     syncer, restored = await asyncio.to_thread(startup.restore, options, asyncio.get_running_loop(), listener)
     shards: ShardPods | ShardProcesses | None = None
     if syncer.shards is not None:
+        own: dict[str, Any] = {"coordinator": syncer.shards, "stop_by": syncer.driver.stop_by}
         if pods is None:
-            shards = ShardProcesses(syncer.shards, options.command, listener, syncer.driver.stop_by)
+            shards = ShardProcesses(command=options.command, listener=listener, **own)
         else:
-            assert listener.reloader is not None, "arguments are refused without"
+            assert listener.reloader is not None, "no such arguments without credentials"
             reloader = CredentialReloader(listener.reloader.credentials, options.job.metadata.name, [PROTOCOL])
-            shards = ShardPods(syncer.shards, pods, reloader, syncer.driver.stop_by)
+            shards = ShardPods(listening=pods, reloader=reloader, **own)
         await shards.start()
         if not await _begin_shards(syncer, restored):
             for bound in filter(None, (web, out)):

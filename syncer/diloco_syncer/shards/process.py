@@ -74,7 +74,8 @@ async def run_shard(options: ShardOptions) -> int:
         else:
             listener = _make_listener(options)
             listener.accept_at(listening.dup())
-            if code := await _serve(options, listener, stream):
+            code = await _serve(options, listener, stream)
+            if code not in (SyncerExit.OK, SyncerExit.SUPERSEDED):  # the syncer that is superseded has a successor
                 return code
             gc.collect()  # a life's parts hold each other, and a model
         failures = failures + 1 if time.monotonic() - began < STEADY_SECONDS else 0

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,15 +42,16 @@ def pause_after(failures: int) -> float:
     return min(LONGEST_PAUSE, 0.2 * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
 
 
+@dataclass(kw_only=True, eq=False)
 class ShardStreams:
     """Those of one life of the syncer. ``stop_by`` is called with a fault of the syncer's own."""
 
-    def __init__(self, coordinator: Coordinator, stop_by: Callable[[BaseException], None]) -> None:
-        self._coordinator, self._stop_by = coordinator, stop_by
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-        self._streams: set[MessageStream] = set()
-        self._closing = asyncio.Event()
+    coordinator: Coordinator
+    stop_by: Callable[[BaseException], None]
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _server: asyncio.Server | None = None
+    _streams: set[MessageStream] = field(default_factory=set)
+    _closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def close(self) -> None:
         """End all of them."""
@@ -72,7 +74,7 @@ class ShardStreams:
     def _note_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._stop_by(error)
+            self.stop_by(error)
 
     def count_end(self, index: int, why: str) -> None:
         """A shard's stream has ended."""
@@ -89,47 +91,41 @@ class ShardStreams:
                 hello = await anext(messages)
             if not isinstance(hello, ms.Hello):
                 raise WireError("a shard says who it is first")
-            if objection := hello.find_objection(len(self._coordinator.shards)):
+            if objection := hello.find_objection(len(self.coordinator.shards)):
                 log.error("refused: %s", objection)
                 stream.send(ms.HelloRefused(objection))
                 return
             index = hello.shard
-            self._coordinator.connect_shard(index, stream)
+            self.coordinator.connect_shard(index, stream)
             async for message in messages:
-                await self._coordinator.take_message(index, stream, message)
+                await self.coordinator.take_message(index, stream, message)
         except (WireError, TimeoutError, StopAsyncIteration) as error:
             why = str(error)
         except Exception as error:
-            self._stop_by(error)
+            self.stop_by(error)
             why = repr(error)
         finally:
             stream.close()
             self._streams.discard(stream)
-            if index >= 0 and not self._closing.is_set() and self._coordinator.lose_shard(index, stream, why):
+            if index >= 0 and not self._closing.is_set() and self.coordinator.lose_shard(index, stream, why):
                 self.count_end(index, why)
 
 
+@dataclass(kw_only=True, eq=False)
 class ShardProcesses(ShardStreams):
     """Shards beside the syncer. ``command``: this program's, with its arguments; ``listener`` passes connections on to
     them."""
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        command: Sequence[str],
-        listener: PortListener,
-        stop_by: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(coordinator, stop_by)
-        self._command, self._listener = command, listener
-        self._folder = tempfile.TemporaryDirectory(prefix="diloco-")  # 0700
-        self._path = str(Path(self._folder.name) / "shards")
+    command: Sequence[str]
+    listener: PortListener
 
     async def start(self) -> None:
         """Start all of them."""
+        self._folder = tempfile.TemporaryDirectory(prefix="diloco-")  # 0700
+        self._path = str(Path(self._folder.name) / "shards")
         self._server = await asyncio.start_unix_server(self.serve, self._path)
-        self._listener.begin_shards(len(self._coordinator.shards))
-        for shard in self._coordinator.shards:
+        self.listener.begin_shards(len(self.coordinator.shards))
+        for shard in self.coordinator.shards:
             self.run_task(self._keep(shard.index))
 
     async def close(self) -> None:
@@ -148,18 +144,18 @@ class ShardProcesses(ShardStreams):
                 why = f"its process cannot be started: {error.strerror or error}"
             if self._closing.is_set():
                 return
-            failures = self._coordinator.count_failure(index, why, code)
+            failures = self.coordinator.count_failure(index, why, code)
             log.error("shard %d: %s", index, why)
             await asyncio.sleep(pause_after(failures))
 
     async def _run_once(self, index: int) -> int:
         """Run a shard's process until it ends; returns its exit code. Raises OSError."""
         ours, theirs = make_link()
-        self._listener.connect_shard(index, ours)
+        self.listener.connect_shard(index, ours)
         with theirs:
             handle = theirs.fileno()
             words = ("--shard", str(index), "--syncer", self._path, "--connections", str(handle))
-            process = await asyncio.create_subprocess_exec(*self._command, *words, pass_fds=(handle,))
+            process = await asyncio.create_subprocess_exec(*self.command, *words, pass_fds=(handle,))
         try:
             return await process.wait()
         finally:
@@ -167,31 +163,25 @@ class ShardProcesses(ShardStreams):
                 process.kill()
 
 
+@dataclass(kw_only=True, eq=False)
 class ShardPods(ShardStreams):
     """Shards in pods of their own, which connect to ``listening``. ``reloader``: of the syncer's credentials."""
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        listening: socket.socket,
-        reloader: CredentialReloader,
-        stop_by: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(coordinator, stop_by)
-        self._listening, self._reloader = listening, reloader
-        self._opening: dict[asyncio.Task[None], None] = {}  # in order
-        self._refusals = RefusalCounter()
+    listening: socket.socket
+    reloader: CredentialReloader
+    _opening: dict[asyncio.Task[None], None] = field(default_factory=dict)  # in order
+    _refusals: RefusalCounter = field(default_factory=RefusalCounter)
 
     async def start(self) -> None:
         """Accept them."""
-        self._coordinator.await_pods()
-        self._server = await asyncio.start_server(self._accept, sock=self._listening)
-        asyncio.get_running_loop().call_later(AWAITED_SECONDS, self._coordinator.tell_awaited)
+        self.coordinator.await_pods()
+        self._server = await asyncio.start_server(self._accept, sock=self.listening)
+        asyncio.get_running_loop().call_later(AWAITED_SECONDS, self.coordinator.tell_awaited)
 
     def count_end(self, index: int, why: str) -> None:
-        shard = self._coordinator.shards[index]
+        shard = self.coordinator.shards[index]
         if not shard.is_steady():
-            self._coordinator.count_failure(index, why, shard.code)
+            self.coordinator.count_failure(index, why, shard.code)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         cast(asyncio.Transport, writer.transport).pause_reading()  # what comes first is TLS's
@@ -207,14 +197,14 @@ class ShardPods(ShardStreams):
         """Serve who shows that it has the syncer's key. Nothing that another says is parsed."""
         address, why = writer.get_extra_info("peername"), ""
         try:
-            self._reloader.reload_if_changed(time.monotonic())
-            context = self._reloader.context
+            self.reloader.reload_if_changed(time.monotonic())
+            context = self.reloader.context
             context.verify_mode = ssl.CERT_NONE  # stream.py says why
             set_options(writer.get_extra_info("socket"))
             async with asyncio.timeout(HELLO_SECONDS):
                 await writer.start_tls(context)
                 proof = await reader.readexactly(PROOF_BYTES)
-            if not hmac.compare_digest(proof, make_proof(self._reloader.credentials)):
+            if not hmac.compare_digest(proof, make_proof(self.reloader.credentials)):
                 why = "it has not the syncer's key: give shards the syncer's credentials"
         except (OSError, EOFError) as error:
             why = f"no handshake ({error!r})"

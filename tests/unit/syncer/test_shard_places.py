@@ -289,6 +289,15 @@ async def test_a_shard_that_fails_again_and_again_is_told_of_by_name() -> None:
     assert row_of(job, 0) == (True, 0, "") and row_of(job, 1) == (True, 0, "")
 
 
+async def test_an_end_that_a_shard_has_told_of_has_its_status_and_one_it_has_not_told_of_has_none() -> None:
+    job = await Job().begin()
+    await job.say(0, ms.ShardEnded(SyncerExit.STORE, "the store cannot be used"))
+    assert job.shards[0].code == SyncerExit.STORE
+    job.lose(0)
+    job.connect(0)
+    assert job.shards[0].code == SyncerExit.FAILED
+
+
 async def test_a_failure_says_what_its_own_process_said_of_its_end() -> None:
     job = await Job().begin()
     await job.say(0, ms.ShardEnded(SyncerExit.FAILED, "a fault of this program: ZeroDivisionError()"))

@@ -178,6 +178,26 @@ def test_what_is_at_a_rules_bound_is_taken(fields: dict[str, Any]) -> None:
     assert problems(local_job(fields)) == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"syncer.shardPods.addresses": ["a", "b:4002"]}, [("a", 7700), ("b", 4002)]),
+        ({"syncer.shardPods.addresses": ["[::1]", "[::2]:1"]}, [("::1", 7700), ("::2", 1)]),
+        ({"syncer.endpoint": {"type": "NodePort", "nodePort": 30000, "address": "a:4001"}}, [("", 30001), ("", 30002)]),
+        (
+            {
+                "syncer.endpoint": {"type": "NodePort", "nodePort": 30000, "address": "a"},
+                "syncer.shardPods.addresses": ["b", "c"],
+            },
+            [("b", 30001), ("c", 30002)],
+        ),
+    ],
+)
+def test_where_learners_of_other_clusters_reach_shard_pods(fields: dict[str, Any], told: list[tuple[str, int]]) -> None:
+    syncer = parse_job(json.dumps(local_job({**FAR_SHARD_PODS, **fields}))).spec.syncer
+    assert [syncer.shard_address(shard) for shard in (0, 1)] == told
+
+
 def test_a_job_that_spans_clusters() -> None:
     assert problems(local_job(CLUSTERS)) == []
     for path, value in {
