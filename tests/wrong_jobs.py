@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {
             "evaluation": {},
         },
         "regions": [{"name": "local", "learners": 3}, {"name": "far", "learners": 2}],
+        "syncer": {"shards": 2, "shardPods": {}, "storage": {"uri": "s3://a"}},
         "failurePolicy": {"rules": [{"exitCodes": [3], "action": "Fail"}]},
     },
 }
@@ -197,6 +198,9 @@ CLUSTERS: dict[str, Any] = {
     "regions": [{"name": "east", "cluster": "hub", "learners": 2}, {"name": "west", "cluster": "far", "learners": 2}],
 }
 
+SHARD_PODS: dict[str, Any] = {"syncer": {"shards": 2, "storage": {"uri": "s3://a"}, "shardPods": {}}}
+FAR_SHARD_PODS: dict[str, Any] = {**CLUSTERS, "syncer": {**CLUSTERS["syncer"], **SHARD_PODS["syncer"]}}
+
 # ------------------------------------------------------------------ rules between fields
 
 RULES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -273,6 +277,7 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
         "no meaning",
     ),
     ("reserved region", {"regions": [{"name": "syncer", "learners": 1}]}, "regions.0.name", "another name"),
+    ("region of shards", {"regions": [{"name": "syncer-shards", "learners": 1}]}, "regions.0.name", "another name"),
     ("evaluator region", {"regions": [{"name": "evaluator", "learners": 1}]}, "regions.0.name", "another name"),
     ("same region", {"regions": [{"learners": 1}, {"learners": 1}]}, "regions.1.name", "regions.0"),
     (
@@ -372,6 +377,22 @@ RULES: list[tuple[str, dict[str, Any], str, str]] = [
         )
     ),
     ("two stores", {"syncer.storage": {"claimName": "a", "uri": "s3://a"}}, "syncer.storage.uri", "contradicts"),
+    ("a pod for one shard", {**SHARD_PODS, "syncer.shards": 1}, "syncer.shards", "more than 1"),
+    ("shard pods on a volume", {**SHARD_PODS, "syncer.storage": {}}, "syncer.storage.uri", "name a bucket"),
+    ("shard pods in plaintext", {**SHARD_PODS, "syncer.tls": {"mode": "off"}}, "syncer.tls.mode", "must be auto"),
+    (
+        "an address of two shards",
+        {**SHARD_PODS, "syncer.shardPods.addresses": ["a"]},
+        "syncer.shardPods.addresses",
+        "has 1 for 2 shards",
+    ),
+    ("far shards without address", FAR_SHARD_PODS, "syncer.shardPods.addresses", "spans clusters"),
+    (
+        "a shard beyond the node ports",
+        {**SHARD_PODS, "syncer.endpoint": {"type": "NodePort", "nodePort": 32766}},
+        "syncer.endpoint.nodePort",
+        "32765",
+    ),
     (
         "output in the store",
         {"syncer.storage": {"uri": "s3://a/b"}, "output": {"uri": "s3://a/b/c"}},

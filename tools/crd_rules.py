@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco_protocol.spec.base import NAME_PATTERN, Spec, fields_by_alias, nested_model, unwrap
+from diloco_protocol.spec.cluster import MAX_NODE_PORT
 from diloco_protocol.spec.job import IMMUTABLE, DiLoCoJob
-from diloco_protocol.spec.rules import RESERVED_REGIONS
+from diloco_protocol.spec.rules import RESERVED_BEGINNING, RESERVED_REGIONS
 from diloco_protocol.spec.sync import LEAST_OF_MEDIAN
 
 Path = tuple[str, ...]
@@ -46,6 +47,7 @@ class Rule:
 
 
 _MISSING: Literal["FieldValueRequired"] = "FieldValueRequired"
+_WRONG: Literal["FieldValueInvalid"] = "FieldValueInvalid"
 
 SPEC: Path = ("spec",)
 TRAINING, SYNC, SYNCER = (*SPEC, "training"), (*SPEC, "sync"), (*SPEC, "syncer")
@@ -207,7 +209,7 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
     # regions (that names differ: they are the keys of the list)
     Rule(
         REGION,
-        f"!(self.name in {list(RESERVED_REGIONS)})",
+        f"!(self.name in {list(RESERVED_REGIONS)}) && !self.name.startsWith('{RESERVED_BEGINNING}')",
         "is taken by a part of the job itself: choose another name",
         ".name",
     ),
@@ -370,6 +372,40 @@ BETWEEN_FIELDS: tuple[Rule, ...] = (
         f"self.onDelete != 'Delete' || !({_OWN_VOLUME})",
         "Delete is for a volume that is made, and claimName or uri names yours, which is never deleted: leave it out",
         ".onDelete",
+    ),
+    *(
+        Rule(SYNCER, f"!has(self.shardPods) || {holds}", message, field, reason=reason)
+        for holds, field, message, reason in (
+            ("self.shards > 1", ".shards", "must be more than 1 with syncer.shardPods, a pod for each", _WRONG),
+            (
+                "has(self.storage.uri)",
+                ".storage.uri",
+                "is required with syncer.shardPods: the syncer and its shards use one store from any node",
+                _MISSING,
+            ),
+            ("self.tls.mode == 'auto'", ".tls.mode", "must be auto with syncer.shardPods", _WRONG),
+            (
+                "size(self.shardPods.addresses) in [0, self.shards]",
+                ".shardPods.addresses",
+                "name one for each shard (syncer.shards), in order",
+                _WRONG,
+            ),
+            (
+                f"!has(self.endpoint.nodePort) || self.endpoint.nodePort + self.shards <= {MAX_NODE_PORT}",
+                ".endpoint.nodePort",
+                f"must be at most {MAX_NODE_PORT} - syncer.shards with syncer.shardPods, which have the ports above it",
+                _WRONG,
+            ),
+        )
+    ),
+    Rule(
+        SPEC,
+        "!has(self.syncer.shardPods) || size(self.syncer.shardPods.addresses) > 0 || "
+        f"has(self.syncer.endpoint.nodePort) || !({_SPANS})",
+        f"is required: {_SPANNING}, and learners must know where to connect: name one for each shard, or set "
+        "endpoint.nodePort",
+        ".syncer.shardPods.addresses",
+        reason=_MISSING,
     ),
     Rule(
         SPEC,

@@ -277,10 +277,12 @@ LABEL_JOB = f"{DOMAIN}/job"
 LABEL_ROLE = f"{DOMAIN}/role"
 EVALUATOR = "evaluator"  # the process of that role, and what its files are called; no region has this name
 LABEL_REGION = f"{DOMAIN}/region"
+LABEL_SHARD = f"{DOMAIN}/shard"  # of a shard pod: its number
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 
 SYNC_PORT = 7700
 CONTROL_PORT = 7701
 HTTP_PORT = 7702
 EXPORT_PORT = 7703
+SHARDS_PORT = 7704  # of the syncer, for its shards that have pods
 WORKER_PORT = 7710

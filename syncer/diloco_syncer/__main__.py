@@ -64,16 +64,24 @@ def _parser() -> argparse.ArgumentParser:
         "--stay", action="store_true", help="after the job's end serve status, report and export until SIGTERM"
     )
     parser.add_argument("--address-file", metavar="FILE", help="written whole when it serves: its addresses")
-    parser.add_argument("--control-key-file", required=True, metavar="FILE", help="the key of signed calls")
+    parser.add_argument("--control-key-file", metavar="FILE", help="the key of signed calls; a shard has none")
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--credentials", metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token; none: plaintext")
     who.add_argument("--join-token-file", metavar="FILE", help="plaintext, for callers that show this token alone")
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="of merges (default: this process's cores, at most 16)"
     )
-    # What the syncer calls its own shards with.
-    parser.add_argument("--shard", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--syncer", default="", help=argparse.SUPPRESS)
+    pods = parser.add_argument_group("shards in pods of their own (syncer.shardPods)")
+    pods.add_argument("--shards-listen", default="", metavar="HOST:PORT", help="they connect here; needs --credentials")
+    pods.add_argument(
+        "--shard-host",
+        default="",
+        metavar="NAME",
+        help="where learners of this cluster reach shard {}, such as s-{}.ns",
+    )
+    pods.add_argument("--shard", type=int, default=0, metavar="N", help="be this shard")
+    pods.add_argument("--syncer", default="", metavar="HOST:PORT", help="of that syncer's --shards-listen")
+    # The syncer calls its own shards with these two and this one.
     parser.add_argument("--connections", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
@@ -81,7 +89,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if not given.syncer and not given.control_key_file:
+        parser.error("the following arguments are required: --control-key-file")
+    if (given.shards_listen or (given.syncer and given.connections < 0)) and not given.credentials:
+        parser.error("shards in pods of their own need --credentials")
     _log("", given.log_level)
     tune_allocator()
     raise_file_limit()
@@ -98,7 +111,7 @@ def _serve(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         job = read_job(given.job)
         _log(job.metadata.name, given.log_level)
-        key = read_key(given.control_key_file)
+        key = b"" if given.syncer else read_key(given.control_key_file)
         credentials = Credentials.from_directory(given.credentials)
         if given.join_token_file is not None:
             credentials = Credentials.from_token_file(given.join_token_file)
@@ -140,6 +153,8 @@ def _serve(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         stay=given.stay,
         pod=os.environ.get("DILOCO_POD", ""),
         command=(sys.executable, "-m", "diloco_syncer", *arguments),
+        shards_listen=given.shards_listen,
+        shard_host=given.shard_host,
     )
     try:
         if given.syncer:
@@ -151,6 +166,7 @@ def _serve(given: argparse.Namespace, arguments: Sequence[str]) -> int:
                 shard=given.shard,
                 syncer=given.syncer,
                 connections=given.connections,
+                listen=given.listen,
             )
             return asyncio.run(run_shard(shard))
         return asyncio.run(run(options))

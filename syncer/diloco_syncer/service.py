@@ -46,8 +46,10 @@ from diloco_syncer.server.control import Control
 from diloco_syncer.server.pages.export import check_loopback, export_pages
 from diloco_syncer.server.pages.front_page import front_page
 from diloco_syncer.server.pages.metrics import exposition
-from diloco_syncer.server.tls.listener import PortListener
-from diloco_syncer.shards.supervisor import STEADY_SECONDS, ShardProcesses, pause_after
+from diloco_syncer.server.tls.listener import CredentialReloader, PortListener
+from diloco_syncer.shards.coordinator import STEADY_SECONDS
+from diloco_syncer.shards.stream import PROTOCOL
+from diloco_syncer.shards.supervisor import ShardPods, ShardProcesses, pause_after
 from diloco_syncer.startup import Options
 from diloco_syncer.store.checkpoint import Restored
 from diloco_syncer.syncer import Syncer
@@ -110,17 +112,24 @@ async def _life(options: Options) -> tuple[int, Options]:
     # Bound first of all, so that a port in use costs no epoch.
     web = listen_on(options.http, "--http")
     out = listen_on(options.export, "--export") if options.export is not None else None
+    pods = listen_on(options.shards_listen, "--shards-listen") if options.shards_listen else None
     syncer, restored = await asyncio.to_thread(startup.restore, options, asyncio.get_running_loop(), listener)
-    processes = None
+    shards: ShardPods | ShardProcesses | None = None
     if syncer.shards is not None:
-        processes = ShardProcesses(syncer.shards, options.command, listener, syncer.driver.stop_by)
-        await processes.start()
+        own: dict[str, Any] = {"coordinator": syncer.shards, "stop_by": syncer.driver.stop_by}
+        if pods is None:
+            shards = ShardProcesses(command=options.command, listener=listener, **own)
+        else:
+            assert listener.reloader is not None, "no such arguments without credentials"
+            reloader = CredentialReloader(listener.reloader.credentials, options.job.metadata.name, [PROTOCOL])
+            shards = ShardPods(listening=pods, reloader=reloader, **own)
+        await shards.start()
         if not await _begin_shards(syncer, restored):
             for bound in filter(None, (web, out)):
                 bound.close()
             await asyncio.to_thread(listener.stop)
             await syncer.close(checkpoint=False)
-            await processes.close()
+            await shards.close()
             return _leave(syncer, options)
     startup.replay(syncer, restored)
     if options.began_again:
@@ -165,8 +174,8 @@ async def _life(options: Options) -> tuple[int, Options]:
     await syncer.bulk.close()
     await asyncio.to_thread(listener.stop)
     await syncer.close(checkpoint=outcome in (SyncerExit.OK, SyncerExit.FAILED))
-    if processes is not None:
-        await processes.close()
+    if shards is not None:
+        await shards.close()
     return _leave(syncer, options)
 
 

@@ -64,6 +64,8 @@ class Options:
     began_again: str = ""  # why the life before this one ended, in this process
     pod: str = ""  # the UID of the pod that it runs in, if it does
     command: tuple[str, ...] = ()  # this program with its arguments, for shards
+    shards_listen: str = ""  # where shards that are pods connect; empty: they are processes beside the syncer
+    shard_host: str = ""  # of such a shard, for learners of this cluster; its number stands for {}
 
 
 def restore(
@@ -118,6 +120,7 @@ def restore(
         plaintext=options.credentials,
         expected=expected,
         one_machine=is_loopback(options.listen.rpartition(":")[0]),
+        shard_host=options.shard_host if options.shards_listen else "",
     )
     syncer.durability.settings = settings_line(job, epoch.number, restored)
     return syncer, restored

@@ -74,7 +74,7 @@ async def _repeat(seconds: float, work: Callable[[float], object]) -> None:
 class Syncer:
     """One job's running syncer, without its servers. ``stay``: serve on after the job's end, until told to stop.
     ``plaintext``: the token that callers show where there is no ``listener``. ``expected``: learners may know from
-    before where it listens. ``one_machine``: it listens on loopback alone."""
+    before where it listens. ``one_machine``: it listens on loopback alone. ``shard_host``: see ``Sessions``."""
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Syncer:
         plaintext: Credentials = PLAINTEXT,
         expected: bool = False,
         one_machine: bool = False,
+        shard_host: str = "",
     ) -> None:
         name, runtime = job.metadata.name, restored.core["runtime"] if restored.core is not None else {}
         self.job = job
@@ -135,6 +136,7 @@ class Syncer:
             emit=emit,
             stop_progress=lambda: core.stop_progress(self.driver.clock()),
             tensors=model.tensors,
+            shard_host=shard_host,
         )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
         self._buffers = BufferPool()

@@ -22,6 +22,7 @@ from syncer_calls import ask_status
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
+from diloco_protocol.common.reach import join_address, split_address
 from diloco_protocol.security.credentials import BULK_PROTOCOL, Credentials
 from diloco_protocol.security.identity import SERVER_NAME
 from diloco_protocol.spec.job import DiLoCoJob
@@ -228,7 +229,7 @@ class Client:
         self.metadata = self.credentials.metadata()
         self.channel = self.credentials.aio_channel(syncer.addresses["sync"], options)
         self._bulk = bulk_connection(self.credentials, syncer.addresses["sync"])
-        self._shards: dict[int, bulk.Channel] = {}  # connections to shards
+        self._shards: dict[tuple[str, int], bulk.Channel] = {}  # connections to shards, by address and number
         self._calling = asyncio.Lock()  # for one bulk call at a time; after one that failed the next need not wait
         self.call: Any = None
         self.heard: list[sync_pb2.SyncerMessage] = []
@@ -303,8 +304,10 @@ class Client:
         shards = self.shards()
         for number, shard in enumerate(shards if fragment is not None else ()):
             if fragment in shard.fragments:
-                made = bulk_connection(self.credentials, self.syncer.addresses["sync"], number)
-                return self._shards.setdefault(number, made)
+                host, port = split_address(self.syncer.addresses["sync"])
+                there = join_address(shard.host or host, shard.port or port)
+                made = bulk_connection(self.credentials, there, number)
+                return self._shards.setdefault((there, number), made)
         return self._bulk
 
     async def upload(self, header: sync_pb2.UploadHeader, payload: Any) -> sync_pb2.UploadReply:

@@ -20,7 +20,7 @@ from diloco.bandwidth_plan import Conditions, document, fragment_sizes
 from diloco.console import CommandError
 from diloco.doctor.findings import Finding
 from diloco_protocol.common.format_units import bits_text, seconds_text
-from diloco_protocol.common.reach import connect, resolve_name, split_address, unreachable_text
+from diloco_protocol.common.reach import connect, join_address, resolve_name, split_address, unreachable_text
 from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.security.identity import SERVER_NAME
 from diloco_protocol.spec.job import DiLoCoJob
@@ -83,11 +83,14 @@ def _endpoint(job: DiLoCoJob, address: str, folder: Path | None) -> Iterator[Fin
 
 def _ways(job: DiLoCoJob, address: str, credentials: Credentials) -> Iterator[Finding]:
     """What one connection to the syncer, and to each of its shards, carries."""
-    shards = job.spec.syncer.shards
+    syncer, shards = job.spec.syncer, job.spec.syncer.shards
     for shard in (None, *(range(shards) if shards > 1 else ())):
-        about = "way to the syncer" if shard is None else f"way to shard {shard}"
+        about, there = "way to the syncer" if shard is None else f"way to shard {shard}", address
+        if shard is not None and syncer.shard_pods is not None:
+            host, port = syncer.shard_address(shard)
+            there = join_address(host or split_address(address)[0], port)
         try:
-            trip, up, down = asyncio.run(_measure_way(bulk_connection(credentials, address, shard)))
+            trip, up, down = asyncio.run(_measure_way(bulk_connection(credentials, there, shard)))
         except (CallFailed, StreamBroken, limits.WireError, TimeoutError) as error:
             fix = "measure again; a syncer of an earlier release measures nothing, and a shard has to be there"
             yield _finding(about, "warning", f"not measured: {error or 'it takes too long'}", fix=fix)

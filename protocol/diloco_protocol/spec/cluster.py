@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from diloco_protocol.common.quantities import parse_quantity
+from diloco_protocol.common.reach import split_address
 from diloco_protocol.spec.base import (
     ADDRESS_PATTERN,
     CIDR_PATTERN,
@@ -28,6 +29,7 @@ def _positive_quantity(text: str) -> str:
     return text
 
 
+MAX_NODE_PORT = 32767
 Quantity = Annotated[str, Field(max_length=32), AfterValidator(_positive_quantity)]
 Processes = Annotated[int, Field(ge=1, le=64)]
 Pods = Annotated[int, Field(ge=1, le=256)]
@@ -80,18 +82,34 @@ class EndpointSpec(Spec):
     address: Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=253)] | None = Field(
         None, description="host or host:port that learners of other clusters connect to; required across clusters."
     )
-    node_port: Annotated[int, Field(ge=30000, le=32767)] | None = Field(
-        None, description="For NodePort: shard i listens on nodePort + i; null: Kubernetes chooses."
+    node_port: Annotated[int, Field(ge=30000, le=MAX_NODE_PORT)] | None = Field(
+        None, description="For NodePort: the Service of shard pod i has nodePort + 1 + i; null: Kubernetes chooses."
     )
     service: ServiceSpec = Field(default_factory=ServiceSpec, description="Settings of its Service.")
 
     @property
     def learner_address(self) -> str:
         """host:port that learners of other clusters connect to; empty where no address is given."""
-        host, colon, port = (self.address or "").rpartition(":")
-        if not self.address or (colon and port.isdigit() and not host.endswith(":")):
-            return self.address or ""
-        return f"{self.address}:{self.node_port or SYNC_PORT}"
+        return _with_port(self.address, self.node_port or SYNC_PORT) if self.address else ""
+
+
+def _with_port(address: str, port: int) -> str:
+    """An ``ADDRESS_PATTERN`` as host:port, with this port where it has none."""
+    host, colon, given = address.rpartition(":")
+    return address if colon and given.isdigit() and not host.endswith(":") else f"{address}:{port}"
+
+
+class ShardPodsSpec(Spec):
+    """Pods of the syncer's shards, one each."""
+
+    addresses: list[Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=253)]] = Field(
+        default_factory=list,
+        max_length=64,
+        examples=[["shard-0.example.org", "shard-1.example.org"]],
+        description="host or host:port of each shard, in order, that learners of other clusters connect to; empty: "
+        "with endpoint.nodePort, for shard i the host of endpoint.address and port nodePort + 1 + i.",
+    )
+    pod_template: Free = Field({}, description="Merged into each shard's pod template, after syncer.podTemplate.")
 
 
 class TlsSpec(Spec):
@@ -132,11 +150,22 @@ class SyncerSpec(Spec):
     shards: int = Field(
         1, ge=1, le=64, description="Processes that share the fragments, beside the syncer; 1: the syncer has all."
     )
+    shard_pods: ShardPodsSpec | None = Field(
+        None,
+        description="In clusters: each shard is a pod of its own, with a Service; null: shards are processes beside "
+        "the syncer, behind its port. `diloco run` ignores it.",
+    )
     endpoint: EndpointSpec = Field(default_factory=EndpointSpec, description="Where learners reach it.")
     tls: TlsSpec = Field(default_factory=TlsSpec, description="Its certificate.")
     storage: StorageSpec = Field(default_factory=StorageSpec, description="Where it keeps its durable state.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Its checkpoints.")
     pod_template: Free = Field({}, description="Merged into the syncer's pod template.")
+
+    def shard_address(self, shard: int) -> tuple[str, int]:
+        """Host and port at which learners of other clusters reach a shard that is a pod; host empty: the syncer's."""
+        port = SYNC_PORT if self.endpoint.node_port is None else self.endpoint.node_port + 1 + shard
+        given = self.shard_pods.addresses if self.shard_pods is not None else []
+        return split_address(_with_port(given[shard], port)) if given else ("", port)
 
 
 class CredentialsSpec(Spec):
@@ -198,7 +227,7 @@ class RegionSpec(Spec):
     """One place where learners run."""
 
     name: str = Field(
-        "local", pattern=NAME_PATTERN, max_length=20, description="A unique name; not syncer or evaluator."
+        "local", pattern=NAME_PATTERN, max_length=20, description="A unique name; not evaluator, syncer, syncer-shard…."
     )
     cluster: Name | None = Field(None, description="Name of its cluster; null if the job has one cluster.")
     learners: int = Field(

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from diloco_protocol.spec.base import Path, Spec
-from diloco_protocol.spec.cluster import RegionSpec
+from diloco_protocol.spec.cluster import MAX_NODE_PORT, RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_protocol.spec.sync import LEAST_OF_MEDIAN
 from diloco_protocol.vocabulary import EVALUATOR
 
 RESERVED_REGIONS = ("syncer", EVALUATOR)
+RESERVED_BEGINNING = "syncer-shard"  # of names of objects beside those of regions
 
 
 class Violation(NamedTuple):
@@ -228,7 +229,8 @@ def _sync(spec: JobSpec) -> Iterator[Violation]:
 
 
 def _regions(spec: JobSpec) -> Iterator[Violation]:
-    """Regions have different names, none is called syncer or evaluator, and hold at most 4096 learners in all.
+    """Regions have different names, none is called syncer or evaluator, or begins with syncer-shard, and hold at most
+    4096 learners in all.
     maxLearners is at least learners; where it is more there are no spares, and the job is not deterministic."""
     first: dict[str, int] = {}
     for index, region in enumerate(spec.regions):
@@ -240,7 +242,7 @@ def _regions(spec: JobSpec) -> Iterator[Violation]:
                 f"regions.{first[region.name]}.name",
             )
         first.setdefault(region.name, index)
-        if region.name in RESERVED_REGIONS:
+        if region.name in RESERVED_REGIONS or region.name.startswith(RESERVED_BEGINNING):
             yield broken(path, "is taken by a part of the job itself: choose another name")
         yield from _max_learners(spec, index, region)
     if spec.most_slots > 4096:
@@ -434,6 +436,37 @@ def _syncer(spec: JobSpec) -> Iterator[Violation]:
             )
 
 
+def _shard_pods(spec: JobSpec) -> Iterator[Violation]:
+    """syncer.shardPods has syncer.shards above 1, syncer.storage.uri and tls.mode auto. Its addresses are none, or one
+    for each shard; a job that spans clusters has them, or endpoint.nodePort. nodePort + shards is a port."""
+    syncer, pods = spec.syncer, spec.syncer.shard_pods
+    if pods is None:
+        return
+    node_port, shards, given = syncer.endpoint.node_port, syncer.shards, len(pods.addresses)
+    is_far = syncer.cluster is not None and any(r.cluster not in (None, syncer.cluster) for r in spec.regions)
+    most, path = MAX_NODE_PORT - shards, "syncer.shardPods"
+    for is_wrong, field, message in (
+        (shards == 1, "shards", f"must be more than 1 with {path}, a pod for each: raise it, or leave them out"),
+        (syncer.storage.uri is None, "storage.uri", f"is required with {path}, which use one store: name a bucket"),
+        (syncer.tls.mode == "off", "tls.mode", f"must be auto with {path}, which talk over the network"),
+        (given not in (0, shards), "shardPods.addresses", f"has {given} for {shards} shards: name one each, in order"),
+        (
+            is_far and not given and node_port is None,
+            "shardPods.addresses",
+            "is required: this job spans clusters, and learners must know where to connect: name one for each shard, "
+            "or set endpoint.nodePort",
+        ),
+        (
+            node_port is not None and node_port > most,
+            "endpoint.nodePort",
+            f"must be at most {most} with {path}: the {shards} ports above it are theirs",
+        ),
+    ):
+        if is_wrong:
+            read = ("syncer.shards", path, "syncer.endpoint.nodePort", "syncer.cluster", "regions")
+            yield broken(f"syncer.{field}", message, *read)
+
+
 def _output(spec: JobSpec) -> Iterator[Violation]:
     """output.uri is not in the bucket folder of syncer.storage.uri."""
     uri, store = spec.output.uri, spec.syncer.storage.uri
@@ -445,7 +478,7 @@ def _output(spec: JobSpec) -> Iterator[Violation]:
         )
 
 
-RULES = (_stop, _model, _data, _sync, _regions, _parallel, _clusters, _syncer, _output)
+RULES = (_stop, _model, _data, _sync, _regions, _parallel, _clusters, _syncer, _shard_pods, _output)
 
 
 def violations(spec: JobSpec) -> list[Violation]:

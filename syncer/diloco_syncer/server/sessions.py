@@ -29,7 +29,14 @@ import grpc
 
 from diloco_protocol.security.identity import covers, same_party
 from diloco_protocol.spec.job import DiLoCoJob
-from diloco_protocol.vocabulary import MAX_FRAGMENTS, ConnectionRefusal, JobPhase, JoinRefusal, TransferRefusal
+from diloco_protocol.vocabulary import (
+    MAX_FRAGMENTS,
+    SYNC_PORT,
+    ConnectionRefusal,
+    JobPhase,
+    JoinRefusal,
+    TransferRefusal,
+)
 from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.progress import Progress
@@ -68,7 +75,7 @@ class Connection:
     def __init__(self, number: int, peer: Peer = PLAIN) -> None:
         self.number = number
         self.peer = peer
-        self.process = ""
+        self.process = self.region = ""
         self.place = NOBODY  # where its bytes are counted
         self.queue: deque[bytes] = deque()
         self.wake = asyncio.Event()
@@ -111,7 +118,8 @@ class Connection:
 
 @dataclass
 class Sessions:
-    """All sessions of a syncer."""
+    """All sessions of a syncer. ``shard_host``: of a shard in a pod of its own, for who is in the syncer's cluster; its
+    number stands for {}. Empty: shards are behind the syncer's port."""
 
     job: DiLoCoJob
     core: Core
@@ -122,9 +130,10 @@ class Sessions:
     emit: Callable[[ev.Event], None]
     stop_progress: Callable[[], float]  # how much of the job's stop is reached now, 0 to 1
     tensors: Callable[[], bytes]  # the job's, as tensors_to_json has them; empty: not known yet, or too many to say
+    shard_host: str = ""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _connections: dict[int, Connection] = field(default_factory=dict)
-    _shards: list[sync_pb2.Shard] = field(default_factory=list)
+    _shards: Sequence[Sequence[int]] = ()  # the fragments of each
 
     def __post_init__(self) -> None:
         self._news = NewsForLearners(self.job, self.core)
@@ -190,7 +199,7 @@ class Sessions:
             return
         if not await self._check_join(join, attempt, peer, context):
             return
-        connection.process = join.process
+        connection.process, connection.region = join.process, join.region
         connection.place = self.traffic.place_of(join.region, join.evaluator)
         self.authorizer.assign_place(self.authorizer.find_name(context), connection.place)
         self._connections[connection.number] = connection
@@ -341,7 +350,7 @@ class Sessions:
             welcome = self._news.welcome(
                 action, broadcasts, store.problem, store.optimizer_bytes, progress=self.stop_progress()
             )
-            welcome.shards.extend(self._shards)
+            welcome.shards.extend(self._find_shards(connection.region))
             connection.send(sync_pb2.SyncerMessage(welcome=welcome))
             connection.welcomed = True
 
@@ -388,13 +397,24 @@ class Sessions:
 
     def set_shards(self, shards: Sequence[Sequence[int]]) -> None:
         """Tell which shard has which fragments. A shard's number is its place, so all are told."""
-        told = [sync_pb2.Shard(fragments=fragments) for fragments in shards] if any(shards) else []
+        told = shards if any(shards) else ()
         if told == self._shards:
             return
         self._shards = told
         for connection in self._connections.values():
             if connection.welcomed:
-                connection.send(sync_pb2.SyncerMessage(shards=sync_pb2.Shards(shards=told)))
+                shards_there = sync_pb2.Shards(shards=self._find_shards(connection.region))
+                connection.send(sync_pb2.SyncerMessage(shards=shards_there))
+
+    def _find_shards(self, region: str) -> Iterator[sync_pb2.Shard]:
+        """The shards, as a learner of the region reaches them. An evaluator is in the syncer's cluster."""
+        syncer, host, port = self.job.spec.syncer, "", 0
+        is_far = any(one.name == region and one.cluster != syncer.cluster for one in self.job.spec.regions)
+        for number, fragments in enumerate(self._shards):
+            if self.shard_host:
+                near = self.shard_host.replace("{}", str(number)), SYNC_PORT
+                host, port = syncer.shard_address(number) if is_far else near
+            yield sync_pb2.Shard(port=port, host=host, fragments=fragments)
 
     def end_all(self) -> None:
         """End every session, because the syncer ends. One of which something may be unread ends as unavailable."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 NO_FIGURES = ms.ShardFigures(0.0, 0, {}, {})
 HANDLES = 1 << 32  # that one life of a shard may give out
+STEADY_SECONDS = 60.0  # a life that lasted so long begins the counts of failures anew
 
 
 class Stream(Protocol):
@@ -63,9 +65,15 @@ class ShardState:
     merging: dict[int, ms.MakeVersion] = field(default_factory=dict)  # by fragment: what it was asked for
     figures: ms.ShardFigures = NO_FIGURES
     problem: str = ""  # of its store
+    since: float = math.inf  # its stream is there, monotonic seconds
     failures: int = 0  # ends in a row, each soon after its start
     why: str = ""  # it ended last
     said: str = ""  # its process, of its own end
+    code: int = SyncerExit.FAILED  # of that end
+
+    def is_steady(self) -> bool:
+        """Whether its present or last life has lasted."""
+        return time.monotonic() - self.since >= STEADY_SECONDS
 
 
 @dataclass
@@ -178,17 +186,18 @@ class Coordinator:
         shard = self.shards[index]
         if shard.stream is not None:  # the end of the one before is not heard yet
             self.lose_shard(index, shard.stream, "another process has taken its place")
-        shard.stream, shard.said = stream, ""
+        shard.stream, shard.since, shard.said, shard.code = stream, time.monotonic(), "", SyncerExit.FAILED
+        shard.why = shard.why if shard.failures else ""
         if self.model.layout is not None:
             self._send_begin(shard, {p: self.model.newest[p].version for p in shard.fragments})
         elif self._dealt:
             self._send_begin(shard, {p: self._wanted[p] for p in shard.fragments})
 
-    def lose_shard(self, index: int, stream: Stream, why: str) -> None:
-        """The process of a shard at this stream has ended. Nothing changes where another has taken its place."""
+    def lose_shard(self, index: int, stream: Stream, why: str) -> bool:
+        """The process of a shard at this stream has ended. False: another has taken its place, and nothing changes."""
         shard = self.shards[index]
         if shard.stream is not stream:
-            return
+            return False
         was_serving, shard.serving, shard.stream = shard.serving, False, None
         shard.problem = ""
         add_bytes(self._ended_bytes, shard.figures.wire_bytes)
@@ -198,6 +207,18 @@ class Coordinator:
         log.error("shard %d is away: %s", index, shard.why)
         if was_serving and self.model.layout is not None:  # else nothing was asked of it yet
             self.emit(ev.ShardLost(index, shard.why))
+        return True
+
+    def await_pods(self) -> None:
+        """Shards are pods, which may be pending for long."""
+        for shard in self.shards:
+            shard.why = "its pod has not connected yet"
+
+    def tell_awaited(self) -> None:
+        """Tell of the shards that have not come yet."""
+        if awaited := ", ".join(str(shard.index) for shard in self.shards if shard.since == math.inf):
+            log.warning("waiting for shard pods %s", awaited)  # at a start nobody hears of events yet
+            self.core.record_event(EventKind.SHARD_LOST, f"waiting for shard pods {awaited}")
 
     def count_failure(self, index: int, why: str, code: int) -> int:
         """A shard's process has ended, or could not be started. Returns how often that was in a row. While the job
@@ -213,10 +234,6 @@ class Coordinator:
             self.core.record_event(EventKind.SHARD_LOST, f"{words}; it is tried again")
         return shard.failures
 
-    def note_steady(self, index: int) -> None:
-        """A shard's process has run for long."""
-        self.shards[index].failures = 0
-
     async def take_message(self, index: int, stream: Stream, message: Any) -> None:
         """What a shard says becomes the core's events, unless another process has taken its place. Raises ``WireError``
         for what no shard says."""
@@ -227,7 +244,7 @@ class Coordinator:
             case ms.Begun():
                 await self._begin_serving(shard, message)
             case ms.ShardEnded(code, why):
-                shard.said = why
+                shard.said, shard.code = why, code
                 if code in (SyncerExit.CONFIGURATION, SyncerExit.SUPERSEDED):  # it would end so again
                     self.stop(code, why)
             case ms.FindCaller():
@@ -255,7 +272,8 @@ class Coordinator:
                 shard.problem = message.problem
                 self.on_change()
             case ms.ShardFigures():
-                shard.figures = message
+                shard.figures = message  # each second
+                shard.failures = 0 if shard.is_steady() else shard.failures
             case _:
                 raise WireError(f"{type(message).__name__} from a shard")
 

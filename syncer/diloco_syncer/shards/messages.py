@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,6 +18,7 @@ from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.records import Payload, PushHeader
 from diloco_syncer.core.events import AnswerPush, Merge, PushAdvanced, ReleasePush
 
+RELEASE = version("decoupled-diloco")
 MAX_MESSAGE = 64 << 20  # bytes: a merge names the pushes of all learners, each with its report
 
 # ------------------------------------------------------------------ from a shard
@@ -24,9 +26,19 @@ MAX_MESSAGE = 64 << 20  # bytes: a merge names the pushes of all learners, each 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a shard's process."""
+    """The first message of a shard's process: its number, how many shards it takes there to be, and its release."""
 
     shard: int
+    shards: int
+    release: str = RELEASE
+
+    def find_objection(self, shards: int) -> str:
+        """Why a syncer of so many shards does not take it; empty: it does."""
+        if self.release != RELEASE:
+            return f"shard {self.shard} is of release {self.release}, and the syncer of {RELEASE}"
+        if self.shards != shards or not 0 <= self.shard < shards:
+            return f"shard {self.shard} is one of {self.shards}, and the syncer has {shards}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +187,13 @@ FromShard = (
 
 
 @dataclass(frozen=True, slots=True)
+class HelloRefused:
+    """The answer to the ``Hello`` of a shard that does not fit: why, for people."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """Own these fragments from these versions on, or from the next of one if this epoch has made it. ``handles``: the
     numbers of pushes begin above."""
@@ -241,7 +260,8 @@ class ForgetPush:
 
 
 ToShard = (
-    Begin
+    HelloRefused
+    | Begin
     | RestoreOffer
     | CallerFound
     | CallRefused

@@ -1,28 +1,34 @@
-"""The process of a shard: the bulk connections that the syncer passes on to it, and the stream to that syncer, which
-started it.
+"""The process of a shard: its bulk connections, and the stream to the syncer.
 
-It ends when the syncer does: signals are the syncer's, and nothing here has to be brought to rest.
+One beside the syncer ends when that does, which started it and passes connections on to it: signals are the syncer's.
+One in a pod of its own outlives syncers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
-from diloco_protocol.security.credentials import Credentials
+from diloco_protocol.common.http_server import listen_on
+from diloco_protocol.security.credentials import Credentials, CredentialsError
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.vocabulary import SyncerExit
+from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.numerics.outer import OuterError
 from diloco_syncer.numerics.warm_up import warm_up
 from diloco_syncer.server.tls.access import CallAuthorizer
 from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.shards import messages as ms
+from diloco_syncer.shards.coordinator import STEADY_SECONDS
 from diloco_syncer.shards.shard import Shard
-from diloco_syncer.shards.stream import MessageStream
+from diloco_syncer.shards.stream import MessageStream, connect_syncer
+from diloco_syncer.shards.supervisor import pause_after
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import FormatRefused
@@ -32,8 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
-    """What the process was called with. ``syncer``: the path of the socket at which it is awaited; ``connections``: the
-    descriptor of the link by which connections come."""
+    """What the process was called with. ``syncer``: where it is awaited, the path of a socket; ``connections``: the
+    descriptor of the link by which connections come. In a pod of its own there is no link: connections come to
+    ``listen``, and ``syncer`` is host:port."""
 
     job: DiLoCoJob
     store: str
@@ -42,37 +49,68 @@ class ShardOptions:
     shard: int
     syncer: str
     connections: int
+    listen: str
 
 
 async def run_shard(options: ShardOptions) -> int:
-    """Serve until the syncer ends; returns the exit code."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: None)
-    regions = learners_by_region(options.job)
-    listener = PortListener(options.credentials, options.job.metadata.name, regions, options.shard)
-    listener.accept_passed(socket.socket(fileno=options.connections))
+    """Serve until the syncer ends; returns the exit code. In a pod of its own a shard then goes on with the next
+    syncer, and SIGTERM ends it at once: nothing here has to be brought to rest."""
     await asyncio.to_thread(warm_up, options.job, options.threads)
+    if options.connections >= 0:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+        reader, writer = await asyncio.open_unix_connection(options.syncer)
+        listener = _make_listener(options)
+        listener.accept_passed(socket.socket(fileno=options.connections))
+        return await _serve(options, listener, MessageStream(reader, writer))
+    listening, failures = listen_on(options.listen, "--listen"), 0
+    while True:
+        began = time.monotonic()
+        try:
+            options = replace(options, credentials=Credentials.from_directory(options.credentials.directory))
+            stream = await connect_syncer(options.credentials, options.syncer)
+        except (StreamBroken, CredentialsError) as error:
+            log.error("%s", error)
+        else:
+            listener = _make_listener(options)
+            listener.accept_at(listening.dup())
+            code = await _serve(options, listener, stream)
+            if code not in (SyncerExit.OK, SyncerExit.SUPERSEDED):  # the syncer that is superseded has a successor
+                return code
+            gc.collect()  # a life's parts hold each other, and a model
+        failures = failures + 1 if time.monotonic() - began < STEADY_SECONDS else 0
+        await asyncio.sleep(pause_after(failures))
+
+
+def _make_listener(options: ShardOptions) -> PortListener:
+    regions = learners_by_region(options.job)
+    return PortListener(options.credentials, options.job.metadata.name, regions, options.shard)
+
+
+async def _serve(options: ShardOptions, listener: PortListener, stream: MessageStream) -> int:
+    """Be a shard until the stream ends; returns the exit code."""
+    loop = asyncio.get_running_loop()
     store = await asyncio.to_thread(open_store, options.store)
-    reader, writer = await asyncio.open_unix_connection(options.syncer)
-    stream = MessageStream(reader, writer)
     outcome: asyncio.Future[BaseException | None] = loop.create_future()
 
     def stop_by(error: BaseException) -> None:
         if not outcome.done():
             outcome.set_result(error)
 
-    authorizer = CallAuthorizer(listener, regions, options.credentials)
+    authorizer = CallAuthorizer(listener, learners_by_region(options.job), options.credentials)
     shard = Shard(options.job, store, authorizer, options.threads, send=stream.send, stop_by=stop_by)
 
     async def follow() -> None:
         async for message in stream.read_messages():
+            if isinstance(message, ms.HelloRefused):
+                log.error("the syncer refuses this shard: %s", message.why)
+                return
             await shard.take_message(message)
             if isinstance(message, ms.Begin) and shard.begun:
                 listener.serve_bulk(shard.bulk.accept)
                 listener.start()
 
-    stream.send(ms.Hello(options.shard))
+    stream.send(ms.Hello(options.shard, options.job.spec.syncer.shards))
     following = loop.create_task(follow())
     following.add_done_callback(
         lambda task: stop_by(task.exception() or EOFError("the syncer has ended")) if not task.cancelled() else None

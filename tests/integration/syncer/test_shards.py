@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from sharded_syncer import PATIENT, TWO, be_patient, check_books, digests, first_learner, rejoin, said
 from syncer_client import LAYOUT, Client, SyncerProcess, raw_job, turn
 
-import tape_reader
 from diloco.doctor.links import check_links
 from diloco_protocol.vocabulary import SyncerExit
-from diloco_protocol.wire import limits, sync_pb2
+from diloco_protocol.wire import sync_pb2
 from diloco_protocol.wire.bulk import TransferError
 from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.store.directory import DirectoryStore
@@ -27,15 +27,10 @@ from patience import until
 # One event loop for all: gRPC's poller does not outlive the loop that it was made in.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
-TWO = "syncer.shards=2"
-PATIENT = "sync.heartbeat.timeoutSeconds=120"  # of a raw client that reports nothing while it waits
-
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of version 0 is answered when the shards have begun: their processes start meanwhile, which takes long on
-    a busy machine. A learner would ask again; the raw client waits."""
-    monkeypatch.setattr(limits, "STALL_SECONDS", 250.0)
+    be_patient(monkeypatch)
 
 
 def shard_process(syncer: SyncerProcess, index: int) -> psutil.Process:
@@ -60,20 +55,6 @@ async def keep_killing(syncer: SyncerProcess, index: int) -> None:
         await asyncio.sleep(0.05)
 
 
-def said(syncer: SyncerProcess, words: str) -> int:
-    """How often the syncer has said it."""
-    return syncer.text().count(words)
-
-
-async def first_learner(syncer: SyncerProcess) -> Client:
-    client = Client(syncer)
-    await client.join()
-    await client.initialise()
-    await until(lambda: len(client.of_kind("announcement")) == len(LAYOUT))
-    await client.ready()
-    return client
-
-
 async def send_again(client: Client, push: sync_pb2.Push) -> sync_pb2.UploadReply:
     """Send a push until its shard answers."""
     while True:
@@ -81,18 +62,6 @@ async def send_again(client: Client, push: sync_pb2.Push) -> sync_pb2.UploadRepl
             return await client.send(push)
         except TransferError:
             await asyncio.sleep(0.05)
-
-
-def digests(store: Path) -> dict[tuple[int, int], str]:
-    """Of all merges, as the tape has them."""
-    return {(line["fragment"], line["version"]): line["result"] for line in tape_reader.read(DirectoryStore(store))}
-
-
-def check_books(syncer: SyncerProcess, tokens: dict[str, int]) -> None:
-    assert tokens["trained"] == sum(tokens[name] for name in ("merged", "dropped", "pending")), tokens
-    assert audit_store(DirectoryStore(syncer.store), "raw").holds
-    assert tape_reader.verify(DirectoryStore(syncer.store))
-    assert "Traceback" not in syncer.text()
 
 
 @pytest.mark.promise("The same pushes give the same bits with any number of shards")
@@ -122,29 +91,6 @@ async def test_two_shards_make_the_bits_of_one_and_their_number_may_change_at_an
         check_books(syncer, tokens)
         made[name] = digests(syncer.store)
     assert made["one"] == made["two"] and len(made["one"]) == 12
-
-
-async def rejoin(client: Client, syncer: SyncerProcess) -> Client:
-    """The same process at another life of its syncer."""
-    again = Client(syncer, client.ordinal, client.process)
-    for name in ("sequence", "base", "bases", "steps", "merged_steps", "pushed", "confirmed"):
-        setattr(again, name, getattr(client, name))
-    seat = client.welcome.seat
-    held = [sync_pb2.Held(epoch=epoch, version=version) for epoch, version in client.base]
-    await again.join(
-        held=held, previous_incarnation=seat.incarnation, tenure=seat.tenure, slot=seat.slot, attempt=again_attempt()
-    )
-    for fragment, (_, version) in enumerate(client.base):
-        await again.adopt(fragment, version)
-    await again.report()
-    return again
-
-
-_attempts = iter(range(2, 1 << 20))
-
-
-def again_attempt() -> int:
-    return next(_attempts)
 
 
 @pytest.mark.promise("A lost shard stops the merges of its fragments only, is told by name, and costs no token")

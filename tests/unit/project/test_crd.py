@@ -79,6 +79,7 @@ def test_no_field_is_kept_unseen_but_the_free_mappings() -> None:
     free = {path for path, node in NODES.items() if node.get("x-kubernetes-preserve-unknown-fields")}
     assert free == {
         ("spec", "syncer", "podTemplate"),
+        ("spec", "syncer", "shardPods", "podTemplate"),
         ("spec", "learners", "podTemplate"),
         ("spec", "evaluator", "podTemplate"),
         ("spec", "regions", "[]", "podTemplate"),

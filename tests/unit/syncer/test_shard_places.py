@@ -23,7 +23,7 @@ from diloco_syncer.runtime.event_log import EventLog
 from diloco_syncer.runtime.global_model import GlobalModel, first_records
 from diloco_syncer.runtime.merger import Merged
 from diloco_syncer.shards import messages as ms
-from diloco_syncer.shards.coordinator import Coordinator, ShardState
+from diloco_syncer.shards.coordinator import STEADY_SECONDS, Coordinator, ShardState
 from diloco_syncer.shards.supervisor import LONGEST_PAUSE, pause_after
 from diloco_syncer.store.checkpoint import offer_name
 
@@ -281,8 +281,21 @@ async def test_a_shard_that_fails_again_and_again_is_told_of_by_name() -> None:
     assert row_of(job, 0) == (False, SHARD_FAILING + 2, "its process ended with exit code 1")
     await job.say(0, ms.Begun((job.row(0),)))
     assert row_of(job, 0) == (True, SHARD_FAILING + 2, "its process ended with exit code 1"), "it may fail again"
-    job.coordinator.note_steady(0)
+    figures = ms.ShardFigures(1.0, 1, {}, {})
+    await job.say(0, figures)
+    assert row_of(job, 0)[1] == SHARD_FAILING + 2, "it has not run for long"
+    job.shards[0].since -= STEADY_SECONDS
+    await job.say(0, figures)
     assert row_of(job, 0) == (True, 0, "") and row_of(job, 1) == (True, 0, "")
+
+
+async def test_an_end_that_a_shard_has_told_of_has_its_status_and_one_it_has_not_told_of_has_none() -> None:
+    job = await Job().begin()
+    await job.say(0, ms.ShardEnded(SyncerExit.STORE, "the store cannot be used"))
+    assert job.shards[0].code == SyncerExit.STORE
+    job.lose(0)
+    job.connect(0)
+    assert job.shards[0].code == SyncerExit.FAILED
 
 
 async def test_a_failure_says_what_its_own_process_said_of_its_end() -> None:
@@ -309,6 +322,21 @@ def test_while_a_job_begins_a_shard_that_fails_again_and_again_ends_the_syncer(c
     assert not job.stopped
     job.coordinator.count_failure(1, "words", code)
     assert job.stopped == [(status, "shard 1 of the syncer has failed 3 times in a row: words")] and not job.events
+
+
+@pytest.mark.parametrize(
+    ("hello", "objection"),
+    [
+        (ms.Hello(0, 2), ""),
+        (ms.Hello(1, 2), ""),
+        (ms.Hello(2, 2), "shard 2 is one of 2, and the syncer has 2"),
+        (ms.Hello(-1, 2), "shard -1 is one of 2, and the syncer has 2"),
+        (ms.Hello(0, 3), "shard 0 is one of 3, and the syncer has 2"),
+        (ms.Hello(0, 2, "0.1"), f"shard 0 is of release 0.1, and the syncer of {ms.RELEASE}"),
+    ],
+)
+def test_a_shard_of_another_number_or_release_is_refused(hello: ms.Hello, objection: str) -> None:
+    assert hello.find_objection(2) == objection
 
 
 def test_the_pauses_between_tries_grow_to_a_bound() -> None:

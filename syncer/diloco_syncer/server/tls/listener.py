@@ -214,17 +214,22 @@ class PortListener:
     def bind(self, address: str) -> int:
         """Bind and listen; peers wait until ``start``. Returns the port. Raises ``ListenError``."""
         try:
-            self._listening = listening_socket(*split_address(address, "--listen"))
+            listening = listening_socket(*split_address(address, "--listen"))
         except OSError as error:
             raise ListenError(f"cannot listen on {address}: {error.strerror or error}") from error
-        self._listening.listen(_BACKLOG)
-        self._listening.setblocking(False)
-        return int(self._listening.getsockname()[1])
+        listening.listen(_BACKLOG)
+        self.accept_at(listening)
+        return int(listening.getsockname()[1])
+
+    def accept_at(self, listening: socket.socket) -> None:
+        """Instead of ``bind``: accept at this socket."""
+        listening.setblocking(False)
+        self._listening = listening
 
     def accept_passed(self, link: socket.socket) -> None:
         """Instead of ``bind``: take the connections that the syncer passes on."""
-        link.setblocking(False)
-        self._listening = self._link = link
+        self.accept_at(link)
+        self._link = link
 
     def begin_shards(self, count: int) -> None:
         """Before ``start``: there are so many shards, which are away."""

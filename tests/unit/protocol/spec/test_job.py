@@ -32,9 +32,11 @@ from example_counts import share_of
 from wrong_jobs import (
     BASE,
     CLUSTERS,
+    FAR_SHARD_PODS,
     LEAVES,
     NAMES,
     RULES,
+    SHARD_PODS,
     SIZES,
     TOGETHER,
     Leaf,
@@ -166,11 +168,34 @@ def test_a_broken_rule_is_the_only_problem(fields: dict[str, Any], path: str, sa
         {"sync.heartbeat": {"intervalSeconds": 5, "timeoutSeconds": 5.1}},
         {"regions": [{"name": f"r{i}", "learners": 1024} for i in range(4)]},
         {"training.model.config.vocab_size": 256},
+        {**SHARD_PODS, "syncer.endpoint": {"type": "NodePort", "nodePort": 32765}},
+        {**FAR_SHARD_PODS, "syncer.endpoint": {"type": "NodePort", "nodePort": 30000, "address": "a"}},
+        {**FAR_SHARD_PODS, "syncer.shardPods.addresses": ["a", "b:4002"]},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_is_at_a_rules_bound_is_taken(fields: dict[str, Any]) -> None:
     assert problems(local_job(fields)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"syncer.shardPods.addresses": ["a", "b:4002"]}, [("a", 7700), ("b", 4002)]),
+        ({"syncer.shardPods.addresses": ["[::1]", "[::2]:1"]}, [("::1", 7700), ("::2", 1)]),
+        ({"syncer.endpoint": {"type": "NodePort", "nodePort": 30000, "address": "a:4001"}}, [("", 30001), ("", 30002)]),
+        (
+            {
+                "syncer.endpoint": {"type": "NodePort", "nodePort": 30000, "address": "a"},
+                "syncer.shardPods.addresses": ["b", "c"],
+            },
+            [("b", 30001), ("c", 30002)],
+        ),
+    ],
+)
+def test_where_learners_of_other_clusters_reach_shard_pods(fields: dict[str, Any], told: list[tuple[str, int]]) -> None:
+    syncer = parse_job(json.dumps(local_job({**FAR_SHARD_PODS, **fields}))).spec.syncer
+    assert [syncer.shard_address(shard) for shard in (0, 1)] == told
 
 
 def test_a_job_that_spans_clusters() -> None:
