@@ -1,0 +1,143 @@
+"""What newcomers cost rounds, on a real hub: how long eight learners need for a version while others join.
+
+The hub is the real program, `python -m diloco_syncer`, in plain text and on this machine, so that the hub's processor
+is the bottleneck rather than a link. Eight synthetic learners download a whole version (bfloat16) again and again, each
+over four connections. Beside them newcomers download their model once, as the worker does. The ratio is the median of
+these versions' seconds over the median without newcomers: 1 is undisturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import common
+import hub
+import programs
+from diloco_protocol.arrays import codec
+from diloco_protocol.spec.load import parse_job
+from diloco_protocol.wire import bulk, sync_pb2
+
+NEWCOMERS = 8
+UP, DOWN = "int4", "bfloat16"
+ALONE = 5  # versions
+
+
+class Reader(hub.Learner):
+    """A learner that downloads version 0: as a round's, or as a newcomer."""
+
+    def __init__(self, ordinal: int, place: hub.Place) -> None:
+        super().__init__(ordinal, place)
+        self.ways["version"] = lambda: self._each_fragment(self._read)
+        self._catching_up = ordinal >= hub.LEARNERS
+
+    async def _read(self, fragment: int) -> None:
+        request = sync_pb2.DownloadRequest(
+            job="bench-hub",
+            process=self._process,
+            what=sync_pb2.DownloadRequest.FULL,
+            fragment=fragment,
+            epoch=self._epoch,
+            catching_up=self._catching_up,
+        )
+        size = codec.encoded_bytes(DOWN, self._place.elements)
+        header, _ = await bulk.download(self._lanes_down, request, size=size)
+        if not header.found:
+            raise RuntimeError(f"version 0 of fragment {fragment} is not to be had: {header.reason}")
+
+
+def host_readers(pipe: Connection, ordinals: list[int], place: hub.Place) -> None:
+    """A process of some readers, which do together what they are told."""
+
+    async def run() -> None:
+        readers = [Reader(ordinal, place) for ordinal in ordinals]
+        while (word := await asyncio.to_thread(pipe.recv)) != "end":
+            await asyncio.gather(*(reader.ways[word]() for reader in readers))
+            pipe.send("")
+
+    asyncio.run(run())
+
+
+class Hosts:
+    """The processes of readers."""
+
+    def __init__(self, place: hub.Place) -> None:
+        self._place = place
+        self._children: list[Any] = []
+
+    def start(self, ordinals: list[int]) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        child = context.Process(target=host_readers, args=(theirs, ordinals, self._place), daemon=True)
+        child.start()
+        self._children.append(child)
+        return ours
+
+    def end(self, *pipes: Connection) -> None:
+        for pipe in pipes:
+            pipe.send("end")
+        for child in self._children:
+            child.join(10)
+
+
+def await_answer(pipe: Connection) -> None:
+    """Raises SystemExit if none comes."""
+    if not pipe.poll(hub.WAIT_SECONDS):
+        raise SystemExit(f"bench/newcomers: no answer within {hub.WAIT_SECONDS:.0f} s")
+    pipe.recv()
+
+
+def tell(pipe: Connection, word: str) -> float:
+    """Say it and wait until it is done; the seconds that it took."""
+    began = time.monotonic()
+    pipe.send(word)
+    await_answer(pipe)
+    return time.monotonic() - began
+
+
+def time_versions(learners: Connection, enough: Callable[[int], bool]) -> list[float]:
+    """The seconds of versions, until there are enough; the last one counts if it is the only one."""
+    took: list[float] = []
+    while not enough(len(took)):
+        took.append(tell(learners, "version"))
+    return took[:-1] or took
+
+
+def main() -> None:
+    common.end_on_sigterm()
+    args = common.arguments(__doc__ or "").parse_args()
+    elements = 1 << 20 if args.quick else 250_000_000 // hub.FRAGMENTS
+    everybody = hub.LEARNERS + 1 + NEWCOMERS
+    job = parse_job(hub.JOB.format(fragments=hub.FRAGMENTS, quorum=everybody, up=UP, down=DOWN, shards=1))
+    rows = []
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder,
+        programs.Syncer(Path(folder) / "hub", job) as run,
+    ):
+        hosts = Hosts(hub.Place(run.address, 0, None, elements=elements, up=UP, down=DOWN))
+        learners, one, many = (
+            hosts.start(list(range(*ordinals)))
+            for ordinals in ((0, hub.LEARNERS), (hub.LEARNERS, hub.LEARNERS + 1), (hub.LEARNERS + 1, everybody))
+        )
+        for pipe in (learners, one, many):
+            tell(pipe, "join")
+        tell(learners, "version")
+        alone = statistics.median(time_versions(learners, lambda count: count > ALONE))
+        for name, newcomers in (("a newcomer", one), (f"{NEWCOMERS} newcomers", many)):
+            newcomers.send("version")
+            took = statistics.median(time_versions(learners, lambda count, pipe=newcomers: count and pipe.poll()))
+            await_answer(newcomers)
+            rows.append(common.Row(name, took, "s", "no newcomer", baseline=alone, ratio=took / alone))
+        hosts.end(learners, one, many)
+    common.show(rows, args.json, f"{hub.LEARNERS} learners, {hub.FRAGMENTS} fragments of {elements} values")
+
+
+if __name__ == "__main__":
+    main()
