@@ -227,7 +227,7 @@ class RegionSpec(Spec):
     """One place where learners run."""
 
     name: str = Field(
-        "local", pattern=NAME_PATTERN, max_length=20, description="A unique name; not evaluator, syncer, syncer-shard…."
+        "local", pattern=NAME_PATTERN, max_length=20, description="Unique; not syncer, syncer-shard* or evaluator."
     )
     cluster: Name | None = Field(None, description="Name of its cluster; null if the job has one cluster.")
     learners: int = Field(

@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from diloco_protocol.common.http_server import listen_on
@@ -60,9 +61,8 @@ async def run_shard(options: ShardOptions) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, lambda: None)
         reader, writer = await asyncio.open_unix_connection(options.syncer)
-        listener = _make_listener(options)
-        listener.accept_passed(socket.socket(fileno=options.connections))
-        return await _serve(options, listener, MessageStream(reader, writer))
+        link = socket.socket(fileno=options.connections)
+        return await _serve(options, MessageStream(reader, writer), lambda listener: listener.accept_passed(link))
     listening, failures = listen_on(options.listen, "--listen"), 0
     while True:
         began = time.monotonic()
@@ -72,9 +72,7 @@ async def run_shard(options: ShardOptions) -> int:
         except (StreamBroken, CredentialsError) as error:
             log.error("%s", error)
         else:
-            listener = _make_listener(options)
-            listener.accept_at(listening.dup())
-            code = await _serve(options, listener, stream)
+            code = await _serve(options, stream, lambda listener: listener.accept_at(listening.dup()))
             if code not in (SyncerExit.OK, SyncerExit.SUPERSEDED):  # the syncer that is superseded has a successor
                 return code
             gc.collect()  # a life's parts hold each other, and a model
@@ -82,14 +80,11 @@ async def run_shard(options: ShardOptions) -> int:
         await asyncio.sleep(pause_after(failures))
 
 
-def _make_listener(options: ShardOptions) -> PortListener:
-    regions = learners_by_region(options.job)
-    return PortListener(options.credentials, options.job.metadata.name, regions, options.shard)
-
-
-async def _serve(options: ShardOptions, listener: PortListener, stream: MessageStream) -> int:
-    """Be a shard until the stream ends; returns the exit code."""
-    loop = asyncio.get_running_loop()
+async def _serve(options: ShardOptions, stream: MessageStream, bind: Callable[[PortListener], None]) -> int:
+    """Be a shard until the stream ends; returns the exit code. ``bind``: says where a listener accepts."""
+    loop, regions = asyncio.get_running_loop(), learners_by_region(options.job)
+    listener = PortListener(options.credentials, options.job.metadata.name, regions, options.shard)
+    bind(listener)
     store = await asyncio.to_thread(open_store, options.store)
     outcome: asyncio.Future[BaseException | None] = loop.create_future()
 
@@ -97,7 +92,7 @@ async def _serve(options: ShardOptions, listener: PortListener, stream: MessageS
         if not outcome.done():
             outcome.set_result(error)
 
-    authorizer = CallAuthorizer(listener, learners_by_region(options.job), options.credentials)
+    authorizer = CallAuthorizer(listener, regions, options.credentials)
     shard = Shard(options.job, store, authorizer, options.threads, send=stream.send, stop_by=stop_by)
 
     async def follow() -> None:
