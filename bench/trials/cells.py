@@ -124,7 +124,7 @@ class Trial:
             del holder["processes"], holder["pods"]
         for region in spec["regions"]:
             del region["parallel"]
-        del spec["suspendPolicy"]  # which is for clusters, and came after them
+        del spec["suspendPolicy"], spec["syncer"]["shardPods"]  # which are for clusters, and came after them
         spec["sync"]["merge"]["method"], outer = choose_merge(job.spec, 0)
         spec["sync"]["outer"] = asdict(outer)
         if self.outer:
