@@ -11,8 +11,10 @@ from typing import Any
 
 from diloco_operator.model import Object, Ref
 from diloco_protocol.resources import SYNCER_VOLUME
-from diloco_protocol.vocabulary import API_VERSION, DOMAIN, JOB_KIND, LABEL_JOB, LABEL_REGION, LABEL_ROLE
+from diloco_protocol.vocabulary import API_VERSION, DOMAIN, JOB_KIND, LABEL_JOB, LABEL_REGION, LABEL_ROLE, LABEL_SHARD
 
+SHARD = "shard"
+"""The role of a pod that has a shard of the syncer."""
 MANAGER = "diloco-operator"
 """Field manager of server-side apply, and the value of app.kubernetes.io/managed-by."""
 
@@ -59,6 +61,26 @@ def syncer_service(job: str) -> Ref:
     return Ref("Service", f"{job}-syncer")
 
 
+def shard_deployment(job: str, shard: int) -> Ref:
+    return Ref("Deployment", f"{job}-syncer-shard-{shard}")
+
+
+def shard_service(job: str, shard: int | str) -> Ref:
+    """Where learners reach a shard of the syncer."""
+    return Ref("Service", f"{job}-syncer-shard-{shard}")
+
+
+def shards_service(job: str) -> Ref:
+    """Where the shards of a syncer reach it."""
+    return Ref("Service", f"{job}-syncer-shards")
+
+
+def shard_of(job: str, ref: Ref) -> int | None:
+    """The shard whose Deployment this is; None: it is another object."""
+    number = ref.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() and ref == shard_deployment(job, int(number)) else None
+
+
 def evaluator_deployment(job: str) -> Ref:
     return Ref("Deployment", f"{job}-evaluator")
 
@@ -81,8 +103,9 @@ def secret_name(job: str, role: str, uid: str) -> str:
     return f"{job}-{role}-{uid.replace('-', '')[:8]}"
 
 
-def labels(job: str, role: str, region: str | None = None) -> dict[str, str]:
-    """The labels of an object of that job. ``role``: syncer, learner or evaluator."""
+def labels(job: str, role: str, place: str | None = None) -> dict[str, str]:
+    """The labels of an object of that job. ``role``: syncer, shard, learner or evaluator. ``place``: of a learner its
+    region, of a shard its number."""
     found = {
         "app.kubernetes.io/name": "diloco",
         "app.kubernetes.io/instance": job,
@@ -91,7 +114,7 @@ def labels(job: str, role: str, region: str | None = None) -> dict[str, str]:
         LABEL_JOB: job,
         LABEL_ROLE: role,
     }
-    return found | ({LABEL_REGION: region} if region is not None else {})
+    return found | ({LABEL_SHARD if role == SHARD else LABEL_REGION: place} if place is not None else {})
 
 
 def owner_reference(job: str, uid: str) -> Object:

@@ -163,6 +163,14 @@ def syncer_memory(spec: JobSpec, sizes: Sequence[int], shards: int) -> int:
     return whole if shards == 1 else whole + shards * BASE_BYTES + (shards - 1) * _merge_bytes(spec, sizes)
 
 
+def syncer_pod_memory(spec: JobSpec, sizes: Sequence[int]) -> int:
+    """Of the syncer's pod. Without its shards, where these have pods of their own, it reads the records of all
+    fragments as it starts."""
+    if spec.syncer.shard_pods is None:
+        return needs(spec, sizes).syncer_memory
+    return BASE_BYTES + 4 * record_floats(spec.sync) * sum(sizes)
+
+
 def shard_memory(spec: JobSpec, sizes: Sequence[int], shards: int) -> int:
     """Of the largest of so many shards, which share the fragments evenly."""
     dealt = sorted(sizes)[-math.ceil(len(sizes) / shards) :]
@@ -195,26 +203,37 @@ def _process_memory(spec: JobSpec, sizes: Sequence[int], rounds: int) -> int:
 def find_shortages(spec: JobSpec, sizes: Sequence[int], volume: int | None = None) -> list[Shortage]:
     """Where the job asks for less than it needs. ``volume``: bytes of the syncer's volume that is there, if that is
     known; else that of the job counts."""
-    needed = needs(spec, sizes)
-    return [*_syncer_shortages(spec, needed, volume), *_learner_shortages(spec, sizes)]
+    return [*_syncer_shortages(spec, sizes, volume), *_learner_shortages(spec, sizes)]
 
 
-def _syncer_shortages(spec: JobSpec, needed: Needs, volume: int | None) -> Iterator[Shortage]:
-    storage, path = spec.syncer.storage, "syncer.podTemplate." + _PATHS.format("syncer")
-    limit, request = _memory([spec.syncer.pod_template], "syncer")
-    syncer = f"the syncer needs up to {_size(needed.syncer_memory)} for this model"
-    if limit is not None and bytes_of(limit) < needed.syncer_memory:
-        yield Shortage(f"{path}.limits.memory", f"is {limit}, and {syncer}: raise it, or the syncer is killed at it")
-    request = request or limit or SYNCER_REQUEST
-    if ROOM * bytes_of(request) < needed.syncer_memory:
-        cure = "ask for that much, or a full node evicts it first"
-        yield Shortage(f"{path}.requests.memory", f"is {request}, and {syncer}: {cure}")
+def _syncer_shortages(spec: JobSpec, sizes: Sequence[int], volume: int | None) -> Iterator[Shortage]:
+    syncer, storage = spec.syncer, spec.syncer.storage
+    template, shards = [syncer.pod_template], syncer.shard_pods
+    yield from _memory_shortages("syncer.podTemplate.", template, "the syncer", syncer_pod_memory(spec, sizes))
+    if shards is not None:
+        of_shard = shard_memory(spec, sizes, min(syncer.shards, len(sizes)))
+        templates = [*template, shards.pod_template]
+        yield from _memory_shortages("syncer.shardPods.podTemplate.", templates, "a shard", of_shard)
     if storage.uri is None and storage.claim_name is None:
         size = parse_quantity(storage.size) if volume is None else volume
-        if size < needed.syncer_volume:
+        needed = _syncer_volume(spec, sizes)
+        if size < needed:
             asked = storage.size if volume is None else _size(volume)
-            state = f"the state of this model grows to {_size(needed.syncer_volume)}"
+            state = f"the state of this model grows to {_size(needed)}"
             yield Shortage("syncer.storage.size", f"is {asked}, and {state}: raise it; merges wait while it is full")
+
+
+def _memory_shortages(path: str, templates: Sequence[Mapping[str, Any]], who: str, needed: int) -> Iterator[Shortage]:
+    """Of a pod of the syncer's program."""
+    path += _PATHS.format("syncer")
+    limit, request = _memory(templates, "syncer")
+    said = f"{who} needs up to {_size(needed)} for this model"
+    if limit is not None and bytes_of(limit) < needed:
+        yield Shortage(f"{path}.limits.memory", f"is {limit}, and {said}: raise it, or {who} is killed at it")
+    request = request or limit or SYNCER_REQUEST
+    if ROOM * bytes_of(request) < needed:
+        cure = "ask for that much, or a full node evicts it first"
+        yield Shortage(f"{path}.requests.memory", f"is {request}, and {said}: {cure}")
 
 
 def _learner_shortages(spec: JobSpec, sizes: Sequence[int]) -> Iterator[Shortage]:

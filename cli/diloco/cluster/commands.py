@@ -141,7 +141,8 @@ def logs(
         str | None,
         typer.Argument(
             metavar="PROCESS",
-            help="syncer, evaluator, learner-N (counted over all regions), REGION, REGION-N or a pod.  [default: all]",
+            help="syncer, syncer-shard-N, evaluator, learner-N (counted over all regions), REGION, REGION-N or a pod.  "
+            "[default: all]",
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,

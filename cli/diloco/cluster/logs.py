@@ -22,7 +22,7 @@ from diloco.cluster.render import region_names
 from diloco.console import FAILED, WRONG, print_text
 from diloco.log_lines import LinePrinter, LogOptions
 from diloco_operator.names import GROUP_PODS
-from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
+from diloco_protocol.vocabulary import LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, LABEL_SHARD
 
 MAX_STREAMS = 64
 MAX_LINE = 256 << 10  # characters of one line; the rest of a longer one is another
@@ -37,7 +37,7 @@ class Source:
     pod: str
     uid: str
     container: str
-    label: str  # as people call it: syncer, evaluator, local-1
+    label: str  # as people call it: syncer, syncer-shard-0, evaluator, local-1
 
 
 # ------------------------------------------------------------------ plain
@@ -58,18 +58,19 @@ def source(pod: Object) -> Source:
     names = [str(one["name"]) for one in (pod.get("spec") or {}).get("containers") or []]
     container = next((name for name in (role, *_CONTAINERS) if name in names), names[0] if names else "")
     label = f"{labels.get(LABEL_REGION, 'local')}-{ordinal(pod)}" if role == "learner" else str(role)
+    label = f"syncer-shard-{labels[LABEL_SHARD]}" if LABEL_SHARD in labels else label
     return Source(str(metadata["name"]), str(metadata.get("uid")), str(container), label)
 
 
 def chosen(job: Object, pods: Sequence[Object], target: str | None) -> list[Source]:
-    """The sources that ``target`` means: syncer, evaluator, REGION, REGION-N, learner-N (counted over all
-    regions in the job's order), or a pod's name; None: all. In the job's order. Raises ClusterError for a
+    """The sources that ``target`` means: syncer, syncer-shard-N, evaluator, REGION, REGION-N, learner-N (counted over
+    all regions in the job's order), or a pod's name; None: all. In the job's order. Raises ClusterError for a
     target that the job does not have; one whose pod is not there now gives none."""
     regions = [
         (region, int(row.get("learners") or 0) + int(row.get("spares") or 0))
         for region, row in zip(region_names(job), job["spec"]["regions"], strict=True)
     ]
-    order = {"syncer": -2, "evaluator": -1} | {name: index for index, (name, _) in enumerate(regions)}
+    order = {"syncer": -3, "shard": -2, "evaluator": -1} | {name: index for index, (name, _) in enumerate(regions)}
 
     def place(pod: Object) -> tuple[int, int, str]:
         labels = pod["metadata"].get("labels") or {}
@@ -100,7 +101,9 @@ def _labels(job: Object, regions: Sequence[tuple[str, int]], target: str) -> set
     means = {label: {label} for labels in counted.values() for label in labels}
     if "learner" not in counted:  # else it means that region's
         means |= {f"learner-{n}": {label} for n, label in enumerate(learners) if f"learner-{n}" not in means}
-    means |= counted | {role: {role} for role in ("syncer", "evaluator")}
+    syncer = job["spec"].get("syncer") or {}
+    shards = int(syncer.get("shards") or 1) if syncer.get("shardPods") is not None else 0
+    means |= counted | {one: {one} for one in ("syncer", "evaluator", *(f"syncer-shard-{n}" for n in range(shards)))}
     return means.get(target, set())
 
 

@@ -1,9 +1,10 @@
 """The manifests of a job's objects, for server-side apply: each names the fields that the operator owns.
 
-Three kinds of objects hold pods: the syncer's and the evaluator's Deployment, and the regions' StatefulSets. These are
-rendered anew only when what they are made of has changed (``Origin``), or when ``spec.release`` has. Until then the old
-rendering is applied again; the annotation ``names.RENDERED`` keeps it, ``names.GENERATION`` says for which generation
-it holds, and ``names.ORIGIN`` what it was made of, and by which release.
+Three kinds of objects hold pods: the Deployments of the syncer and of its shards that have pods, the evaluator's
+Deployment, and the regions' StatefulSets. These are rendered anew only when what they are made of has changed
+(``Origin``), or when ``spec.release`` has. Until then the old rendering is applied again; the annotation
+``names.RENDERED`` keeps it, ``names.GENERATION`` says for which generation it holds, and ``names.ORIGIN`` what it was
+made of, and by which release.
 
 Example: release 2 of the operator would give every pod another label, and the syncer another flag. After the upgrade no
 pod restarts, for the old renderings are applied, also after an edit of ``suspend``. Label, flag and the image that
@@ -34,6 +35,8 @@ from diloco_protocol.vocabulary import (
     LABEL_JOB,
     LABEL_REGION,
     LABEL_ROLE,
+    LABEL_SHARD,
+    SHARDS_PORT,
     SYNC_PORT,
     WORKER_PORT,
 )
@@ -78,6 +81,9 @@ def manifests_without_pods(job: Job, here: Placement, settings: PlanSettings) ->
     found = [_settings(job, here)]
     if here.syncer:
         found += [_syncer_policy(job, settings), _syncer_service(job)]
+        if shard_deployments(job, here):
+            found += [_shard_policy(job), _shards_service(job)]
+        found += [_syncer_service(job, shard) for shard in range(len(shard_deployments(job, here)))]
     if here.regions or _evaluated(job, here):
         found.append(_worker_policy(job, here, settings))
     for region in here.regions:
@@ -118,14 +124,27 @@ def _on_any_device(document: DiLoCoJob) -> DiLoCoJob:
 
 
 def _syncer_policy(job: Job, settings: PlanSettings) -> Object:
-    anywhere = job.spec.syncer.endpoint.type != "ClusterIP"
-    sync: Object = {"ports": [_allow(SYNC_PORT)]}
-    if not anywhere:
-        sync["from"] = [{"podSelector": {"matchLabels": {LABEL_JOB: job.name}}}]
     control = {"ports": [_allow(CONTROL_PORT)], "from": [_namespace(settings.namespace)]}
-    rules = [sync, control, _scraped(HTTP_PORT, settings)]
-    selector = {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: "syncer"}}
-    return _policy(job, "syncer", selector, rules)
+    rules = [_sync_rule(job), control, _scraped(HTTP_PORT, settings)]
+    if job.spec.syncer.shard_pods is not None:
+        rules.append({"ports": [_allow(SHARDS_PORT)], "from": [{"podSelector": _of_role(job, names.SHARD)}]})
+    return _policy(job, "syncer", _of_role(job, "syncer"), rules)
+
+
+def _shard_policy(job: Job) -> Object:
+    return _policy(job, names.SHARD, _of_role(job, names.SHARD), [_sync_rule(job)])
+
+
+def _sync_rule(job: Job) -> Object:
+    """Who may reach the syncer and its shards for training."""
+    sync: Object = {"ports": [_allow(SYNC_PORT)]}
+    if job.spec.syncer.endpoint.type == "ClusterIP":
+        sync["from"] = [{"podSelector": {"matchLabels": {LABEL_JOB: job.name}}}]
+    return sync
+
+
+def _of_role(job: Job, role: str) -> Object:
+    return {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: role}}
 
 
 def _worker_policy(job: Job, here: Placement, settings: PlanSettings) -> Object:
@@ -136,12 +155,13 @@ def _worker_policy(job: Job, here: Placement, settings: PlanSettings) -> Object:
     rules = [_scraped(WORKER_PORT, settings)]
     if any(job.spec.group(region.name).pods > 1 for region in here.regions):
         # Ranks of one learner choose their ports: torchrun's meeting, gloo, NCCL.
-        rules.append({"from": [{"podSelector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: "learner"}}}]})
+        rules.append({"from": [{"podSelector": _of_role(job, "learner")}]})
     return _policy(job, "learner", selector, rules)
 
 
 def _policy(job: Job, role: str, selector: Object, rules: list[Object]) -> Object:
-    ref = Ref("NetworkPolicy", f"{job.name}-{'syncer' if role == 'syncer' else 'learners'}")
+    word = {"syncer": "syncer", names.SHARD: "syncer-shards"}.get(role, "learners")
+    ref = Ref("NetworkPolicy", f"{job.name}-{word}")
     spec = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": rules}
     return _object(job, ref, role, {"spec": spec})
 
@@ -163,13 +183,29 @@ def _namespace(name: str) -> Object:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
-def _syncer_service(job: Job) -> Object:
+def _shards_service(job: Job) -> Object:
+    """Where shards reach their syncer, which may not be ready without them."""
+    spec = {
+        "type": "ClusterIP",
+        "publishNotReadyAddresses": True,
+        "selector": {LABEL_JOB: job.name, LABEL_ROLE: "syncer"},
+        "ports": [
+            {"name": "shards", "port": SHARDS_PORT, "targetPort": "shards", "protocol": "TCP", "appProtocol": "tls"}
+        ],
+    }
+    return _object(job, names.shards_service(job.name), names.SHARD, {"spec": spec})
+
+
+def _syncer_service(job: Job, shard: int | None = None) -> Object:
+    """The Service by which learners reach the syncer, or one of its shards that have pods."""
+    role, place = ("syncer", None) if shard is None else (names.SHARD, str(shard))
+    ref = names.syncer_service(job.name) if shard is None else names.shard_service(job.name, shard)
     endpoint = job.spec.syncer.endpoint
     port: Object = {"name": "sync", "port": SYNC_PORT, "targetPort": "sync", "protocol": "TCP"}
     # Said, so that a mesh need not guess it from the first bytes.
     port["appProtocol"] = "kubernetes.io/h2c" if job.spec.syncer.tls.mode == "off" else "tls"
     if endpoint.node_port is not None:
-        port["nodePort"] = endpoint.node_port
+        port["nodePort"] = endpoint.node_port + (0 if shard is None else 1 + shard)
     asked = endpoint.service
     more = {
         "loadBalancerClass": asked.load_balancer_class,
@@ -180,11 +216,11 @@ def _syncer_service(job: Job) -> Object:
     }
     spec = {
         "type": "ClusterIP" if endpoint.type == "External" else endpoint.type,
-        "selector": {LABEL_JOB: job.name, LABEL_ROLE: "syncer"},
+        "selector": {LABEL_JOB: job.name, LABEL_ROLE: role, **({} if place is None else {LABEL_SHARD: place})},
         "ports": [port],
         **{key: value for key, value in more.items() if value is not None},
     }
-    manifest = _object(job, names.syncer_service(job.name), "syncer", {"spec": spec})
+    manifest = _object(job, ref, role, {"spec": spec}, place=place)
     if asked.annotations:
         manifest["metadata"]["annotations"] = {**asked.annotations, **manifest["metadata"]["annotations"]}
     return manifest
@@ -208,7 +244,7 @@ def _region_service(job: Job, region: RegionSpec) -> Object:
             {"name": "status", "port": WORKER_PORT, "targetPort": "status", "protocol": "TCP", "appProtocol": "http"}
         ],
     }
-    return _object(job, names.region_service(job.name, region.name), "learner", {"spec": spec}, region=region.name)
+    return _object(job, names.region_service(job.name, region.name), "learner", {"spec": spec}, place=region.name)
 
 
 def _budget(job: Job, region: RegionSpec) -> Object:
@@ -221,7 +257,7 @@ def _budget(job: Job, region: RegionSpec) -> Object:
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": _learners(job, region.name)},
     }
-    return _object(job, names.budget(job.name, region.name), "learner", {"spec": spec}, region=region.name)
+    return _object(job, names.budget(job.name, region.name), "learner", {"spec": spec}, place=region.name)
 
 
 def _learners(job: Job, region: str) -> dict[str, str]:
@@ -280,18 +316,29 @@ def wanted_secrets(job: Job, here: Placement, missed: frozenset[str] = frozenset
 
 
 def pod_holders(job: Job, here: Placement) -> list[Ref]:
-    """The objects that hold pods: the syncer's Deployment, the regions' StatefulSets, the evaluator's Deployment."""
+    """The objects that hold pods: the Deployments of the syncer and of its shards, the regions' StatefulSets, the
+    evaluator's Deployment."""
     found = [names.syncer_deployment(job.name)] if here.syncer else []
+    found += shard_deployments(job, here)
     found += [names.stateful_set(job.name, region.name) for region in here.regions]
     return found + ([names.evaluator_deployment(job.name)] if _evaluated(job, here) else [])
+
+
+def shard_deployments(job: Job, here: Placement) -> list[Ref]:
+    """The Deployments of the syncer's shards, in their order, where they have pods."""
+    count = job.spec.syncer.shards if here.syncer and job.spec.syncer.shard_pods is not None else 0
+    return [names.shard_deployment(job.name, shard) for shard in range(count)]
 
 
 def render_pod_holder(job: Job, here: Placement, ref: Ref, release: Release, settings: PlanSettings) -> Object:
     """The spec of an object that holds pods, rendered from the job as it is now, without replicas."""
     if ref == names.syncer_deployment(job.name):
-        return _deployment(job, "syncer", pods.syncer_template(job, release.syncer, settings))
+        return _deployment(_of_role(job, "syncer"), pods.syncer_template(job, release.syncer, settings))
+    if (shard := names.shard_of(job.name, ref)) is not None:
+        selector = {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: names.SHARD, LABEL_SHARD: str(shard)}}
+        return _deployment(selector, pods.shard_template(job, shard, release.syncer, settings))
     if ref == names.evaluator_deployment(job.name):
-        return _deployment(job, "evaluator", pods.evaluator_template(job, release.worker, settings))
+        return _deployment(_of_role(job, "evaluator"), pods.evaluator_template(job, release.worker, settings))
     region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
     return {
         "serviceName": names.region_service(job.name, region.name).name,
@@ -306,8 +353,9 @@ def render_pod_holder(job: Job, here: Placement, ref: Ref, release: Release, set
 def origin_of(job: Job, here: Placement, ref: Ref, release: str) -> Origin:
     """What ``render_pod_holder`` would make an object of now."""
     spec = job.spec
-    if ref == names.syncer_deployment(job.name):
-        return Origin(release, spec.release, pods.template_inputs(spec, "syncer"), pods.syncer_inputs(spec))
+    if ref == names.syncer_deployment(job.name) or names.shard_of(job.name, ref) is not None:
+        role = "syncer" if ref == names.syncer_deployment(job.name) else names.SHARD
+        return Origin(release, spec.release, pods.template_inputs(spec, role), pods.syncer_inputs(spec))
     if ref == names.evaluator_deployment(job.name):
         return Origin(release, spec.release, pods.template_inputs(spec, "evaluator"), pods.evaluator_inputs(spec))
     region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
@@ -323,13 +371,8 @@ def with_program_inputs(spec: Object, program: str) -> Object:
     return found
 
 
-def _deployment(job: Job, role: str, template: Object) -> Object:
-    return {
-        "strategy": {"type": "Recreate"},
-        "revisionHistoryLimit": 2,
-        "selector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: role}},
-        "template": template,
-    }
+def _deployment(selector: Object, template: Object) -> Object:
+    return {"strategy": {"type": "Recreate"}, "revisionHistoryLimit": 2, "selector": selector, "template": template}
 
 
 def stored_rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | None:
@@ -357,10 +400,12 @@ def pod_holder_manifest(
 ) -> Object:
     """The manifest of an object that holds pods. ``spec``: rendered from ``origin`` (None: not known), and right for
     that generation of the job."""
-    role, region = "learner", ref.name.removeprefix(f"{job.name}-")
-    if ref.kind == "Deployment":
-        role, region = region, ""
-    manifest = _object(job, ref, role, {"spec": {**spec, "replicas": replicas}}, region=region or None)
+    role, place, shard = "learner", ref.name.removeprefix(f"{job.name}-"), names.shard_of(job.name, ref)
+    if shard is not None:
+        role, place = names.SHARD, str(shard)
+    elif ref.kind == "Deployment":
+        role, place = place, ""
+    manifest = _object(job, ref, role, {"spec": {**spec, "replicas": replicas}}, place=place or None)
     manifest["metadata"]["annotations"] |= {
         GENERATION: str(generation),
         RENDERED: json.dumps(spec, sort_keys=True, separators=(",", ":")),
@@ -370,14 +415,15 @@ def pod_holder_manifest(
     return manifest
 
 
-def _object(job: Job, ref: Ref, role: str, body: Object, region: str | None = None) -> Object:
+def _object(job: Job, ref: Ref, role: str, body: Object, place: str | None = None) -> Object:
+    """``place``: as in ``names.labels``."""
     return {
         "apiVersion": BY_NAME[ref.kind].api_version,
         "kind": ref.kind,
         "metadata": {
             "name": ref.name,
             "namespace": job.namespace,
-            "labels": names.labels(job.name, role, region),
+            "labels": names.labels(job.name, role, place),
             "annotations": {names.JOB_UID: job.uid},
             "ownerReferences": [names.owner_reference(job.name, job.uid)],
         },

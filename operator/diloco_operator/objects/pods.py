@@ -1,10 +1,10 @@
-"""The pod templates of syncer, learners and evaluator.
+"""The pod templates of the syncer, its shards, learners and evaluator.
 
 A template holds what the job needs (names.py and docs/contracts.md have the contract), then the user's podTemplate is
 merged in (template_merge.py), then come the labels and the annotation that nobody may change. The evaluator runs where
 and as learners do, from ``learners.podTemplate``: their image, pull secrets, volumes, environment, node selectors. It
 takes none of their resources and claims, and none of their probes; ``evaluator.podTemplate``, merged over that, asks
-for its own (a GPU).
+for its own (a GPU). A shard is the syncer's program: its container is called so too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from diloco_protocol.resources import SYNCER_REQUEST
 from diloco_protocol.spec.base import Spec
 from diloco_protocol.spec.cluster import Group, RegionSpec
 from diloco_protocol.spec.job_spec import JobSpec
-from diloco_protocol.vocabulary import CONTROL_PORT, EXPORT_PORT, HTTP_PORT, LABEL_POD_INDEX, SYNC_PORT, WORKER_PORT
+from diloco_protocol.vocabulary import (
+    CONTROL_PORT,
+    EXPORT_PORT,
+    HTTP_PORT,
+    LABEL_POD_INDEX,
+    LABEL_SHARD,
+    SHARDS_PORT,
+    SYNC_PORT,
+    WORKER_PORT,
+)
 
 USER = 65532
 GRACE_SECONDS = 30
@@ -46,7 +55,7 @@ _REQUESTS = {
     "evaluator": {"cpu": "100m", "memory": "512Mi"},
 }
 _LABELS = frozenset(
-    {*names.labels("", "", ""), LABEL_POD_INDEX, names.POD_REVISION}
+    {*names.labels("", "", ""), LABEL_SHARD, LABEL_POD_INDEX, names.POD_REVISION}
     | {"statefulset.kubernetes.io/pod-name", "pod-template-hash"}
 )
 
@@ -67,6 +76,9 @@ class _Volume(NamedTuple):
 def template_refusals(spec: JobSpec) -> list[TemplateRefusal]:
     """Where the job's podTemplates contradict what makes the job work."""
     found = find_refusals(spec.syncer.pod_template, "spec.syncer.podTemplate", _syncer_protected())
+    if spec.syncer.shard_pods is not None:
+        path = "spec.syncer.shardPods.podTemplate"
+        found += find_refusals(spec.syncer.shard_pods.pod_template, path, _syncer_protected())
     shared = _worker_protected("learner", "is set by spec.learners.command: give your program there")
     found += find_refusals(spec.learners.pod_template, "spec.learners.podTemplate", shared)
     for index, region in enumerate(spec.regions):
@@ -126,36 +138,64 @@ def _is_inside(path: str, folder: str) -> bool:
 def syncer_template(job: Job, image: str, settings: PlanSettings) -> Object:
     """The syncer's pod template."""
     spec = job.spec
-    secret = names.secret_name(job.name, "syncer", job.uid)
-    storage = spec.syncer.storage
     flags = {
-        "--job": f"{names.SETTINGS_PATH}/job.json",
-        "--store": storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
-        "--listen": f"[::]:{SYNC_PORT}",
         "--control": f"[::]:{CONTROL_PORT}",
         "--http": f"[::]:{HTTP_PORT}",
         "--export": f"127.0.0.1:{EXPORT_PORT}",
         "--control-key-file": f"{names.CONTROL_PATH}/control-key",
     }
-    command = ["python", "-m", "diloco_syncer", *itertools.chain(*flags.items()), "--stay"]
-    volumes = [
-        _Volume(_settings_volume(job), names.SETTINGS_PATH, read_only=True),
-        _Volume(_secret_volume("control", secret, "control-key"), names.CONTROL_PATH, read_only=True),
-        _Volume({"name": "data", **_store(job)}, names.DATA_PATH),
-        _Volume({"name": "tmp", "emptyDir": {}}, "/tmp"),
-    ]
-    if spec.syncer.tls.mode == "auto":
-        command += ["--credentials", names.CREDENTIALS_PATH]
-        volumes.append(_Volume(_syncer_credentials(job), names.CREDENTIALS_PATH, read_only=True))
-    container = _container("syncer", image, settings.image_pull_policy, command)
-    container["env"] = [_POD]
-    container["ports"] = [_port("sync", SYNC_PORT), _port("control", CONTROL_PORT), _port("http", HTTP_PORT)]
+    ports = [_port("control", CONTROL_PORT), _port("http", HTTP_PORT)]
+    if spec.syncer.shard_pods is not None:
+        host = f"{names.shard_service(job.name, '{}').name}.{job.namespace}.svc"
+        flags |= {"--shards-listen": f"[::]:{SHARDS_PORT}", "--shard-host": host}
+        ports.append(_port("shards", SHARDS_PORT))
+    container, volumes = _syncer_program(job, image, settings, flags)
+    container["command"].append("--stay")
+    container["ports"] += ports
+    secret = _secret_volume("control", names.secret_name(job.name, "syncer", job.uid), "control-key")
+    volumes.append(_Volume(secret, names.CONTROL_PATH, read_only=True))
     # Not the sync port: it is bound before the store is read, and a kubelet has no certificate to show there.
     container["startupProbe"] = _probe("/readyz", "http", 2, START_SECONDS // 2)
     container["livenessProbe"] = _probe("/healthz", "http", 10, 6)
     container["readinessProbe"] = _probe("/readyz", "http", 2, 3)
     patches = [_defaults(settings), spec.syncer.pod_template]
     return _template(job, "syncer", container, volumes, patches=patches, inputs=syncer_inputs(spec))
+
+
+def shard_template(job: Job, shard: int, image: str, settings: PlanSettings) -> Object:
+    """The pod template of one of the syncer's shards. It has no probes: who shows no certificate at its port is a
+    stranger, and a shard that hangs loses its stream."""
+    spec = job.spec.syncer
+    assert spec.shard_pods is not None
+    address = f"{names.shards_service(job.name).name}.{job.namespace}.svc:{SHARDS_PORT}"
+    container, volumes = _syncer_program(job, image, settings, {"--shard": str(shard), "--syncer": address})
+    patches = [_defaults(settings), spec.pod_template, spec.shard_pods.pod_template]
+    inputs = syncer_inputs(job.spec)
+    return _template(job, names.SHARD, container, volumes, patches=patches, inputs=inputs, place=str(shard))
+
+
+def _syncer_program(
+    job: Job, image: str, settings: PlanSettings, flags: dict[str, str]
+) -> tuple[Object, list[_Volume]]:
+    """The container and the volumes that the syncer and its shards have alike. ``flags``: more of them."""
+    storage = job.spec.syncer.storage
+    flags = {
+        "--job": f"{names.SETTINGS_PATH}/job.json",
+        "--store": storage.uri if storage.uri is not None else f"{names.DATA_PATH}/store",
+        "--listen": f"[::]:{SYNC_PORT}",
+        **flags,
+    }
+    volumes = [
+        _Volume(_settings_volume(job), names.SETTINGS_PATH, read_only=True),
+        _Volume({"name": "data", **_store(job)}, names.DATA_PATH),
+        _Volume({"name": "tmp", "emptyDir": {}}, "/tmp"),
+    ]
+    if job.spec.syncer.tls.mode == "auto":
+        flags["--credentials"] = names.CREDENTIALS_PATH
+        volumes.append(_Volume(_syncer_credentials(job), names.CREDENTIALS_PATH, read_only=True))
+    command = ["python", "-m", "diloco_syncer", *itertools.chain(*flags.items())]
+    container = _container("syncer", image, settings.image_pull_policy, command)
+    return {**container, "env": [_POD], "ports": [_port("sync", SYNC_PORT)]}, volumes
 
 
 def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSettings) -> Object:
@@ -168,13 +208,7 @@ def learner_template(job: Job, region: RegionSpec, image: str, settings: PlanSet
         volumes.append(_Volume({"name": "shm", "emptyDir": {"medium": "Memory"}}, "/dev/shm"))
     patches = [_defaults(settings), spec.learners.pod_template, region.pod_template]
     template = _template(
-        job,
-        "learner",
-        container,
-        volumes,
-        patches=patches,
-        inputs=learner_inputs(spec, region.name),
-        region=region.name,
+        job, "learner", container, volumes, patches=patches, inputs=learner_inputs(spec, region.name), place=region.name
     )
     # The drain is bounded by the pod's grace period, the user's or ours. A learner that is killed while it still
     # offers its work has not reported which of its tokens are dropped.
@@ -216,8 +250,9 @@ def _template(
     volumes: list[_Volume],
     patches: list[Object],
     inputs: str,
-    region: str | None = None,
+    place: str | None = None,
 ) -> Object:
+    """``place``: as in ``names.labels``."""
     base: Object = {
         "metadata": {},
         "spec": {
@@ -251,10 +286,11 @@ def _template(
     for patch in patches:
         base = merge_template(base, patch)
     for one in base["spec"]["containers"]:
-        if one["name"] == role and one.get("image") == image:  # an image of the user's own has Kubernetes' default
+        # An image of the user's own has Kubernetes' default.
+        if one["name"] == main["name"] and one.get("image") == image:
             one.setdefault("imagePullPolicy", pull)
     metadata = base["metadata"]
-    metadata["labels"] = {**(metadata.get("labels") or {}), **names.labels(job.name, role, region)}
+    metadata["labels"] = {**(metadata.get("labels") or {}), **names.labels(job.name, role, place)}
     own = {names.INPUTS: inputs, names.JOB_UID: job.uid}
     metadata["annotations"] = {**(metadata.get("annotations") or {}), **own}
     return base
@@ -314,9 +350,12 @@ def template_inputs(spec: JobSpec, role: str, region: RegionSpec | None = None) 
     """A digest of what of the job the pod template of a role is made of; with ``syncer_inputs``, ``learner_inputs``
     and ``evaluator_inputs`` all of it. ``region``: of learners."""
     tls, storage, secret = spec.syncer.tls, spec.syncer.storage, spec.learners.credentials.secret_name
-    if role == "syncer":
-        shared = secret if tls.secret_name is not None else None
-        return digest([tls.mode, tls.secret_name, shared, storage.uri, storage.claim_name, spec.syncer.pod_template])
+    if role in ("syncer", names.SHARD):
+        shared, shard_pods = secret if tls.secret_name is not None else None, spec.syncer.shard_pods
+        found = [tls.mode, tls.secret_name, shared, storage.uri, storage.claim_name, spec.syncer.pod_template]
+        if shard_pods is not None:
+            found.append(shard_pods.pod_template if role == names.SHARD else "its shards have pods")
+        return digest(found)
     found = [tls.mode, secret, spec.learners.pod_template]
     if region is None:
         return digest([*found, spec.evaluator.command, spec.evaluator.pod_template, spec.training.device == "cuda"])
@@ -334,8 +373,8 @@ def _layout(spec: JobSpec) -> list[Any]:
 
 
 def syncer_inputs(spec: JobSpec) -> str:
-    """A digest of what the syncer reads when it starts."""
-    training = _dump(spec.training)
+    """A digest of what the syncer, and each of its shards, reads when it starts."""
+    training, shard_pods = _dump(spec.training), spec.syncer.shard_pods
     return digest(
         [
             _dump(spec.sync),
@@ -348,6 +387,8 @@ def syncer_inputs(spec: JobSpec) -> str:
             _dump(spec.syncer.checkpoint),
             [spec.failure_policy.on_region_lost, spec.failure_policy.region_lost_seconds],
             *([spec.output.uri] if spec.output.uri is not None else []),
+            *([spec.syncer.shards] if spec.syncer.shards > 1 else []),
+            *([shard_pods.addresses, spec.syncer.endpoint.node_port] if shard_pods is not None else []),
         ]
     )
 

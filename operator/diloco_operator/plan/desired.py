@@ -18,7 +18,7 @@ from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pod_status import newest_message
 from diloco_operator.plan.pods.rollout import syncer_change_waits
 from diloco_operator.plan.view import View
-from diloco_protocol.vocabulary import DOMAIN, LABEL_REGION
+from diloco_protocol.vocabulary import DOMAIN, LABEL_REGION, LABEL_ROLE
 
 NUDGE_SECONDS = 60.0
 """A controller that could not make pods waits ever longer until it tries again. A changed annotation of
@@ -102,6 +102,7 @@ def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> D
             out.apply += [claim] if claim is not None else []
     keep = {names.ref_of(manifest) for manifest in out.apply}
     holders = manifests.pod_holders(job, here) if not refused else _rendered(view)
+    out.syncer_waits = decision.training and not refused and _syncer_waits(view)
     for ref in holders:
         keep.add(ref)
         if view.live(ref) is None and not _ready_for(view, ref):
@@ -174,15 +175,27 @@ def _rendering(
     if before is None or before[1] == fresh:
         return generation, fresh, made_of
     is_syncer = ref == names.syncer_deployment(view.job.name)
-    if is_syncer and decision.training and syncer_change_waits(view, before[1], fresh):
-        out.syncer_waits = True
+    if out.syncer_waits and (is_syncer or names.shard_of(view.job.name, ref) is not None):
         return *before, origin
     if ref.kind == "Deployment" and view.replicas(ref):
-        role = "syncer" if is_syncer else "evaluator"
-        view.memory.own_deletions |= {pod.uid for pod in view.pods if pod.role == role}
+        view.memory.own_deletions |= {pod.uid for pod in view.pods if view.holder_of(pod) == ref}
         if is_syncer and decision.training:
             view.memory.successors.setdefault("syncer", AwaitedSuccessor(view.now, ""))
     return generation, fresh, made_of
+
+
+def _syncer_waits(view: View) -> bool:
+    """Whether a changed Deployment of the syncer, or of its shards, waits. They change together, for shards take no
+    other release, nor other settings, than their syncer's; the first shard's is as those of all."""
+    shards = manifests.shard_deployments(view.job, view.here)
+    for ref in [names.syncer_deployment(view.job.name), *shards[:1]] if view.here.syncer else []:
+        live = view.live(ref)
+        before = manifests.stored_rendering(live)
+        if before is not None:
+            fresh, _ = _render(view, ref, before, manifests.stored_origin(live))
+            if fresh != before[1] and syncer_change_waits(view, before[1], fresh):
+                return True
+    return False
 
 
 def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Origin | None) -> tuple[Object, Origin]:
@@ -204,7 +217,7 @@ def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Ori
 
 def _replicas(view: View, scale: Scale, ref: Ref) -> int:
     job = view.job.name
-    if ref == names.syncer_deployment(job):
+    if ref == names.syncer_deployment(job) or names.shard_of(job, ref) is not None:
         return scale.syncer
     if ref == names.evaluator_deployment(job):
         return scale.evaluator
@@ -230,7 +243,8 @@ def _missing_secrets(view: View) -> frozenset[str]:
 
 def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: DesiredObjects) -> None:
     """Objects of regions that the job does not have any more (their learners drain first), of an evaluator
-    that is not asked for, of a syncer that was placed elsewhere. Never the claim."""
+    that is not asked for, of a syncer that was placed elsewhere, of shards that are not in the syncer's list any more
+    (once it has changed). Never the claim."""
     for ref in view.observed.objects:
         live = view.live(ref)
         if (
@@ -240,7 +254,10 @@ def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: Desired
             or ref.kind == "PersistentVolumeClaim"
         ):
             continue
-        region = (live["metadata"].get("labels") or {}).get(LABEL_REGION)
+        labels = live["metadata"].get("labels") or {}
+        if out.syncer_waits and labels.get(LABEL_ROLE) == names.SHARD:
+            continue
+        region = labels.get(LABEL_REGION)
         left = [pod for pod in view.pods if region and pod.role == "learner" and pod.region == region]
         rendering = manifests.stored_rendering(live)
         if ref.kind == "StatefulSet" and left and rendering is not None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from diloco_operator import names
 from diloco_operator.job import seconds_of
 from diloco_operator.model import ClusterEvent, Object, Ref
-from diloco_protocol.vocabulary import ENDS_FOR_RESUME, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
+from diloco_protocol.vocabulary import ENDS_FOR_RESUME, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, LABEL_SHARD
 
 _IMAGE = frozenset(
     {
@@ -115,7 +115,7 @@ class Pod:
     uid: str
     role: str
     region: str
-    ordinal: int  # of its learner
+    ordinal: int  # of its learner; of a shard its number
     rank: int  # in its learner, of several pods; 0: it leads
     group_pods: int  # pods of its learner
     revision: str
@@ -155,14 +155,15 @@ class Pod:
 
 
 def read_pod(obj: Object, cluster_events: Iterable[ClusterEvent], own: Collection[str] = frozenset()) -> Pod | None:
-    """The pod of an API object; None if it is no syncer, learner or evaluator. ``own``: Secrets and ConfigMaps that the
-    operator makes, of which no user is told to make them."""
+    """The pod of an API object; None if it is no syncer, shard, learner or evaluator. ``own``: Secrets and ConfigMaps
+    that the operator makes, of which no user is told to make them."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     labels = metadata.get("labels") or {}
     role = labels.get(LABEL_ROLE, "")
-    if role not in ("syncer", "learner", "evaluator"):
+    if role not in ("syncer", names.SHARD, "learner", "evaluator"):
         return None
-    main = next((s for s in status.get("containerStatuses") or [] if s.get("name") == role), None)
+    container = "syncer" if role == names.SHARD else role
+    main = next((s for s in status.get("containerStatuses") or [] if s.get("name") == container), None)
     state = (main.get("state") or {}) if main else {}
     running = state.get("running")
     ends, last = _ends(main)
@@ -225,7 +226,8 @@ class GroupPlace(NamedTuple):
 
 def place_in_group(name: str, labels: Mapping[str, str]) -> GroupPlace:
     """The place of a pod by its name and labels."""
-    text, pods = labels.get(LABEL_POD_INDEX) or name.rpartition("-")[2], labels.get(names.GROUP_PODS) or "1"
+    text = labels.get(LABEL_POD_INDEX) or labels.get(LABEL_SHARD) or name.rpartition("-")[2]
+    pods = labels.get(names.GROUP_PODS) or "1"
     count = max(1, int(pods)) if pods.isdecimal() and len(pods) < 6 else 1
     index = int(text) if text.isdigit() else -1
     return GroupPlace(index // count, index % count if index >= 0 else 0, count)
@@ -391,7 +393,7 @@ def newest_message(cluster_events: Iterable[ClusterEvent], ref: Ref, *reasons: s
         and event.time >= since
         and (
             (event.kind, event.name) == ref
-            or (ref.kind == "Deployment" and event.kind == "ReplicaSet" and event.name.startswith(f"{ref.name}-"))
+            or (ref.kind == "Deployment" and event.kind == "ReplicaSet" and event.name.rpartition("-")[0] == ref.name)
         )
     ]
     return max(fitting, key=lambda event: event.time).message if fitting else ""

@@ -46,6 +46,7 @@ _SUSPENDING = ("Suspending", SAVED, NOT_SAVED)
 """Reasons of Suspended while it is False, and the job is on its way there."""
 _SYNCER_FAULTS = frozenset(get_args(ObstacleKind)) - {"Crashing"} | {
     "NotCreated",
+    "ShardCrashing",
     "NodeLost",
     "NotAnswering",
     "StoreProblem",
@@ -251,7 +252,8 @@ def _report_pods(view: View, event_log: EventLog, found: TurnFindings) -> None:
     in_status = " ".join(str(row.get("cause", "")) for row in rows)
     in_status += str(view.condition("Degraded").get("message", ""))
     for pod in view.pods:
-        if pod.role == "syncer" or (pod.role == "learner" and pod.ordinal >= view.wanted(pod.region)):
+        wanted = pod.role == "evaluator" or (pod.role == "learner" and pod.ordinal < view.wanted(pod.region))
+        if not wanted:  # SyncerReady tells of the syncer's and its shards'
             continue
         title = "Learner" if pod.role == "learner" else "Evaluator"
         subject = view.title(pod) if pod.role == "learner" else f"Evaluator {pod.name}"

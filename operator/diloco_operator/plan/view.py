@@ -145,9 +145,10 @@ class View:
         """The names of all pods of a region's learner."""
         return [self.place(region, ordinal, rank) for rank in range(self.group_pods(region))]
 
-    def pod_of(self, role: str) -> Pod | None:
-        """The pod of the syncer or evaluator. Of several it is one that stays, and of those the newest."""
-        found = [pod for pod in self.pods if pod.role == role]
+    def pod_of(self, role: str, shard: int | None = None) -> Pod | None:
+        """The pod of the syncer, a shard of it, or the evaluator. Of several it is one that stays, and of those the
+        newest."""
+        found = [pod for pod in self.pods if pod.role == role and shard in (None, pod.ordinal)]
         created = {p["metadata"]["uid"]: p["metadata"].get("creationTimestamp", "") for p in self.observed.pods}
         return max(found, key=lambda pod: (pod.alive, not pod.over, created[pod.uid]), default=None)
 
@@ -155,6 +156,8 @@ class View:
         """The StatefulSet or Deployment that makes the pod."""
         if pod.role == "learner":
             return names.stateful_set(self.job.name, pod.region)
+        if pod.role == names.SHARD:
+            return names.shard_deployment(self.job.name, pod.ordinal)
         return Ref("Deployment", f"{self.job.name}-{pod.role}")
 
     def leaving(self, pod: Pod) -> bool:

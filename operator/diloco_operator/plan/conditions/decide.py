@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from diloco_operator import names
 from diloco_operator.job import rfc3339
-from diloco_operator.model import LASTING, ApplyError, Fact, Failure
-from diloco_operator.objects.manifests import external_address, sync_address
+from diloco_operator.model import LASTING, ApplyError, Fact, Failure, Ref
+from diloco_operator.objects.manifests import external_address, shard_deployments, sync_address
 from diloco_operator.plan import durability, lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
-from diloco_operator.plan.pod_status import Pod, merge_equal, newest_message, shortened
+from diloco_operator.plan.pod_status import OUT_OF_MEMORY, Pod, merge_equal, newest_message, shortened
+from diloco_operator.plan.pods.memory_need import memory_need_text
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.regions import RegionReport, explain_not_made, is_lost
@@ -107,14 +108,10 @@ def _decide_syncer_ready(view: View, found: TurnFindings, out: ConditionSet) -> 
 def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: ConditionSet) -> None:
     held = pod is not None and pod.obstacle is not None and "ReadWriteOncePod" in pod.obstacle.message
     handing_over = view.observe(Fact.SYNCER_VOLUME_HELD, holds=held) < HANDOVER_SECONDS and held
-    # A successor waits for the volume that a pod on a lost node still has.
-    on_lost_node = next((p.name for p in view.pods if p.role == "syncer" and p.name in found.node_losses.reasons), None)
-    if on_lost_node is not None and not (pod is not None and pod.alive and pod.ready and pod.name != on_lost_node):
-        out.set("SyncerReady", False, "NodeLost", f"Pod {on_lost_node}: {found.node_losses.reasons[on_lost_node]}.")
+    if absence := _explain_absence(view, found, names.syncer_deployment(view.job.name), pod):
+        out.set("SyncerReady", False, *absence)
     elif pod is None or pod.over:
-        unmade = explain_not_made(view, names.syncer_deployment(view.job.name))
-        said = f"{unmade[0].upper()}{unmade[1:]}." if unmade else "The syncer's pod is being created."
-        out.set("SyncerReady", False, "NotCreated" if unmade else "Starting", said)
+        out.set("SyncerReady", False, "Starting", "The syncer's pod is being created.")
     elif pod.terminating:
         out.set("SyncerReady", False, "Restarting", f"Pod {pod.name} is terminating.")
     elif handing_over:
@@ -123,13 +120,45 @@ def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: Co
     elif unfit := _explain_unfit(view, pod):
         out.set("SyncerReady", False, "Credentials", f"Pod {pod.name}: {refusals.UNFIT}: {unfit}")
     elif pod.obstacle is not None:
-        more = _describe_claim(view, pod) + refusals.missing_secret_cure(view.job, pod.obstacle)
-        message = f"Pod {pod.name}: {pod.obstacle.message.rstrip('.')}{more}."
-        out.set("SyncerReady", False, pod.obstacle.kind, message)
+        out.set("SyncerReady", False, pod.obstacle.kind, _describe_obstacle(view, pod, _describe_claim(view, pod)))
+    elif fault := _find_shard_fault(view, found):
+        out.set("SyncerReady", False, *fault)
     elif not pod.ready:
         out.set("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
     else:
         _decide_answering(view, pod, out)
+
+
+def _explain_absence(view: View, found: TurnFindings, ref: Ref, pod: Pod | None) -> tuple[str, str] | None:
+    """Reason and message of why a Deployment has no pod that runs; None: it has, or will have by itself. ``pod``: the
+    newest. A successor may wait for a volume that a pod on a lost node still has."""
+    reasons = found.node_losses.reasons
+    lost = next((p.name for p in view.pods if p.name in reasons and view.holder_of(p) == ref), None)
+    if lost is not None and not (pod is not None and pod.alive and pod.ready and pod.name != lost):
+        return "NodeLost", f"Pod {lost}: {reasons[lost]}."
+    unmade = explain_not_made(view, ref) if pod is None or pod.over else ""
+    return ("NotCreated", f"{unmade[0].upper()}{unmade[1:]}.") if unmade else None
+
+
+def _find_shard_fault(view: View, found: TurnFindings) -> tuple[str, str] | None:
+    """Reason and message of why a shard of the syncer has no pod that runs, of which merges wait; None: each has, or
+    will have by itself."""
+    for shard, ref in enumerate(shard_deployments(view.job, view.here)):
+        pod = view.pod_of(names.SHARD, shard)
+        if absence := _explain_absence(view, found, ref, pod):
+            return absence
+        if pod is not None and pod.alive and pod.obstacle is not None:
+            kind = "ShardCrashing" if pod.obstacle.kind == "Crashing" else pod.obstacle.kind
+            return kind, _describe_obstacle(view, pod)
+    return None
+
+
+def _describe_obstacle(view: View, pod: Pod, more: str = "") -> str:
+    assert pod.obstacle is not None
+    more += refusals.missing_secret_cure(view.job, pod.obstacle)
+    if pod.role == names.SHARD and pod.last_end is not None and pod.last_end.reason == OUT_OF_MEMORY:
+        more += f". {memory_need_text(view, pod.role)}"  # of the syncer's own end its Event tells
+    return f"Pod {pod.name}: {pod.obstacle.message.rstrip('.')}{more}."
 
 
 def _explain_unfit(view: View, pod: Pod) -> str:

@@ -287,7 +287,7 @@ def _handle_crash(view: View, place: str, pod: Pod, before: PodSnapshot, out: Po
     kind = "SyncerCrashed" if pod.role == SYNCER else "LearnerCrashed"
     told = f"{subject}: {said}."
     if end.reason == OUT_OF_MEMORY:
-        told += f" {memory_need_text(view, pod.role == SYNCER)}."
+        told += f" {memory_need_text(view, pod.role)}."
     out.events.append(EventWanted("Warning", kind, told))
     if action == "Fail":
         out.failure = ("ExitCode", f"{told} failurePolicy.rules says Fail for this exit code.")

@@ -68,6 +68,19 @@ def test_whose(target: str, found: list[str]) -> None:
     assert labels(target) == found
 
 
+def test_a_shard_that_has_a_pod_is_called_by_its_number() -> None:
+    shards = [pod(f"tiny-syncer-shard-{n}-6c-z", "shard", container="syncer") for n in (1, 0)]
+    for n, one in zip((1, 0), shards, strict=True):
+        one["metadata"]["labels"]["diloco.io/shard"] = str(n)
+    assert source(shards[0]).container == "syncer"
+    assert labels(None, [*PODS, *shards])[:4] == ["syncer", "syncer-shard-0", "syncer-shard-1", "evaluator"]
+    assert labels("syncer-shard-1", [*PODS, *shards]) == ["syncer-shard-1"] and labels("syncer", PODS) == ["syncer"]
+    job = {**JOB, "spec": {**JOB["spec"], "syncer": {"shards": 3, "shardPods": {}}}}
+    assert chosen(job, PODS, "syncer-shard-2") == [], "of the job, and not there now"
+    with pytest.raises(ClusterError, match="has no syncer-shard-3"):
+        chosen(job, PODS, "syncer-shard-3")
+
+
 @pytest.mark.parametrize("target", ["wst-0", "learner-3", "west-3", "learner", "north", "tiny-north-0", "syncer-0"])
 def test_whose_is_none_of_the_job(target: str) -> None:
     with pytest.raises(ClusterError, match=f"the job tiny has no {target}") as error:

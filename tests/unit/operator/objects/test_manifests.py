@@ -828,3 +828,152 @@ def test_what_ranks_are_told_of_a_pod_is_the_operators() -> None:
 def test_a_budget_counts_each_evicted_pod_as_a_learner(quorum: int, spare: int) -> None:
     given = job(count=4, learners={"pods": 2}, sync={"quorum": quorum})
     assert everything(given)[names.budget("job", "local")]["spec"]["maxUnavailable"] == spare
+
+
+# ------------------------------------------------------------------ shards with pods of their own
+
+
+def sharded(shards: int = 2, **syncer: Any) -> dict[str, Any]:
+    """``spec.syncer`` of a job whose shards have pods."""
+    return {"shards": shards, "shardPods": {}, "storage": {"uri": "s3://bucket/job"}} | syncer
+
+
+def test_each_shard_has_a_deployment_and_a_service_and_the_syncer_one_for_them() -> None:
+    plain, made = everything(job(syncer={"storage": {"uri": "s3://bucket/job"}})), everything(job(syncer=sharded()))
+    assert sorted(map(tuple, made.keys() - plain.keys())) == [
+        ("Deployment", "job-syncer-shard-0"),
+        ("Deployment", "job-syncer-shard-1"),
+        ("NetworkPolicy", "job-syncer-shards"),
+        ("Service", "job-syncer-shard-0"),
+        ("Service", "job-syncer-shard-1"),
+        ("Service", "job-syncer-shards"),
+    ]
+    for shard in (0, 1):
+        deployment = made[names.shard_deployment("job", shard)]
+        service = made[names.shard_service("job", shard)]["spec"]
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert labels["diloco.io/role"] == "shard" and labels["diloco.io/shard"] == str(shard)
+        assert "diloco.io/region" not in labels and deployment["metadata"]["labels"].items() <= labels.items()
+        selected = deployment["spec"]["selector"]["matchLabels"]
+        assert selected == service["selector"] == {k: v for k, v in labels.items() if k.startswith("diloco.io/")}
+        assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    entry = made[names.shards_service("job")]["spec"]
+    assert entry["type"] == "ClusterIP" and entry["publishNotReadyAddresses"] is True
+    assert entry["selector"] == {"diloco.io/job": "job", "diloco.io/role": "syncer"}
+    assert entry["ports"][0]["port"] == 7704
+    main = container(made[names.syncer_deployment("job")]["spec"]["template"])
+    assert {"name": entry["ports"][0]["targetPort"], "containerPort": 7704, "protocol": "TCP"} in main["ports"]
+
+
+def test_the_commands_of_a_syncer_and_its_shards_fit_each_other() -> None:
+    made = everything(job(syncer=sharded(3)))
+    syncer = container(made[names.syncer_deployment("job")]["spec"]["template"])["command"]
+    from diloco_syncer.__main__ import _parser
+
+    asked = _parser().parse_args(syncer[3:])
+    assert asked.shards_listen == "[::]:7704" and asked.shard_host == "job-syncer-shard-{}.ns.svc" and asked.stay
+    for shard in range(3):
+        template = made[names.shard_deployment("job", shard)]["spec"]["template"]
+        main = container(template)
+        told = _parser().parse_args(main["command"][3:])
+        assert (told.shard, told.syncer) == (shard, "job-syncer-shards.ns.svc:7704")
+        assert (told.job, told.store) == (asked.job, asked.store) and told.store == "s3://bucket/job"
+        assert told.credentials == asked.credentials and not told.stay and told.listen == "[::]:7700"
+        assert Ref("Service", asked.shard_host.format(shard).partition(".")[0]) in made
+        # Its identity is the syncer's; the control key is not its business, and no kubelet can ask it anything.
+        volumes = {v["name"]: v for v in template["spec"]["volumes"]}
+        own = next(
+            v
+            for v in made[names.syncer_deployment("job")]["spec"]["template"]["spec"]["volumes"]
+            if v["name"] == "credentials"
+        )
+        assert (
+            volumes["credentials"] == own
+            and "control" not in volumes
+            and volumes["data"] == {"name": "data", "emptyDir": {}}
+        )
+        assert [port["name"] for port in main["ports"]] == ["sync"]
+        assert not {"startupProbe", "livenessProbe", "readinessProbe"} & main.keys()
+    plain = container(everything(job())[names.syncer_deployment("job")]["spec"]["template"])
+    assert "--shards-listen" not in plain["command"] and 7704 not in [p["containerPort"] for p in plain["ports"]]
+
+
+def test_the_services_of_shards_are_as_the_syncers() -> None:
+    asked = {"annotations": {"cloud": "internal"}, "externalTrafficPolicy": "Local"}
+    endpoint = {"type": "NodePort", "nodePort": 30700, "service": asked}
+    made = everything(job(syncer=sharded(endpoint=endpoint)))
+    ports = []
+    for ref in (names.syncer_service("job"), names.shard_service("job", 0), names.shard_service("job", 1)):
+        (port,) = made[ref]["spec"]["ports"]
+        ports.append(port.pop("nodePort"))
+        assert port == {"name": "sync", "port": 7700, "targetPort": "sync", "protocol": "TCP", "appProtocol": "tls"}
+        assert made[ref]["spec"]["type"] == "NodePort" and made[ref]["spec"]["externalTrafficPolicy"] == "Local"
+        assert made[ref]["metadata"]["annotations"]["cloud"] == "internal"
+    assert ports == [30700, 30701, 30702]
+    assert "nodePort" not in made[names.shards_service("job")]["spec"]["ports"][0]
+
+
+def test_only_a_jobs_shards_reach_the_port_of_its_syncer_for_them() -> None:
+    for kind, whom in (("ClusterIP", [{"podSelector": {"matchLabels": {"diloco.io/job": "job"}}}]), ("External", None)):
+        endpoint = {"type": kind, **({"address": "hub"} if kind == "External" else {})}
+        made = everything(job(syncer=sharded(endpoint=endpoint)))
+        rules = {
+            r["ports"][0]["port"]: r.get("from") for r in made[Ref("NetworkPolicy", "job-syncer")]["spec"]["ingress"]
+        }
+        ours = {"diloco.io/job": "job", "diloco.io/role": "shard"}
+        assert rules[7704] == [{"podSelector": {"matchLabels": ours}}] and rules[7700] == whom
+        policy = made[Ref("NetworkPolicy", "job-syncer-shards")]["spec"]
+        assert policy["podSelector"] == {"matchLabels": ours}
+        assert [(r["ports"][0]["port"], r.get("from")) for r in policy["ingress"]] == [(7700, whom)]
+
+
+def test_the_shards_template_goes_over_the_syncers() -> None:
+    def of(cpu: str, **more: Any) -> dict[str, Any]:
+        return {"spec": {**more, "containers": [{"name": "syncer", "resources": {"requests": {"cpu": cpu}}}]}}
+
+    given = sharded(podTemplate=of("1", serviceAccountName="bucket", nodeSelector={"pool": "hub"}))
+    given["shardPods"] = {"podTemplate": of("4", nodeSelector={"pool": "large"})}
+    made = everything(job(syncer=given), replace(SETTINGS, image_pull_policy="Never"))
+    for ref, cpu, pool in (
+        (names.syncer_deployment("job"), "1", "hub"),
+        (names.shard_deployment("job", 1), "4", "large"),
+    ):
+        template = made[ref]["spec"]["template"]
+        assert container(template)["resources"]["requests"]["cpu"] == cpu and container(template)["image"] == "syncer:1"
+        assert template["spec"]["nodeSelector"] == {"pool": pool} and container(template)["imagePullPolicy"] == "Never"
+        assert template["spec"]["serviceAccountName"] == "bucket"
+    given["shardPods"] = {"podTemplate": {"spec": {"containers": [{"name": "syncer", "command": ["x"]}]}}}
+    (refusal,) = pods.template_refusals(job(syncer=given).spec)
+    assert "spec.syncer.shardPods.podTemplate" in refusal.path and "operator's" in refusal.message
+
+
+def test_shards_are_in_the_syncers_cluster_alone() -> None:
+    given = job_object(**SPREAD)
+    given["spec"]["syncer"] |= sharded(endpoint=SPREAD["syncer"]["endpoint"])
+    read = read_job(given)
+    assert read.document is not None, read.problems
+    for cluster, count in (("hub", 2), ("far", 0)):
+        made = everything(read, replace(SETTINGS, cluster=cluster))
+        assert sum(manifest["metadata"]["labels"]["diloco.io/role"] == "shard" for manifest in made.values()) == (
+            3 * count and 2 * count + 2
+        )
+
+
+def test_what_of_the_job_restarts_the_syncer_and_its_shards() -> None:
+    base = job(syncer=sharded()).spec
+
+    def changed(**syncer: Any) -> list[str]:
+        """What of their pods differs."""
+        now = job(syncer=sharded(**syncer)).spec
+        found = [
+            role for role in ("syncer", "shard") if pods.template_inputs(now, role) != pods.template_inputs(base, role)
+        ]
+        return found + ["program"] * (pods.syncer_inputs(now) != pods.syncer_inputs(base))
+
+    assert changed() == []
+    assert changed(shards=3) == ["program"]
+    assert changed(shardPods={"addresses": ["a", "b"]}) == ["program"]
+    assert changed(shardPods={"podTemplate": {"spec": {"nodeSelector": {"pool": "x"}}}}) == ["shard"]
+    assert changed(podTemplate={"spec": {"nodeSelector": {"pool": "x"}}}) == ["syncer", "shard"]
+    assert changed(shardPods=None) == ["syncer", "shard", "program"]
+    assert pods.syncer_inputs(job(syncer={"shards": 2}).spec) != pods.syncer_inputs(job().spec), "processes beside it"
