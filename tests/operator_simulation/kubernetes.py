@@ -19,7 +19,7 @@ from typing import Any
 from diloco_operator import names
 from diloco_operator.job import rfc3339, unix_seconds
 from diloco_operator.model import Object
-from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE
+from diloco_protocol.vocabulary import LABEL_JOB, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, LABEL_SHARD
 from operator_simulation.api_server import ApiServer
 from operator_simulation.virtual_time import WALL
 
@@ -40,7 +40,7 @@ class Process:
     pod_uid: str
     pod_name: str
     region: str
-    ordinal: int  # of its learner
+    ordinal: int  # of its learner; of a shard its number
     rank: int  # of its pod in the learner
     pods: int  # of the learner
     node: Node
@@ -67,7 +67,7 @@ class Process:
 
     @property
     def place(self) -> str:
-        """The name of its learner's leading pod; of the syncer's or the evaluator's its own pod's."""
+        """The name of its learner's leading pod; of another's its own pod's."""
         holder, _, index = self.pod_name.rpartition("-")
         return f"{holder}-{int(index) - self.rank}" if self.pods > 1 else self.pod_name
 
@@ -296,18 +296,19 @@ class Kubernetes:
         role = pod["metadata"]["labels"].get(LABEL_ROLE)
         ready = [node.name for node in self.nodes.values() if node.ready and not node.cordoned]
         # The claim is ReadWriteOncePod: while one pod has it, no other is placed.
-        held = role == "syncer" and any(
+        has_claim = role == "syncer" and "persistentVolumeClaim" in json.dumps(pod["spec"])
+        held = has_claim and any(
             other is not pod
             and other["metadata"]["labels"].get(LABEL_ROLE) == "syncer"
             and other["spec"].get("nodeName")
             and other["status"].get("phase") != "Failed"
             for other in self.pods()
         )
-        if not ready or held or (role == "syncer" and not self._may_mount()):
+        if not ready or held or (has_claim and not self._may_mount()):
             message = "0/3 nodes are available: 3 Insufficient cpu."
             if held:
                 message = "0/3 nodes: pod has pod using PersistentVolumeClaim with the same name and ReadWriteOncePod"
-            elif role == "syncer" and self.no_volumes_since is not None:
+            elif has_claim and self.no_volumes_since is not None:
                 message = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims."
             row = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
             self._set_status(pod, conditions=[row])
@@ -385,8 +386,9 @@ class Kubernetes:
         settings: Any = self.server.find("ConfigMap", pod["metadata"]["namespace"], f"{labels[LABEL_JOB]}-settings")
         if settings is not None:
             node.mounted[uid] = settings["data"]["job.json"]
-        main = next(c for c in pod["spec"]["containers"] if c["name"] == labels[LABEL_ROLE])
-        index, pods = int(labels.get(LABEL_POD_INDEX, -1)), int(labels.get(names.GROUP_PODS, 1))
+        main = next(c for c in pod["spec"]["containers"] if c["name"] == _container(labels[LABEL_ROLE]))
+        index = int(labels.get(LABEL_POD_INDEX, labels.get(LABEL_SHARD, -1)))
+        pods = int(labels.get(names.GROUP_PODS, 1))
         process = Process(
             id=uid.replace("-", "") + f"{count:04x}",
             role=labels[LABEL_ROLE],
@@ -421,7 +423,7 @@ class Kubernetes:
             state = {"waiting": {"reason": "ContainerCreating"}}
         ready = process is not None and process.ready
         row = {
-            "name": role,
+            "name": _container(role),
             "ready": ready,
             "restartCount": len(ends) if process is not None else max(0, len(ends) - 1),
             "state": state,
@@ -476,6 +478,11 @@ class Kubernetes:
         self._set_status(pod, conditions=[*_other(pod, "DisruptionTarget"), reason])
         self._delete(pod)
         return True
+
+
+def _container(role: str) -> str:
+    """The name of the main container of a role's pods."""
+    return "syncer" if role == names.SHARD else role
 
 
 def _is_ready(pod: Object) -> bool:

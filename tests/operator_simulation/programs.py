@@ -4,6 +4,7 @@ A learner joins whatever syncer it reaches, trains on alone when it reaches none
 A learner of several pods forms when all its processes reach each other; the leading one joins. A process whose
 fellow ends, ends too. One whose fellow is silent (its node is lost or cut off, or it hangs) hangs with it, and ends
 after a while. All drain when one is told to end.
+A syncer whose shards have pods claims the store when it hears all of them, and merges while it does.
 A syncer counts those that it hears, loses a slot whose learner it has not heard for the heartbeat's time-out, gives
 it to the next that joins, and merges while K take part. What it knows is in its store, which outlives it.
 """
@@ -84,10 +85,30 @@ class Programs:
                 return
             if self.syncer is not None and self.syncer.alive and self.syncer.node is process.node:
                 return  # its volume is held
+            if not self.hears_shards(process):
+                return
             self._claim(process)
         process.ready = True
         self._members(process)
         self._train(process)
+
+    def run_shard(self, process: Process) -> None:
+        """A shard, as its syncer sees it (``hears_shards``)."""
+        process.ready = _knows_its_flags(process)
+
+    def hears_shards(self, syncer: Process) -> bool:
+        """Whether every shard that the syncer counts is there, with the release and the number of shards that it has
+        itself. So it is where none has a pod."""
+        spec = syncer.job["spec"]["syncer"]
+        count = spec["shards"] if spec.get("shardPods") is not None else 0
+        found = {
+            shard.ordinal
+            for shard in self._processes("shard")
+            if shard.works and shard.ready and shard.told_to_end is None and shard.image == syncer.image
+            if shard.job["spec"]["syncer"]["shards"] == count
+            if self._reaches(shard.node.endpoint, syncer.node.endpoint)
+        }
+        return found >= set(range(count))
 
     def run_learner(self, process: Process) -> None:
         """A learner does what the syncer's side of it shows, and its processes what each sees of the others."""
@@ -249,7 +270,7 @@ class Programs:
             enough = active >= required
             if store.phase != "waiting" or enough:
                 store.phase = "training" if enough else "holding"
-            if enough:
+            if enough and self.hears_shards(syncer):
                 store.merges += 1
                 store.tokens += 100 * active
                 for slot in store.slots:

@@ -5,6 +5,7 @@
 | FAULTS | what fails, and what people edit |
 | LIVES | that, and jobs that end, fail, are scaled, go and come again, with any quorum; operators' clocks differ |
 | GROUPS | that, with learners of one to three pods: they lose one, are cut in two, or wait for one |
+| SHARDED | as LIVES, with a store in a bucket; shards of the syncer have pods, which go, crash, become more or fewer |
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from operator_simulation.faults import FAULTS
 from operator_simulation.group_faults import GROUP_FAULTS
 from operator_simulation.kubernetes import now
 from operator_simulation.life_faults import FATAL, LIFE_FAULTS, continue_what_failed, label_the_claim
+from operator_simulation.shard_faults import SHARD_FAULTS
 from operator_simulation.world import World, simulate
 from operator_world import SPREAD, job_object
 
@@ -24,18 +26,22 @@ SETTINGS: dict[str, dict[str, int]] = {
     "FAULTS": {"faults": 12},
     "LIVES": {"faults": 12, "lives": 1},
     "GROUPS": {"faults": 12, "lives": 1, "pods": 3},
+    "SHARDED": {"faults": 12, "lives": 1, "shards": 4},
 }
 
 
-def make_world(seed: int, lives: bool, pods: int = 1) -> World:
-    """One cluster with a few learners, or two with a region each. ``pods``: of a learner at most."""
+def make_world(seed: int, lives: bool, pods: int = 1, shards: int = 1) -> World:
+    """One cluster with a few learners, or two with a region each. ``pods``: of a learner at most; ``shards``: of the
+    syncer at most, each with a pod where it may have several."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
         count = rng.randint(2, 5)
         spec = _draw_spec(rng, count) if lives else {}
-        return World(_with_pods(rng, job_object(count=count, **spec), pods), nodes=4, seed=seed)
+        job, clusters = _with_pods(rng, job_object(count=count, **spec), pods), ("hub",)
+        return World(_with_shards(rng, job, shards), clusters, nodes=4, seed=seed)
     spec = _draw_spec(rng, 3) if lives else {}
-    return World(_with_pods(rng, job_object(**SPREAD, **spec), pods), ("hub", "far"), nodes=3, seed=seed)
+    job = _with_pods(rng, job_object(**SPREAD, **spec), pods)
+    return World(_with_shards(rng, job, shards), ("hub", "far"), nodes=3, seed=seed)
 
 
 def _with_pods(rng: random.Random, job: Object, most: int) -> Object:
@@ -45,6 +51,14 @@ def _with_pods(rng: random.Random, job: Object, most: int) -> Object:
         rng.choice(regions)["pods"] = rng.randint(2, most)
         job["spec"] |= {"regions": regions}
         job["spec"]["training"] |= {"batch": {"sequences": 12}}
+    return job
+
+
+def _with_shards(rng: random.Random, job: Object, most: int) -> Object:
+    """The job with a pod for each shard of its syncer."""
+    if most > 1:
+        given = {"shards": rng.randint(2, most), "shardPods": {}, "storage": {"uri": "s3://bucket/job"}}
+        job["spec"] |= {"syncer": {**job["spec"].get("syncer", {}), **given}}
     return job
 
 
@@ -78,13 +92,24 @@ def is_well(world: World) -> bool:
     syncer, asked = world.programs.syncer, world.manifest["spec"].get("sync")
     as_asked = syncer is not None and (not asked or syncer.job["spec"]["sync"]["quorum"] == asked["quorum"])
     counted = world.counts_learners() and len(world.pods("learner")) == world.wanted_pods()
-    return world.whole() and as_asked and counted
+    return world.whole() and as_asked and counted and has_its_shards(world)
 
 
-async def break_and_heal(world: World, faults: int, lives: bool, groups: bool = False) -> None:
+def has_its_shards(world: World) -> bool:
+    """Whether the syncer hears the shards that were asked for, and there is no other pod of one."""
+    asked, syncer = world.manifest["spec"].get("syncer") or {}, world.programs.syncer
+    count = asked["shards"] if asked.get("shardPods") is not None else 0
+    objects = [o for o in world.clusters["hub"].server.all("Deployment") if "-syncer-shard-" in o["metadata"]["name"]]
+    known = syncer is not None and (not count or syncer.job["spec"]["syncer"]["shards"] == count)
+    there = syncer is not None and world.programs.hears_shards(syncer)
+    return known and there and len(world.pods("shard")) == len(objects) == count
+
+
+async def break_and_heal(world: World, faults: int, lives: bool, groups: bool = False, sharded: bool = False) -> None:
     """Random faults, some at once; then all is well again, and stays so."""
     kinds = [*FAULTS.values(), *(2 * [*LIFE_FAULTS.values()] if lives else [])]
     kinds += 4 * [*GROUP_FAULTS.values()] if groups else []
+    kinds += 4 * [*SHARD_FAULTS.values()] if sharded else []
     world.clocks_differ = lives
     for cluster in world.clusters:
         world.start_operator(cluster)
@@ -122,13 +147,13 @@ async def break_and_heal(world: World, faults: int, lives: bool, groups: bool = 
 
 
 def run_random_faults(
-    seed: int, trace: list[str] | None = None, *, faults: int = 12, lives: int = 0, pods: int = 1
+    seed: int, trace: list[str] | None = None, *, faults: int = 12, lives: int = 0, pods: int = 1, shards: int = 1
 ) -> World:
     """The world of this seed, with so many faults. ``trace``: gets a line for what happens."""
 
     def make() -> World:
-        world = make_world(seed, lives > 0, pods)
+        world = make_world(seed, lives > 0, pods, shards)
         world.log = world.log if trace is None else trace
         return world
 
-    return simulate(make, lambda world: break_and_heal(world, faults, lives > 0, pods > 1))
+    return simulate(make, lambda world: break_and_heal(world, faults, lives > 0, pods > 1, sharded=shards > 1))

@@ -333,7 +333,7 @@ class World:
         self.asked: list[tuple[float, Object]] = [(-HEARD_SECONDS, self.manifest["spec"])]  # specs, and since when
         self.job_name = job["metadata"]["name"]
         for kubernetes in self.clusters.values():
-            for role in ("syncer", "learner", "evaluator"):
+            for role in ("syncer", names.SHARD, "learner", "evaluator"):
                 kubernetes.programs[role] = getattr(self.programs, f"run_{role}")
             kubernetes.volume_gone = self._lose_the_volume
             kubernetes.server.create(JOB.name, {"kind": JOB.name, **copied(job)})
