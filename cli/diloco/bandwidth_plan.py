@@ -26,7 +26,7 @@ from diloco_protocol.bandwidth.links import Need, Traffic
 from diloco_protocol.bandwidth.model import Turn
 from diloco_protocol.common.format_units import bits_text, seconds_text, size_text
 from diloco_protocol.merging import UNMEASURED, is_unmeasured
-from diloco_protocol.resources import even_sizes, find_shortages, learner_needs, needs
+from diloco_protocol.resources import even_sizes, find_shortages, learner_needs, needs, shard_memory, syncer_pod_memory
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import JobError
 
@@ -167,7 +167,10 @@ def document(job: DiLoCoJob, sizes: Sequence[int], note: str, conditions: Condit
         "join": _join(sizes, queued),
         "hub": {**asdict(hub), "cores": hub.cores},
         "resources": {
-            "syncer_memory_bytes": needed.syncer_memory,
+            "syncer_memory_bytes": syncer_pod_memory(spec, sizes),
+            "shard_pods": None
+            if spec.syncer.shard_pods is None
+            else {"pods": spec.syncer.shards, "memory_bytes": shard_memory(spec, sizes, spec.syncer.shards)},
             "syncer_volume_bytes": needed.syncer_volume,
             "learner_memory_bytes": needed.learner_memory,
             "learners": [
@@ -290,7 +293,7 @@ def text(found: dict[str, Any]) -> str:
         f"Memory: the syncer up to {size_text(resources['syncer_memory_bytes'])}, each learner at least "
         f"{size_text(resources['learner_memory_bytes'])} on the host; the syncer's volume up to "
         f"{size_text(resources['syncer_volume_bytes'])}",
-        *_hub_lines(found["hub"]),
+        *_hub_lines(found["hub"], resources["shard_pods"]),
         *map(_group_text, (one for one in resources["learners"] if one["processes"] * one["pods"] > 1)),
         *(textwrap.fill(f"warning: {one['field']} {one['message']}", 100) for one in resources["too_small"]),
         "Size links by the queue; framing of TCP/IP and TLS is in. Below it nothing stops: merges become rarer.",
@@ -315,7 +318,7 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _hub_lines(hub: Mapping[str, Any]) -> list[str]:
+def _hub_lines(hub: Mapping[str, Any], pods: Mapping[str, Any] | None) -> list[str]:
     """What the syncer needs at the job's pace, for people."""
     parts = ", ".join(f"{name}s {hub[f'{name}_cores']:.3g}" for name in ("byte", "norm", "merge"))
     of_fragments = f", of {hub['shards']} that the fragments allow" if hub["wanted"] > hub["shards"] else ""
@@ -324,7 +327,7 @@ def _hub_lines(hub: Mapping[str, Any]) -> list[str]:
     return [
         f"The hub's work, by measured costs: {hub['cores']:.3g} cores ({parts}); {written}",
         f"Shards wanted (syncer.shards): {hub['wanted']}{of_fragments}{memory * (hub['shards'] > 1)}",
-    ]
+    ] + ([f"Each of the {pods['pods']} shard pods: memory up to {size_text(pods['memory_bytes'])}"] if pods else [])
 
 
 def _bits(value: float | None) -> str:

@@ -211,7 +211,7 @@ def _syncer_shortages(spec: JobSpec, sizes: Sequence[int], volume: int | None) -
     template, shards = [syncer.pod_template], syncer.shard_pods
     yield from _memory_shortages("syncer.podTemplate.", template, "the syncer", syncer_pod_memory(spec, sizes))
     if shards is not None:
-        of_shard = shard_memory(spec, sizes, min(syncer.shards, len(sizes)))
+        of_shard = shard_memory(spec, sizes, syncer.shards)
         templates = [*template, shards.pod_template]
         yield from _memory_shortages("syncer.shardPods.podTemplate.", templates, "a shard", of_shard)
     if storage.uri is None and storage.claim_name is None:

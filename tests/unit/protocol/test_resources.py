@@ -8,6 +8,7 @@ import pytest
 
 from diloco_protocol.arrays import codec
 from diloco_protocol.resources import (
+    BASE_BYTES,
     LearnerNeeds,
     even_sizes,
     find_shortages,
@@ -15,6 +16,8 @@ from diloco_protocol.resources import (
     needs,
     payload_bytes,
     record_floats,
+    shard_memory,
+    syncer_pod_memory,
     versions_kept,
 )
 from diloco_protocol.spec.job import DiLoCoJob
@@ -103,6 +106,24 @@ def test_what_is_enough_is_not_named() -> None:
     assert not find_shortages(spec(syncer={**enough, "storage": {"size": "100Gi"}}), BILLION)
     assert not find_shortages(spec(syncer={**enough, "storage": {"uri": "s3://bucket/job"}}), BILLION)
     assert not find_shortages(spec(syncer=enough), BILLION, volume=200 << 30), "the volume that is there is larger"
+
+
+def test_the_pods_of_a_syncer_and_of_its_shards_have_needs_of_their_own() -> None:
+    """The syncer reads the records of the whole model as it starts. A shard has its part of them, and of the pushes."""
+    pods = {"shards": 4, "shardPods": {}, "storage": {"uri": "s3://bucket/job"}}
+    given = spec(syncer=pods)
+    beside = {name: pods[name] for name in ("shards", "storage")}
+    assert syncer_pod_memory(spec(syncer=beside), BILLION) == needs(given, BILLION).syncer_memory
+    assert syncer_pod_memory(given, BILLION) == BASE_BYTES + 8 * 10**9, "Θ and the momentum"
+    assert shard_memory(given, BILLION, 4) < needs(given, BILLION).syncer_memory / 3
+    name = "spec.containers[syncer].resources"
+    few = [f"syncer.{one}odTemplate.{name}.requests.memory" for one in ("p", "shardPods.p")]
+    assert [one.path for one in find_shortages(given, BILLION)] == few
+    enough = pod("syncer", requests={"memory": "8Gi"})
+    assert not find_shortages(spec(syncer={**pods, **enough}), BILLION), "the syncer's template is theirs too"
+    low = {"shardPods": pod("syncer", limits={"memory": "2Gi"})}
+    (found,) = find_shortages(spec(syncer={**pods, **enough, **low}), BILLION)
+    assert found.path == f"syncer.shardPods.podTemplate.{name}.limits.memory" and "a shard is killed" in found.message
 
 
 def test_wrong_podtemplates_are_left_to_who_checks_them() -> None:
