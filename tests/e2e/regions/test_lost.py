@@ -6,18 +6,16 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from s3_service import Relay, S3Service, environment
-
+from ..buckets import bucket
 from ..clusters import Cluster, until
 from ..jobs import pod_template
 from ..test_common_ends import PEER, all_began, delete, killable, merged_since
-from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, machine_address, merged_of
+from .world import EU, HUB, NODE_PORT, US, RunJob, World, contributes, merged_of
 
 pytestmark = pytest.mark.timeout(1200)
 ELSEWHERE = NODE_PORT + 1
@@ -100,22 +98,6 @@ def kept_volume(world: World, name: str, folder: Path) -> None:
     )
 
 
-@contextlib.contextmanager
-def bucket(world: World, folder: Path) -> Iterator[dict[str, Any]]:
-    """A bucket outside of all clusters, at this machine's address; spec.syncer's fields for it."""
-    service = S3Service(folder)
-    way = Relay(service.port, machine_address(world))
-    template = pod_template("syncer", "200m")
-    env = environment(way.url) | {"AWS_REGION": "us-east-1"}
-    template["spec"]["containers"][0]["env"] = [{"name": k, "value": v} for k, v in env.items()]
-    try:
-        name = service.make_bucket("train-state")
-        yield {"storage": {"uri": f"s3://{name}/job"}, "podTemplate": template}
-    finally:
-        way.close()
-        service.stop()
-
-
 def learner_step(world: World, name: str, region: str) -> int:
     """What the learner itself says: nobody else hears it."""
     path = f"/api/v1/namespaces/{world.namespace}/pods/{name}-{region}-0:7710/proxy/status"
@@ -132,7 +114,7 @@ def test_the_hub_is_destroyed_and_built_again(world: World, run_job: RunJob, tmp
             syncer: dict[str, Any] = {"storage": {"claimName": name}}
             kept_volume(world, name, folder)
         else:
-            syncer = stack.enter_context(bucket(world, tmp_path))
+            syncer = stack.enter_context(bucket(world.hub, tmp_path))
         regions = {EU: 1, US: 1}
         alone = 100_000 if kept == "volume" else 64  # steps for which learners go on alone
         # Nor is a small corpus to be what ends it: half of a slot's share of it is leased ahead.

@@ -7,11 +7,12 @@ import re
 
 import pytest
 
+from ..buckets import machine_address, node_address
 from ..clusters import run, until
 from ..jobs import Job
 from .gateway import Gateway
 from .test_refusals import metrics
-from .world import EU, HUB, NODE_PORT, PROGRAM, US, RunJob, World, contributes, machine_address, node_address
+from .world import EU, HUB, NODE_PORT, PROGRAM, US, RunJob, World, contributes
 
 pytestmark = pytest.mark.timeout(900)
 NAME = "hub.example.org"
@@ -46,7 +47,7 @@ def way_in(world: World, job: Job, kind: str) -> str:
 def test_learners_come_through_what_stands_in_front(world: World, kind: str) -> None:
     """And follow it when it moves, without being started again."""
     name, regions = f"front-{kind.lower()}", {EU: 1, US: 1}
-    host, asks = machine_address(world), NAME if kind == "External" else ""
+    host, asks = machine_address(world.hub), NAME if kind == "External" else ""
     document = world.document(name, regions)
     words = ("--server-name", asks) if asks else ()
 
@@ -104,9 +105,9 @@ def call(world: World, name: str, address: str) -> None:
 
 def test_a_name_is_resolved_anew(world: World, run_job: RunJob) -> None:
     """The hub's name leads elsewhere: nothing changes in the job, and nothing is started again."""
-    call(world, "moves", machine_address(world))
+    call(world, "moves", machine_address(world.hub))
     endpoint = {"type": "NodePort", "nodePort": NODE_PORT, "address": f"moves.{world.namespace}.svc:{NODE_PORT}"}
-    with Gateway(machine_address(world), world.address(), port=NODE_PORT):
+    with Gateway(machine_address(world.hub), world.address(), port=NODE_PORT):
         job = run_job("named", {EU: 1, US: 1}, syncer={"endpoint": endpoint})
         job.in_merges(2)
         pods = world.identities("named", EU, US)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ..buckets import node_address
 from ..clusters import Cluster, open_cluster, run, until
 from ..conftest import images, install
 from ..jobs import Job, small_job
@@ -143,19 +143,6 @@ class World:
         for cluster in where:
             job = self.job(name, cluster)
             until(f"{name} gone in {cluster}", lambda job=job: job.object() is None and not job.pods(), 120)
-
-
-def node_address(cluster: Cluster, number: int = 0) -> str:
-    name = cluster.nodes()[number]
-    node = cluster.api(f"/api/v1/nodes/{name}") or {}
-    return next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
-
-
-def machine_address(world: World) -> str:
-    """Of this machine, as the clusters reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((node_address(world.hub), 9))  # sends nothing: which of our addresses it would use
-        return str(probe.getsockname()[0])
 
 
 def merged_of(document: dict[str, Any], region: str) -> int:
