@@ -124,7 +124,8 @@ def _decide_syncer_pod(view: View, found: TurnFindings, pod: Pod | None, out: Co
     elif fault := _find_shard_fault(view, found):
         out.set("SyncerReady", False, *fault)
     elif not pod.ready:
-        out.set("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve.")
+        awaits = ", or waits for its shards (its log says for which)" * (view.job.spec.syncer.shard_pods is not None)
+        out.set("SyncerReady", False, "Starting", f"Pod {pod.name} reads its store, or is about to serve{awaits}.")
     else:
         _decide_answering(view, pod, out)
 
