@@ -104,6 +104,14 @@ JOBS: dict[str, dict[str, Any]] = {
     "own secrets": {"syncer": {"tls": {"secretName": "s"}}, "learners": {"credentials": {"secretName": "l"}}},
     "own claim": {"syncer": {"storage": {"claimName": "mine"}}},
     "object store": {"syncer": {"storage": {"uri": "s3://bucket/prefix"}}},
+    "shard pods": {
+        "syncer": {
+            "shards": 3,
+            "shardPods": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}},
+            "storage": {"uri": "s3://bucket/prefix"},
+            "endpoint": {"type": "NodePort", "nodePort": 30780},
+        }
+    },
     "storage class": {"syncer": {"storage": {"storageClassName": "standard", "size": "1.5Gi"}}},
     "node port": {"syncer": {"endpoint": {"type": "NodePort", "nodePort": 30771}}},
     "any node port": {"syncer": {"endpoint": {"type": "NodePort"}}},
