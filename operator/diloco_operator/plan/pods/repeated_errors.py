@@ -70,7 +70,11 @@ def find_repeated_error(view: View, replacements: Object) -> tuple[str, str] | N
     if again.error == NEVER_JOINED and view.is_listed(again.process):
         return None  # it had joined, of which the syncer's answer at its end did not tell yet
     subject = "The syncer" if again.place == SYNCER else f"Learner {again.place}"
-    need = f". {memory_need_text(view, again.place == SYNCER)}" if OUT_OF_MEMORY in again.error else ""
+    need = (
+        f". {memory_need_text(view, SYNCER if again.place == SYNCER else 'learner')}"
+        if OUT_OF_MEMORY in again.error
+        else ""
+    )
     return (
         "RepeatedError",
         f"{repeated_text(subject, again.times, again.error)}{need} "

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from diloco_operator import names
-from diloco_operator.model import Ref
+from diloco_operator.model import ClusterEvent, Ref
+from diloco_operator.plan.pod_status import newest_message
 from operator_world import PodSim, World, idle, job_object, started, template
 
 BUCKET = {"storage": {"uri": "s3://bucket/job"}}
@@ -105,6 +106,9 @@ def test_a_shard_that_ran_out_of_memory_is_told_what_it_needs() -> None:
 
 def test_what_keeps_a_shards_pod_from_being_made_is_not_said_of_the_syncers() -> None:
     """Names of the shards' ReplicaSets begin as the syncer's."""
+    said = [ClusterEvent("ReplicaSet", "job-syncer-shard-1-6c9f", "FailedCreate", "exceeded quota", 1.0)]
+    refs = [names.syncer_deployment("job"), *(names.shard_deployment("job", shard) for shard in (1, 10))]
+    assert [newest_message(said, ref, "FailedCreate") for ref in refs] == ["", "exceeded quota", ""]
     world = started(1, syncer=sharded())
     world.quota = len(world.pods) - 1
     world.delete_pod(shard(world, 1).name)
