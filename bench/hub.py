@@ -40,7 +40,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Layout, Tensor
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
-from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, convert, limits, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from diloco_protocol.wire.bulk_calls import bulk_connection
 
@@ -207,7 +207,7 @@ class Learner:
 
     async def _join(self) -> None:
         """Take a seat; the first learner uploads version 0."""
-        method: Any = self._control.stream_stream(services.SESSION, None, None)
+        method: Any = self._control.stream_stream(channels.SESSION, None, None)
         self._call = method(metadata=self._credentials.metadata())
         join = sync_pb2.Join(
             format=limits.FORMAT,

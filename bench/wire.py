@@ -42,7 +42,7 @@ from diloco_protocol.common.reach import split_address
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import bulk, convert, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, convert, limits, sync_pb2
 from diloco_protocol.wire import channels as wire_channels
 from diloco_protocol.wire.bulk_calls import PREFACE, ServedCall, bulk_connection, read_frame
 from diloco_protocol.wire.byte_stream import ByteStream, set_options
@@ -227,7 +227,7 @@ class _Learner:
 
     async def _join(self) -> None:
         """Take a seat; the first learner uploads version 0."""
-        method: Any = self._control.stream_stream(services.SESSION, None, None)
+        method: Any = self._control.stream_stream(channels.SESSION, None, None)
         self._call = method()
         join = sync_pb2.Join(
             format=limits.FORMAT,

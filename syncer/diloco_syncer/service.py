@@ -38,7 +38,7 @@ from diloco_protocol.common.http_server import (
 )
 from diloco_protocol.security.credentials import Credentials, CredentialsError, ListenError
 from diloco_protocol.vocabulary import EventKind, SyncerExit
-from diloco_protocol.wire import channels, services
+from diloco_protocol.wire import channels
 from diloco_syncer import startup
 from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.runtime.driver import RESTART
@@ -57,7 +57,7 @@ from diloco_syncer.syncer import Syncer
 log = logging.getLogger(__name__)
 
 MAX_CONTROL_CONNECTIONS = 64  # of the control port, whose callers are few
-SERVICES = ("", services.SESSION_SERVICE)
+SERVICES = ("", channels.SESSION_SERVICE)
 
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -143,7 +143,7 @@ async def _life(options: Options) -> tuple[int, Options]:
         status=status,
         report=syncer.fetch_report,
     )
-    main.add_generic_rpc_handlers([services.session_handler(syncer.sessions.serve)])
+    main.add_generic_rpc_handlers([channels.session_handler(syncer.sessions.serve)])
     listener.serve_bulk(syncer.bulk.accept)
     private.add_generic_rpc_handlers([control.handler()])
     for server in (main, private):

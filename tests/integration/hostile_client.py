@@ -13,7 +13,7 @@ from typing import Any
 from syncer_client import LAYOUT, Client, SyncerProcess
 
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.wire import limits, services, sync_pb2
+from diloco_protocol.wire import channels, limits, sync_pb2
 
 
 class Learner(Client):
@@ -42,7 +42,7 @@ class Learner(Client):
         return sync_pb2.LearnerMessage(join=sync_pb2.Join(**(fields | changes))).SerializeToString()
 
     async def join(self, raw: bytes = b"", **changes: Any) -> sync_pb2.SyncerMessage:
-        self.call = self.channel.stream_stream(services.SESSION)(metadata=self.metadata)
+        self.call = self.channel.stream_stream(channels.SESSION)(metadata=self.metadata)
         await self.call.write(raw or self.said(**changes))
         first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 60))
         if first.HasField("welcome"):

@@ -27,7 +27,7 @@ from diloco_protocol.security.credentials import BULK_PROTOCOL, Credentials
 from diloco_protocol.security.identity import SERVER_NAME
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import job_to_json, parse_job
-from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, limits, sync_pb2
 from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.control_auth import make_key, sign_call
 from diloco_syncer import service, startup
@@ -255,7 +255,7 @@ class Client:
             "ordinal": self.ordinal,
             "layout_digest": LAYOUT.digest,
         }
-        self.call = self.channel.stream_stream(services.SESSION)(metadata=self.metadata)
+        self.call = self.channel.stream_stream(channels.SESSION)(metadata=self.metadata)
         await self.say(join=sync_pb2.Join(**(fields | changes)))
         first = sync_pb2.SyncerMessage.FromString(await asyncio.wait_for(self.call.read(), 60))
         assert first.WhichOneof("kind") in ("welcome", "refusal"), first

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc import aio
 
-from diloco_protocol.wire import services, sync_pb2
+from diloco_protocol.wire import channels, sync_pb2
 from diloco_protocol.wire.bulk_calls import BulkCall, BulkConnection
 from diloco_protocol.wire.byte_stream import ByteStream, StreamBroken
 from diloco_protocol.wire.limits import WireError
@@ -179,7 +179,7 @@ class Call:
         life = self.channel.life
         assert life is not None and life.syncer is not None
         asked = SimpleNamespace(method=self.method, invocation_metadata=())
-        handler = services.session_handler(life.syncer.sessions.serve).service(asked)
+        handler = channels.session_handler(life.syncer.sessions.serve).service(asked)
         end = End(grpc.StatusCode.OK)
         try:
             await handler.stream_stream(self._requests(), Context(self.down))

@@ -27,7 +27,7 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal, TransferRefusal
-from diloco_protocol.wire import convert, services, sync_pb2
+from diloco_protocol.wire import channels, convert, sync_pb2
 from diloco_protocol.wire.records import Announcement, Held, PushHeader, PushPlan
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
@@ -281,7 +281,7 @@ class WorkerWorld(SyncerProcesses):
             (self._hear_answer if answer else self._hear_request)(call, message)
 
     def _hear_request(self, call: Call, message: bytes) -> None:
-        if call.method == services.SESSION:
+        if call.method == channels.SESSION:
             said = sync_pb2.LearnerMessage.FromString(message)
             if said.WhichOneof("kind") == "join":
                 call.channel.process.known.clear()
@@ -339,7 +339,7 @@ class WorkerWorld(SyncerProcesses):
             self.oracle.upload_push(header, ids)
 
     def _hear_answer(self, call: Call, message: bytes) -> None:
-        if call.method == services.SESSION:
+        if call.method == channels.SESSION:
             said = sync_pb2.SyncerMessage.FromString(message)
             self.note(f"{call.channel.process} hears {said.WhichOneof('kind')}")
             for told in (*said.welcome.fragments, *([said.announcement] if said.HasField("announcement") else ())):

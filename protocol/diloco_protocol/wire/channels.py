@@ -1,4 +1,7 @@
-"""Options of gRPC channels and servers.
+"""The method of the sync port that is gRPC, and options of gRPC channels and servers.
+
+Control messages are protobuf and small. A server takes them as raw bytes, unparsed. Bulk bytes have connections of
+their own at the same address (bulk_calls.py).
 
 Keepalive: an idle connection is pinged every ``KEEPALIVE_SECONDS``: less than the shortest idle timeout of common load
 balancers (60 s), and not so often that a server or a firewall takes it for abuse; a dead peer is noticed
@@ -8,11 +11,26 @@ web, and gRPC through an HTTP proxy loses its long streams.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+import grpc
 
 from diloco_protocol.wire import limits
 
+SESSION_SERVICE = "diloco.v1.Sync"
+SESSION = f"/{SESSION_SERVICE}/Session"
+
 Option = tuple[str, Any]
+Context = Any  # grpc.aio.ServicerContext; its stubs are generic and the class is not
+SessionHandler = Callable[[AsyncIterator[bytes], Context], Any]  # a coroutine that uses context.write
+
+
+def session_handler(session: SessionHandler) -> Any:
+    """The Sync service with unparsed messages, so that their sizes are checked first (``parse``)."""
+    return grpc.method_handlers_generic_handler(
+        SESSION_SERVICE, {"Session": grpc.stream_stream_rpc_method_handler(session)}
+    )
 
 
 def channel_options() -> list[Option]:

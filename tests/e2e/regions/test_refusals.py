@@ -16,7 +16,7 @@ from grpc import aio
 
 from diloco_protocol.security.certificates import Issued
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, limits, sync_pb2
 from diloco_protocol.wire.bulk_calls import bulk_connection
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from floods import Flood
@@ -52,7 +52,7 @@ async def first_word(address: str, folder: Path | None, raw: bytes) -> str:
     ``folder`` None: in plaintext."""
     made = Credentials() if folder is None else Credentials.from_directory(folder)
     async with made.aio_channel(address, channels.channel_options()) as channel:
-        call: Any = channel.stream_stream(services.SESSION)(metadata=made.metadata(), timeout=ANSWER_SECONDS)
+        call: Any = channel.stream_stream(channels.SESSION)(metadata=made.metadata(), timeout=ANSWER_SECONDS)
         try:
             await call.write(raw)
             answer = await call.read()

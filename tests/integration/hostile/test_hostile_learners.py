@@ -29,7 +29,7 @@ from syncer_client import SyncerProcess, behind_length, raw_job
 from diloco_protocol.documents import StatusDocument
 from diloco_protocol.security.credentials import BULK_PROTOCOL
 from diloco_protocol.security.identity import SERVER_NAME
-from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, limits, sync_pb2
 from diloco_syncer.server.tls import connection_limits
 from parties import TOKEN, Parties
 from patience import WaitFailed, until
@@ -261,7 +261,7 @@ async def test_calls_that_say_nothing_are_few_and_hold_up_nobody_else(
 ) -> None:
     silent = learners(folders["asia"], "asia-3")
     most = connection_limits.allowance_of({"asia-3": 1}, silent.credentials.names()).silent
-    session = silent.channel.stream_stream(services.SESSION)
+    session = silent.channel.stream_stream(channels.SESSION)
     calls: list[Any] = [session(metadata=silent.metadata) for _ in range(most + 20)]
     await until_status(
         syncer, lambda now: sum(call.done() for call in calls) >= 20 or refusals(now, "too-many-calls") >= 20

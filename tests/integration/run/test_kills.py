@@ -22,7 +22,7 @@ import tape_reader
 from diloco.processes.workdir import Workdir
 from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.security.credentials import Credentials
-from diloco_protocol.wire import bulk, channels, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, limits, sync_pb2
 from diloco_syncer.audit.store_audit import audit_store
 from diloco_syncer.store import records
 from diloco_syncer.store.directory import DirectoryStore
@@ -88,7 +88,7 @@ class Listener:
             )
             token = Credentials.from_token_file(self._run.workdir / "join-token")
             with grpc.insecure_channel(address, options=channels.channel_options()) as channel:
-                answers = channel.stream_stream(services.SESSION)(self._say(join), metadata=token.metadata())
+                answers = channel.stream_stream(channels.SESSION)(self._say(join), metadata=token.metadata())
                 try:
                     for answer in answers:
                         message = sync_pb2.SyncerMessage.FromString(answer)

@@ -20,7 +20,7 @@ from runs import Run, check_ledger
 from typer.testing import CliRunner
 
 from diloco.main import app
-from diloco_protocol.wire import channels, limits, services, sync_pb2
+from diloco_protocol.wire import channels, limits, sync_pb2
 
 pytestmark = pytest.mark.timeout(500)  # each waits with its own limits, which name what did not come
 
@@ -101,7 +101,7 @@ def answer_to_a_stranger(run: Run) -> grpc.StatusCode:
     address = json.loads((run.workdir / "address.json").read_text())["sync"]
     join = sync_pb2.Join(format=limits.FORMAT, job="tiny", process="ab" * 8, region="local", layout_digest="a" * 64)
     with grpc.insecure_channel(address, options=channels.channel_options()) as channel:
-        call = channel.stream_stream(services.SESSION)(
+        call = channel.stream_stream(channels.SESSION)(
             iter([sync_pb2.LearnerMessage(join=join).SerializeToString()]), timeout=60, wait_for_ready=True
         )
         try:

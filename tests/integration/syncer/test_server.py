@@ -28,7 +28,7 @@ from syncer_client import (
 
 import tape_reader
 from diloco_protocol.vocabulary import TransferRefusal
-from diloco_protocol.wire import bulk, limits, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, limits, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch
@@ -249,7 +249,7 @@ async def test_garbage_and_oversized_messages_end_only_their_own_call(syncer: Sy
             stream: Any = a.channel.stream_stream
 
             async def session(*messages: bytes) -> sync_pb2.SyncerMessage:
-                call = stream(services.SESSION)(timeout=10)
+                call = stream(channels.SESSION)(timeout=10)
                 for message in messages:
                     await call.write(message)
                 return sync_pb2.SyncerMessage.FromString(await call.read())
@@ -260,7 +260,7 @@ async def test_garbage_and_oversized_messages_end_only_their_own_call(syncer: Sy
             report = sync_pb2.LearnerMessage(report=sync_pb2.Report())
             assert "must be Join" in (await session(report.SerializeToString())).refusal.message
             for size in (2 * limits.MAX_CONTROL_BYTES + 1, 8 << 20):
-                too_large = stream(services.SESSION)(timeout=10)
+                too_large = stream(channels.SESSION)(timeout=10)
                 with pytest.raises((aio.AioRpcError, asyncio.InvalidStateError)):
                     await too_large.write(bytes(size))
                     await too_large.read()
@@ -465,7 +465,7 @@ async def test_a_reader_that_does_not_read_is_disconnected_and_nobody_waits(sync
     async def run() -> None:
         async with Clients(syncer) as clients:
             a = await clients.first()
-            deaf: Any = a.channel.stream_stream(services.SESSION)()
+            deaf: Any = a.channel.stream_stream(channels.SESSION)()
             join = sync_pb2.Join(
                 format=limits.FORMAT,
                 job="raw",

@@ -21,7 +21,7 @@ from syncer_client import SyncerProcess, behind_length, raw_job, send_call, turn
 
 from diloco_protocol.security.credentials import Credentials
 from diloco_protocol.vocabulary import TrustFailure
-from diloco_protocol.wire import bulk, services, sync_pb2
+from diloco_protocol.wire import bulk, channels, sync_pb2
 from diloco_protocol.wire.control_auth import sign_call
 from diloco_protocol.wire.verify_server import ServerNotTrusted, verify_syncer
 from diloco_syncer.server.tls import connection_limits
@@ -131,7 +131,7 @@ async def test_who_speaks_late_still_hears_why(syncer: SyncerProcess, parties: P
     """A first write on a call that has ended already is INTERNAL to a gRPC client, whatever the server said."""
     async with Learners(syncer) as learners:
         thief = learners(parties.learner("thief", "eu-1", token="b6" * 32))
-        call: Any = thief.channel.stream_stream(services.SESSION)(metadata=thief.metadata)
+        call: Any = thief.channel.stream_stream(channels.SESSION)(metadata=thief.metadata)
         await until(lambda: refused(syncer).get("wrong-token", 0) == 1)
         await call.write(thief.said())
         assert await code_of(call.read()) == "UNAUTHENTICATED"
@@ -151,7 +151,7 @@ async def test_limits_are_a_certificates_own(syncer: SyncerProcess, parties: Par
         one = learners(europe)
 
         async def session(process: str) -> tuple[Any, str]:
-            call = one.channel.stream_stream(services.SESSION)(metadata=one.metadata)
+            call = one.channel.stream_stream(channels.SESSION)(metadata=one.metadata)
             try:
                 await call.write(one.said(process=process, ordinal=one.attempt))
                 raw = await call.read()

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpc import aio
 
-from diloco_protocol.wire import convert, limits, services, sync_pb2
+from diloco_protocol.wire import channels, convert, limits, sync_pb2
 from diloco_protocol.wire.records import StepReport
 
 _EOF: Any = aio.EOF  # type: ignore[attr-defined]  # its stubs lack the name
@@ -111,7 +111,7 @@ class Session:
     """One stream. ``open`` joins, ``run`` sends and receives until the stream ends."""
 
     def __init__(self, channel: aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
-        method: Any = channel.stream_stream(services.SESSION, request_serializer=None, response_deserializer=None)
+        method: Any = channel.stream_stream(channels.SESSION, request_serializer=None, response_deserializer=None)
         self._call = method(metadata=tuple(metadata))
         self._writing = asyncio.Lock()
         self._end_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
