@@ -14,6 +14,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,8 @@ class Reader(hub.Learner):
     """A learner that downloads version 0: as a round's, or as a newcomer."""
 
     def __init__(self, ordinal: int, place: hub.Place) -> None:
-        super().__init__(ordinal, place)
+        super().__init__(ordinal, place if ordinal == 0 else replace(place, elements=1))  # it pushes nothing
+        self._place, self._layout = place, hub.layout_of(place.elements)
         self.ways["version"] = lambda: self._each_fragment(self._read)
         self._catching_up = ordinal >= hub.LEARNERS
 
@@ -110,6 +113,11 @@ def time_versions(learners: Connection, enough: Callable[[int], bool]) -> list[f
     return took[:-1] or took
 
 
+def are_there(newcomers: Connection, versions: int) -> bool:
+    """Whether the newcomers have their models, after so many versions."""
+    return versions > 0 and newcomers.poll()
+
+
 def main() -> None:
     common.end_on_sigterm()
     args = common.arguments(__doc__ or "").parse_args()
@@ -132,7 +140,7 @@ def main() -> None:
         alone = statistics.median(time_versions(learners, lambda count: count > ALONE))
         for name, newcomers in (("a newcomer", one), (f"{NEWCOMERS} newcomers", many)):
             newcomers.send("version")
-            took = statistics.median(time_versions(learners, lambda count, pipe=newcomers: count and pipe.poll()))
+            took = statistics.median(time_versions(learners, partial(are_there, newcomers)))
             await_answer(newcomers)
             rows.append(common.Row(name, took, "s", "no newcomer", baseline=alone, ratio=took / alone))
         hosts.end(learners, one, many)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class SharedLink:
 
     def __init__(self) -> None:
         self.parts: dict[LinkPart, None] = {}
+        self._waiting: list[LinkPart] = []  # for their turns, the oldest first
         self._credit, self._usual = 0.0, math.inf  # bytes of newcomers; seconds of a round's part
 
     def take_turn(self, part: LinkPart, now: float) -> bool:
@@ -76,21 +78,25 @@ class SharedLink:
         """Wait until so many bytes of it, or the fewer that are returned, may go."""
         loop = asyncio.get_running_loop()
         part.wanted = count
-        taken = part.age < 0 and self.take_turn(part, loop.time())
-        part.turn = None if taken else loop.create_future()
+        if part.age < 0:
+            self.take_turn(part, loop.time())
+            self._give_turns(loop.time())
+            return count
+        part.turn = loop.create_future()
+        insort(self._waiting, part, key=lambda one: one.age)
         self._give_turns(loop.time())
-        if part.turn is not None:
-            try:
-                async with asyncio.timeout(ALIVE_SECONDS):
-                    await part.turn
-            except TimeoutError:
-                return min(count, ALIVE_BYTES)
+        try:
+            async with asyncio.timeout(ALIVE_SECONDS):
+                await part.turn
+        except TimeoutError:
+            return min(count, ALIVE_BYTES)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(part)
         return count
 
     def _give_turns(self, now: float) -> None:
-        """Let those go that may, the oldest first."""
-        waiting = [(part.age, part, part.turn) for part in self.parts if part.turn and not part.turn.done()]
-        for _, part, turn in sorted(waiting, key=lambda one: one[0]):
-            if not self.take_turn(part, now):
-                return
-            turn.set_result(None)
+        while self._waiting and self.take_turn(self._waiting[0], now):
+            turn = self._waiting.pop(0).turn
+            if turn is not None and not turn.done():
+                turn.set_result(None)
