@@ -106,7 +106,7 @@ def test_a_shard_that_ran_out_of_memory_is_told_what_it_needs() -> None:
 
 def test_what_keeps_a_shards_pod_from_being_made_is_not_said_of_the_syncers() -> None:
     """Names of the shards' ReplicaSets begin as the syncer's."""
-    said = [ClusterEvent("ReplicaSet", "job-syncer-shard-1-6c9f", "FailedCreate", "exceeded quota", 1.0)]
+    said = [ClusterEvent("ReplicaSet", "job-syncer-shard-1-6c9f", "FailedCreate", "exceeded quota", time=1.0)]
     refs = [names.syncer_deployment("job"), *(names.shard_deployment("job", shard) for shard in (1, 10))]
     assert [newest_message(said, ref, "FailedCreate") for ref in refs] == ["", "exceeded quota", ""]
     world = started(1, syncer=sharded())
