@@ -21,6 +21,14 @@ def serving(document: dict[str, Any]) -> bool:
     return all(row["serving"] and row["fragments"] for row in document["shards"]) and len(document["shards"]) == 2
 
 
+def prefers(cluster: Cluster, number: int) -> dict[str, Any]:
+    """An affinity with which a pod goes to this node while that is there, and elsewhere when it is not."""
+    affinity: dict[str, Any] = prefers_far(cluster)["spec"]["affinity"]
+    (preferred,) = affinity["nodeAffinity"].values()
+    preferred[0]["preference"]["matchExpressions"][0]["values"] = [cluster.nodes()[number]]
+    return affinity
+
+
 def shard_pod(job: Job, shard: int) -> dict[str, Any]:
     """The shard's pod that is not going. Raises KeyError."""
     for pod in job.pods("shard"):
@@ -98,14 +106,11 @@ def test_a_shards_node_is_lost(cluster: Cluster, start: Any, far_node: Any, tmp_
     with bucket(cluster, tmp_path) as syncer:
         near = on_node(cluster, 0, "learner", "300m")
         template = syncer.pop("podTemplate")
-        env = template["spec"]["containers"][0]["env"]
-        own = on_node(cluster, 0, "syncer", "200m")
-        own["spec"]["containers"][0]["env"] = env
-        # Each shard rather goes to the far node: there is no other template for one of them.
-        far = {"spec": {"nodeSelector": None, "affinity": prefers_far(cluster)["spec"]["affinity"]}}
+        template["spec"]["affinity"] = prefers(cluster, 0)
+        far = {"spec": {"affinity": prefers(cluster, FAR)}}
         job: Job = start(
             "sharded-far",
-            syncer={**syncer, "podTemplate": own, "shards": 2, "shardPods": {"podTemplate": far}},
+            syncer={**syncer, "podTemplate": template, "shards": 2, "shardPods": {"podTemplate": far}},
             regions=[{"name": "near", "learners": 2, "podTemplate": near}],
         )
         before = job.in_merges(2)
