@@ -149,6 +149,8 @@ LINKS = (
           ("protocol.wire.bulk:FIRST_REST_SECONDS", "protocol.wire.bulk:LONGEST_REST_SECONDS"),
           "it is used again; its transfers go on over the others at once",
           time="{0}, twice as long after each further break, at most {1}"),
+    Limit("both ends", "a turn for a newcomer's bytes beside those of rounds",
+          ("protocol.wire.link_share:ALIVE_SECONDS",), "a few bytes go, so that the other end does not give up"),
     Limit("the syncer", "the next part of an upload", ("syncer.runtime.multipart:IDLE_SECONDS",),
           "it forgets the parts"),
     Limit("the syncer", "the next part of a download", ("syncer.runtime.active_downloads:IDLE_SECONDS",),

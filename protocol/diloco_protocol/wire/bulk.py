@@ -336,19 +336,21 @@ async def _upload_part(
         raise WireError(f"the upload's header has {size} bytes; at most {limits.MAX_HEADER_BYTES} are allowed")
     loop = asyncio.get_running_loop()
     taken: int | None = None
+    sent = 0
     meter.begin(time.monotonic())
     try:
         async with _call(channel, progress, "upload", upload=head) as call:
             reading = asyncio.ensure_future(call.read_reply())  # a refusal may come before we have sent everything
             try:
                 # A refusal may end the connection while we still send, and has come all the same.
-                with contextlib.suppress(StreamBroken):
-                    for start in range(0, part.nbytes, limits.CHUNK_BYTES):
-                        if reading.done():
-                            break
-                        chunk = part[start : start + limits.CHUNK_BYTES]
+                age = 0 if head.HasField("peer_state") else -1
+                with contextlib.suppress(StreamBroken), progress.link.carry_part(age) as turns:
+                    while sent < part.nbytes and not reading.done():
+                        count = await progress.link.await_turn(turns, min(limits.CHUNK_BYTES, part.nbytes - sent))
                         note = lambda count: progress.record_bytes(count, loop.time())  # noqa: E731
+                        chunk = part[sent : sent + count]
                         await await_progress(call.write(chunk, note), progress)
+                        sent += count
                         note_chunk()
                 reply = await await_progress(asyncio.shield(reading), progress, transfer_seconds(part.nbytes))
                 with contextlib.suppress(StreamBroken, Stalled):  # the answer is here all the same

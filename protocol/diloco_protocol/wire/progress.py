@@ -15,6 +15,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from diloco_protocol.wire import limits
+from diloco_protocol.wire.link_share import SharedLink
 
 T = TypeVar("T")
 OVERTAKEN_BYTES = limits.MAX_PART_BYTES  # more than the largest chunk of each stream that a session can have
@@ -26,9 +27,10 @@ class Stalled(limits.WireError):
 
 class Progress:
     """The bulk bytes of one session in one direction. ``moved``: how many so far; ``rate`` of those since the first
-    stream began."""
+    stream began. ``link``: what they go over."""
 
     def __init__(self) -> None:
+        self.link = SharedLink()
         self.moved = 0
         self._last = float("-inf")
         self._begun: float | None = None

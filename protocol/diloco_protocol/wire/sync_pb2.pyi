@@ -651,7 +651,7 @@ class UploadReply(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class DownloadRequest(_message.Message):
-    __slots__ = ("format", "job", "process", "what", "fragment", "epoch", "version", "transfer", "offset", "bytes")
+    __slots__ = ("format", "job", "process", "what", "fragment", "epoch", "version", "transfer", "offset", "bytes", "catching_up")
     class What(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FULL: _ClassVar[DownloadRequest.What]
@@ -680,6 +680,7 @@ class DownloadRequest(_message.Message):
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    CATCHING_UP_FIELD_NUMBER: _ClassVar[int]
     format: int
     job: str
     process: str
@@ -690,7 +691,8 @@ class DownloadRequest(_message.Message):
     transfer: int
     offset: int
     bytes: int
-    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., what: _Optional[_Union[DownloadRequest.What, str]] = ..., fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., transfer: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    catching_up: bool
+    def __init__(self, format: _Optional[int] = ..., job: _Optional[str] = ..., process: _Optional[str] = ..., what: _Optional[_Union[DownloadRequest.What, str]] = ..., fragment: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., transfer: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., catching_up: _Optional[bool] = ...) -> None: ...
 
 class DownloadHeader(_message.Message):
     __slots__ = ("found", "reason", "total_bytes", "bytes", "checksum", "versions", "receipt")

@@ -19,6 +19,7 @@ from diloco_protocol.wire import convert, limits, sync_pb2
 from diloco_protocol.wire.bulk_calls import CallFailed, ServedCall
 from diloco_protocol.wire.byte_stream import StreamBroken
 from diloco_protocol.wire.limits import WireError
+from diloco_protocol.wire.link_share import LinkPart, SharedLink
 from diloco_protocol.wire.progress import Stalled, await_progress
 from diloco_protocol.wire.records import Held
 from diloco_syncer.runtime.durability import Durability
@@ -32,6 +33,8 @@ from diloco_syncer.store.records import Array
 
 MOST_CHECKSUMS = 256  # of parts of a version: who asks for others has them made anew
 PIECE_BYTES = 1 << 20  # handed to a connection at a time
+NEWCOMERS_PIECE_BYTES = 256 << 10  # smaller: a round that begins waits for those that are on their way
+STATES = (sync_pb2.DownloadRequest.FROZEN, sync_pb2.DownloadRequest.PEER_STATE, sync_pb2.DownloadRequest.OPTIMIZER)
 
 Found = tuple[Array | None, tuple[Held, ...], str]
 """The bytes that are requested (None: not to be had), the versions they go with, and the word why not."""
@@ -60,6 +63,7 @@ class Downloads:
     epoch: int
     find_other: Callable[[sync_pb2.DownloadRequest], Awaitable[Found]]
     queue: DownloadQueue = field(default_factory=DownloadQueue)
+    link: SharedLink = field(default_factory=SharedLink)
 
     async def serve(self, request: sync_pb2.DownloadRequest, sink: ServedCall, peer: Peer, called: str = "") -> None:
         """Send one part of what is requested, or the word why it cannot be had. ``called``: the listener's name for the
@@ -67,8 +71,10 @@ class Downloads:
         try:
             limits.check_format(request.format)
             caller = await self.callers.find_reader(request, peer, called)
+            is_newcomers = request.catching_up or request.what in STATES
             async with self.queue.await_turn(request.process or called):
-                await self._send(request, sink, caller)
+                with self.link.carry_part(caller.connection if is_newcomers else -1) as part:
+                    await self._send(request, sink, caller, part)
         except CallerRefused as error:
             # Who has no session any more joins again, and then asks again.
             raise CallFailed(str(error), final=error.reason != TransferRefusal.NOT_JOINED) from error
@@ -79,7 +85,7 @@ class Downloads:
         except WireError as error:
             raise CallFailed(str(error), final=True) from error
 
-    async def _send(self, request: sync_pb2.DownloadRequest, sink: ServedCall, caller: Caller) -> None:
+    async def _send(self, request: sync_pb2.DownloadRequest, sink: ServedCall, caller: Caller, turns: LinkPart) -> None:
         """Answer a request."""
         progress = caller.sent
         data, versions, word = await self._find(request)
@@ -106,13 +112,15 @@ class Downloads:
         if downloads is not None:
             downloads.begin_part(*key, whole, time.monotonic())
         loop = asyncio.get_running_loop()
+        most = PIECE_BYTES if turns.age < 0 else NEWCOMERS_PIECE_BYTES
         note: Callable[[int], None] = lambda count: progress.record_bytes(count, loop.time())  # noqa: E731
         try:
             await await_progress(sink.reply(sync_pb2.BulkReply(download=header)), progress)
             while sent < part.nbytes:
-                piece = part[sent : sent + PIECE_BYTES]
+                count = await self.link.await_turn(turns, min(most, part.nbytes - sent))
+                piece = part[sent : sent + count]
                 await await_progress(sink.write(piece, note), progress)
-                sent += piece.nbytes
+                sent += count
         finally:
             reached = request.offset, request.offset + sent
             whole_sent = downloads is not None and downloads.end_part(*key, reached, now=time.monotonic())

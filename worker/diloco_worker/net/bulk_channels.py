@@ -99,8 +99,9 @@ class BulkChannels:
         lanes = None
         broken = busy = 0  # tries in succession
         while busy < _BUSY_TRIES:
-            if lanes is not self.routes.find(fragment).up:  # nothing of it is there
-                lanes, sent = self.routes.find(fragment).up, kept or bulk.SentParts()
+            there = self.routes.states if header.HasField("peer_state") else self.routes.find(fragment).up
+            if lanes is not there:  # which has nothing of it
+                lanes, sent = there, kept or bulk.SentParts()
             before = sent.done
             try:
                 reply = await bulk.upload(

@@ -16,6 +16,7 @@ from diloco_protocol.wire import bulk
 from diloco_protocol.wire.records import Shard
 
 _CONNECTIONS = 4  # up, and as many down
+_STATE_CONNECTIONS = 2  # on which a state may pause while those of pushes go on
 Connect = Callable[[str, int | None], bulk.Channel]  # to an address and a shard there: a connection, not made yet
 
 
@@ -39,11 +40,13 @@ class Route:
 
 
 class Routes:
-    """The routes of one session. ``syncer``: the address (host:port) at which this process reaches the syncer."""
+    """The routes of one session. ``syncer``: the address (host:port) at which this process reaches the syncer.
+    ``states``: the connections to it that carry this process's optimizer state."""
 
     def __init__(self, connect: Connect, syncer: str) -> None:
         self._connect, self._syncer = connect, syncer
         self._own = Route(connect, syncer)
+        self.states = bulk.Lanes([connect(syncer, None) for _ in range(_STATE_CONNECTIONS)])
         self._to_shards: dict[tuple[str, int, int], Route] = {}  # by address, number, and how many shards there are
         self._of_fragments: dict[int, Route] = {}
 
@@ -70,3 +73,4 @@ class Routes:
         """End all connections that carry nothing."""
         self.set_shards(())
         self._own.retire()
+        self.states.retire()

@@ -306,9 +306,8 @@ class Transfers:
     async def _download(self, what: Any, announcement: Announcement, payload: Payload) -> tuple[bytes, Bytes] | None:
         """Receipt and bytes, uint8; None: the syncer has it no more."""
         fragment, version = announcement.fragment, announcement.version
-        found = await self.channels.download(
-            size=payload.bytes, what=what, fragment=fragment, epoch=announcement.epoch, version=version
-        )
+        asked = {"what": what, "fragment": fragment, "epoch": announcement.epoch, "version": version}
+        found = await self.channels.download(size=payload.bytes, catching_up=self._cache.get(fragment) is None, **asked)
         if found is None:
             return None
         header, data = found

@@ -57,6 +57,7 @@ class World:
         feedback = ErrorFeedback(P, False)
         self.context = TransferContext(layout, Inbox(), Outbox(), self.cache, feedback=feedback)
         self.asked: list[tuple[int, int, int]] = []  # fragment, version or transfer, and offset of each download
+        self.catching_up: list[bool] = []  # of each
         self.reason = ""
         self.versions = [0] * P
         self.begin_session()
@@ -87,6 +88,7 @@ class World:
 
     async def serve(self, request: sync_pb2.DownloadRequest, sink: Any) -> None:
         self.asked.append((request.fragment, request.version or request.transfer, request.offset))
+        self.catching_up.append(request.catching_up)
         await self.downloads.serve(request, sink, Peer())
 
     def announce(self, fragment: int, version: int = 0) -> None:
@@ -265,5 +267,20 @@ def test_a_version_that_was_overtaken_while_it_waited_is_never_asked_for() -> No
             world.announce(P - 1, version)
         await world.arrive(1e5)
         assert [asked for asked in world.asked if asked[0] == P - 1] == [(P - 1, 3, 0)]
+
+    virtual_time.run(test())
+
+
+def test_a_newcomer_says_which_downloads_are_of_no_round() -> None:
+    """Its first version of each fragment."""
+
+    async def test() -> None:
+        world = World(500_000, 8e6)
+        world.announce_all()
+        await world.arrive(1e5)
+        assert world.catching_up == [True] * P
+        world.announce(3, 1)
+        await asyncio.sleep(5.0)
+        assert world.asked[P:] == [(3, 1, 0)] and world.catching_up[P:] == [False]
 
     virtual_time.run(test())

@@ -178,7 +178,7 @@ def test_shards_are_where_they_are_named_and_share_the_connections() -> None:
     for syncer, host in (("syncer.ns:7000", "syncer.ns"), ("[fd00::1]:7000", "[fd00::1]")):
         made.clear()
         routes = Routes(connect, syncer)
-        assert made == {(syncer, None): 8}
+        assert made == {(syncer, None): 10}, "two are for states"
         shards = [Shard(7001, "", (0, 2)), Shard(0, "10.0.0.9", (1,)), Shard(7002, "fd00::2", ())]
         for count, lanes in ((1, 8), (2, 4), (3, 2)):
             made.clear()

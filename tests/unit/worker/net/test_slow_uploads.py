@@ -262,3 +262,51 @@ def test_of_states_that_were_begun_few_are_kept(monkeypatch: pytest.MonkeyPatch)
         assert [transfer for _, transfer in states.context.states] == list(range(4, 12))
 
     virtual_time.run(test())
+
+
+class SharedUplink(Uplink):
+    """It carries several payloads. ``come``: the bytes of each that have come, by what it is."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.come: dict[str, int] = {}
+
+    async def begin(self, *, upload: sync_pb2.UploadHeader) -> Any:
+        return OneOfSeveral(self, upload)
+
+
+class OneOfSeveral(Upload):
+    async def read_reply(self) -> sync_pb2.BulkReply:
+        await self._whole
+        link, head = self._link, self._head
+        assert isinstance(link, SharedUplink)
+        what = head.WhichOneof("what") or ""
+        link.come[what] = link.come.get(what, 0) + head.bytes
+        reason = "" if link.come[what] == head.total_bytes else TransferRefusal.PARTIAL
+        return sync_pb2.BulkReply(upload=sync_pb2.UploadReply(accepted=True, reason=reason))
+
+
+@pytest.mark.promise(
+    "Newcomers, however many join at once, make rounds at most a tenth longer; those that joined first come first"
+)
+def test_a_push_goes_before_a_state_that_is_given_to_a_newcomer() -> None:
+    """The state has a share of what the push moves, and what the push leaves: the link is never idle."""
+
+    async def test() -> None:
+        link, loop = SharedUplink(1e6), asyncio.get_running_loop()
+        connect: Any = lambda address, shard: link  # noqa: E731
+        made = BulkChannels(Routes(connect, "a:1"), "a", "b" * 32, executor=ThreadPoolExecutor(1), counts=ByteCounts())
+        state = asyncio.ensure_future(
+            made.upload(np.zeros(2 * PAYLOAD, np.uint8), peer_state=sync_pb2.PeerState(transfer=1))
+        )
+        await asyncio.sleep(10.0)
+        carried = link.carried
+        assert carried == pytest.approx(10.0 * link.rate, rel=0.1)
+        await made.upload(np.zeros(PAYLOAD, np.uint8), push=sync_pb2.Push(sequence=7))
+        seconds = loop.time() - 10.0
+        assert seconds < 1.1 * PAYLOAD / link.rate
+        assert 0 < link.carried - carried - PAYLOAD < 0.1 * PAYLOAD
+        assert (await state).accepted
+        assert loop.time() == pytest.approx(3 * PAYLOAD / link.rate, rel=0.01)
+
+    virtual_time.run(test())
