@@ -2,8 +2,8 @@
 
 The hub is the real program, `python -m diloco_syncer`, in plain text and on this machine, so that the hub's processor
 is the bottleneck rather than a link. Eight synthetic learners download a whole version (bfloat16) again and again, each
-over four connections. Beside them newcomers download their model once, as the worker does. The ratio is the median of
-these versions' seconds over the median without newcomers: 1 is undisturbed.
+over four connections. Beside them newcomers download their model, as the worker does. The ratio is the median of these
+versions' seconds over the median without newcomers, before, between and after: 1 is undisturbed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from diloco_protocol.wire import bulk, sync_pb2
 
 NEWCOMERS = 8
 UP, DOWN = "int4", "bfloat16"
-ALONE = 5  # versions
+MOST = 5  # versions that are timed at a time
 
 
 class Reader(hub.Learner):
@@ -105,17 +103,13 @@ def tell(pipe: Connection, word: str) -> float:
     return time.monotonic() - began
 
 
-def time_versions(learners: Connection, enough: Callable[[int], bool]) -> list[float]:
-    """The seconds of versions, until there are enough; the last one counts if it is the only one."""
+def time_versions(learners: Connection, newcomers: Connection | None = None) -> list[float]:
+    """The seconds of versions; beside ``newcomers``, of those in all of which these had no whole model yet, or of the
+    one that they had it in."""
     took: list[float] = []
-    while not enough(len(took)):
+    while len(took) < MOST and not (newcomers and took and newcomers.poll()):
         took.append(tell(learners, "version"))
-    return took[:-1] or took
-
-
-def are_there(newcomers: Connection, versions: int) -> bool:
-    """Whether the newcomers have their models, after so many versions."""
-    return versions > 0 and newcomers.poll()
+    return took[:-1] if newcomers and newcomers.poll() and took[1:] else took
 
 
 def main() -> None:
@@ -137,12 +131,16 @@ def main() -> None:
         for pipe in (learners, one, many):
             tell(pipe, "join")
         tell(learners, "version")
-        alone = statistics.median(time_versions(learners, lambda count: count > ALONE))
+        alone, beside = time_versions(learners), dict[str, list[float]]()
         for name, newcomers in (("a newcomer", one), (f"{NEWCOMERS} newcomers", many)):
             newcomers.send("version")
-            took = statistics.median(time_versions(learners, partial(are_there, newcomers)))
+            beside[name] = time_versions(learners, newcomers)
             await_answer(newcomers)
-            rows.append(common.Row(name, took, "s", "no newcomer", baseline=alone, ratio=took / alone))
+            alone += time_versions(learners)
+        undisturbed = statistics.median(alone)
+        for name, seconds in beside.items():
+            took = statistics.median(seconds)
+            rows.append(common.Row(name, took, "s", "no newcomer", baseline=undisturbed, ratio=took / undisturbed))
         hosts.end(learners, one, many)
     common.show(rows, args.json, f"{hub.LEARNERS} learners, {hub.FRAGMENTS} fragments of {elements} values")
 
