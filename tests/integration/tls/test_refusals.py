@@ -89,9 +89,10 @@ async def test_every_refusal_has_its_name(syncer: SyncerProcess, parties: Partie
         reply = await other.upload(header, b"{}")
         assert (reply.accepted, reply.reason) == (False, "wrong-process")
         # The join token, at every service.
-        thief = learners(parties.learner("thief", "eu-1", token="b6" * 32))
+        stolen = parties.learner("thief", "eu-1", token="b6" * 32)
+        thief, another = learners(stolen), learners(stolen)  # a call that is refused costs its connection
         assert await code_of(thief.join()) == "UNAUTHENTICATED"
-        for made_call in (thief.upload(header, b"{}"), thief.download(request)):
+        for made_call in (thief.upload(header, b"{}"), another.download(request)):
             with pytest.raises(bulk.TransferError, match="the join token is missing or wrong"):
                 await made_call
         # At the gate. A try that took too long is made again; it may be counted late, as what it is or as broken off.
