@@ -99,7 +99,7 @@ class Programs:
     def hears_shards(self, syncer: Process) -> bool:
         """Whether every shard that the syncer counts is there, with the release and the number of shards that it has
         itself. So it is where none has a pod."""
-        spec = syncer.job["spec"]["syncer"]
+        spec = syncer.job["spec"].get("syncer", {})
         count = spec["shards"] if spec.get("shardPods") is not None else 0
         found = {
             shard.ordinal
