@@ -100,7 +100,9 @@ class Programs:
         """Whether every shard that the syncer counts is there, with the release and the number of shards that it has
         itself. So it is where none has a pod."""
         spec = syncer.job["spec"].get("syncer", {})
-        count = spec["shards"] if spec.get("shardPods") is not None else 0
+        if spec.get("shardPods") is None:
+            return True
+        count = spec["shards"]
         found = {
             shard.ordinal
             for shard in self._processes("shard")
