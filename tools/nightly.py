@@ -42,11 +42,11 @@ E2E = {
     "commands": ("test_before_install.py", "test_cli_api.py", "test_cli_pods.py", "test_chart.py"),
     "objects": ("test_crd_api.py", "test_objects_api.py", "test_common_ends.py", "test_images.py", "test_wrong.py"),
     "jobs": ("test_complete.py", "test_lifecycle.py", "test_security.py", "test_syncer_pod.py", "test_upgrade.py"),
-    "losses": ("test_deletions.py", "test_groups.py", "test_nodes.py", "test_replacement.py"),
+    "losses": ("test_deletions.py", "test_groups.py", "test_nodes.py", "test_replacement.py", "test_shard_pods.py"),
     "chaos": ("test_chaos.py", "test_durability.py"),
     "operators": ("test_cuts.py", "test_leadership.py", "test_operator_faults.py", "test_operator_shell.py"),
 }
-REGIONS = ("encodings", "groups", "links", "lost", "refusals", "spanning", "ways")
+REGIONS = ("encodings", "groups", "links", "lost", "refusals", "shards", "spanning", "ways")
 PRODUCT = r"(protocol|syncer|worker|operator|cli|examples|manifests|charts)/|Dockerfile|pyproject|requirements|setup"
 HELPERS = r"tests/(\w+\.py|\w+_simulation/|buckets/|s3/)"
 E2E_HELPERS = (
