@@ -56,10 +56,11 @@ class ShardOptions:
 async def run_shard(options: ShardOptions) -> int:
     """Serve until the syncer ends; returns the exit code. In a pod of its own a shard then goes on with the next
     syncer, and SIGTERM ends it at once: nothing here has to be brought to rest."""
+    is_beside = options.connections >= 0
+    for number in (signal.SIGINT, signal.SIGTERM) if is_beside else ():
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     await asyncio.to_thread(warm_up, options.job, options.threads)
-    if options.connections >= 0:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    if is_beside:
         reader, writer = await asyncio.open_unix_connection(options.syncer)
         link = socket.socket(fileno=options.connections)
         return await _serve(options, MessageStream(reader, writer), lambda listener: listener.accept_passed(link))

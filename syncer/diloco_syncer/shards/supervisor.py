@@ -176,7 +176,13 @@ class ShardPods(ShardStreams):
         """Accept them."""
         self.coordinator.await_pods()
         self._server = await asyncio.start_server(self._accept, sock=self.listening)
-        asyncio.get_running_loop().call_later(AWAITED_SECONDS, self.coordinator.tell_awaited)
+        self.run_task(self._tell_awaited())
+
+    async def _tell_awaited(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), AWAITED_SECONDS)
+            return
+        self.coordinator.tell_awaited()
 
     def count_end(self, index: int, why: str) -> None:
         shard = self.coordinator.shards[index]

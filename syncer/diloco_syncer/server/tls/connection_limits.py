@@ -8,8 +8,8 @@ that it names, and every limit is a multiple of that number:
   to be dead;
 - joins: a token bucket that is refilled with two joins a second and learner, and holds half a minute of that. A
   learner in trouble tries about once a second;
-- connections: a learner has one control and eight bulk connections, and as many old ones may not have been noticed
-  dead;
+- connections: a learner has one control and eight bulk connections, two more while it gives its state to another, and
+  as many old ones may not have been noticed dead;
 - silent calls: streams whose first message (a Join) has not come. It comes with the call itself.
 
 Example: a certificate for a region of 10 learners may have 38 sessions (the evaluator counts as one more learner).
