@@ -24,7 +24,7 @@ from diloco_protocol.spec.load import parse_job
 from diloco_protocol.wire.records import PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics.isotropic import equalize_singular_values, find_matrices
-from diloco_syncer.numerics.merge import EncodedDelta, merge, piece_squares
+from diloco_syncer.numerics.merge import merge, piece_squares
 from diloco_syncer.runtime.global_model import GlobalModel, first_records
 from diloco_syncer.store.directory import DirectoryStore
 
@@ -60,6 +60,7 @@ def main() -> None:
     with ThreadpoolController().select(internal_api="openblas").limit(limits=1):  # as the syncer has it
         rows += measure_isotropic(128 if args.quick else 512, args.threads, rounds)
     rows += [measure_version(down, elements, args.threads, rounds) for down in ("bfloat16", "delta-int4")]
+    rows += measure_two_threads(elements, rounds)
     common.show(rows, args.json, f"{LEARNERS} learners, {args.threads} threads")
 
 
@@ -173,13 +174,8 @@ def by_svd(matrix: torch.Tensor) -> torch.Tensor:
 def measure_version(down: str, elements: int, threads: int, rounds: int) -> common.Row:
     """The CPU time of a whole version, to its durable record in a temporary folder, beside that of its merge alone: of
     int4 pushes, whose norms are known, with nesterov. The difference is what a version costs however many push."""
-    source = np.random.default_rng(0)
-    layout = Layout.build([Tensor("w", (elements,), "float32")], 1)
-    pushes = [source.standard_normal(elements, np.float32) * np.float32(0.01) for _ in range(LEARNERS)]
-    squares = [piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]
-    deltas = [EncodedDelta(codec.encode(push, "int4", threads=threads), "int4", elements) for push in pushes]
-    model = GlobalModel(parse_job(JOB.format(down=down)), threads)
-    model.begin(layout, first_records("bench-merge", 1, {0: source.standard_normal(elements, np.float32)}))
+    layout, deltas, squares = make_int4_pushes(elements, threads)
+    model = begin_model(down, layout, threads)
     whole, alone = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         store = DirectoryStore(folder)
@@ -201,6 +197,55 @@ def measure_version(down: str, elements: int, threads: int, rounds: int) -> comm
         baseline=baseline,
         ratio=baseline / value,
     )
+
+
+def measure_two_threads(elements: int, rounds: int) -> list[common.Row]:
+    """The time of a fragment's merge, and of a whole version without its record's file, on two threads and on one: of
+    int4 pushes, whose norms are known. The aim of the merge is 1.6."""
+    layout, deltas, squares = make_int4_pushes(elements, threads=2)
+    pieces, weights, action = layout.fragments[0], [1 / LEARNERS] * LEARNERS, merge_action(1)
+    one, two = (begin_model("bfloat16", layout, threads) for threads in (1, 2))
+    return [
+        *common.compare(
+            "merge on two threads",
+            lambda: merge(pieces, deltas, weights, "rda", squares=squares, threads=2),
+            {"one thread": lambda: merge(pieces, deltas, weights, "rda", squares=squares, threads=1)},
+            work=1e-6 * elements,
+            unit="M values/s",
+            rounds=rounds,
+        ),
+        *common.compare(
+            "version on two threads",
+            lambda: two.merge(action, deltas, squares, 1, 1),
+            {"one thread": lambda: one.merge(action, deltas, squares, 1, 1)},
+            work=1e-6 * elements,
+            unit="M values/s",
+            rounds=rounds,
+        ),
+    ]
+
+
+def make_int4_pushes(
+    elements: int, threads: int
+) -> tuple[Layout, list[codec.EncodedValues], list[np.ndarray[Any, np.dtype[np.float64]]]]:
+    """The layout of one fragment of ``elements`` values, a push of each learner, and its squares."""
+    source = np.random.default_rng(0)
+    layout = Layout.build([Tensor("w", (elements,), "float32")], 1)
+    pushes = [source.standard_normal(elements, np.float32) * np.float32(0.01) for _ in range(LEARNERS)]
+    squares = [piece_squares(layout.fragments[0], push, threads=threads) for push in pushes]
+    return (
+        layout,
+        [codec.EncodedValues(codec.encode(push, "int4", threads=threads), "int4", elements) for push in pushes],
+        squares,
+    )
+
+
+def begin_model(down: str, layout: Layout, threads: int) -> GlobalModel:
+    """Version 0 of the model that the pushes are merged into, as the syncer holds it."""
+    model = GlobalModel(parse_job(JOB.format(down=down)), threads)
+    theta = np.random.default_rng(1).standard_normal(sum(piece.elements for piece in layout.fragments[0]), np.float32)
+    model.begin(layout, first_records("bench-merge", 1, {0: theta}))
+    return model
 
 
 def merge_action(version: int) -> ev.Merge:

@@ -141,40 +141,52 @@ def apply_delta(base: Float32s, buffer: Buffer, encoding: str) -> Float32s:
     _check_vector(base, "base", np.float32)
     n = base.size
     out = np.empty(n, np.float32)
-    source = _encoded(buffer, encoding, n)
+    update = EncodedValues(buffer, encoding, n)
     # Decoding and adding are separate loops, through a scratch that stays in the
     # cache, so that no compiler can fuse product and sum into one rounding.
     step = 256 * BLOCK
-    scratch = np.empty(min(n, step), np.float32)
+    scratch = np.empty(scratch_size(min(n, step)), np.float32)
     for start in range(0, n, step):
         stop = min(start + step, n)
-        part = decode_range(source, encoding, n, start, last=stop, out=scratch[: stop - start])
-        np.add(base[start:stop], part, out=out[start:stop])
+        np.add(base[start:stop], update.decode(start, stop, scratch), out=out[start:stop])
     return out
 
 
-def decode_range(
-    buffer: Buffer, encoding: str, elements: int, first: int, last: int, out: Float32s | None = None
-) -> Float32s:
-    """Decode the values ``first`` to ``last`` (exclusive) of ``elements``; returns float32[last - first], the bits that
-    ``decode`` gives there.
+class EncodedValues:
+    """``elements`` values as they were sent, of which any range may be decoded. What can be checked is checked here
+    once, so that ``decode`` is little beside its loop: threads that decode call it one at a time.
 
-    ``first`` is a multiple of ``BLOCK``; ``last`` too, or it is the end. Raises CodecError.
+    Raises CodecError if ``buffer`` has another length than the encoding gives so many values.
     """
-    source = _encoded(buffer, encoding, elements)
-    if first % BLOCK or not 0 <= first <= last <= elements or (last % BLOCK and last != elements):
-        raise CodecError(f"values {first} to {last} of {elements} are not whole blocks of {BLOCK}")
-    if out is None:
-        out = np.empty(last - first, np.float32)
-    per_byte = _PACKED.get(encoding)
-    if per_byte is None:
-        width = encoded_bytes(encoding, 1)
-        return decode(source[first * width : last * width], encoding, last - first, out)
-    _check_vector(out, "out", np.float32, last - first, writable=True)
-    scales = _aligned(source[2 * (first // BLOCK) : 2 * _blocks(last)].view(np.uint16))
-    packed = source[2 * _blocks(elements) :][first // per_byte : -(-last // per_byte)]
-    codec_kernels.DECODERS[encoding](scales, packed, out, 0, scales.size)
-    return out
+
+    def __init__(self, buffer: Buffer, encoding: str, elements: int) -> None:
+        source = _encoded(buffer, encoding, elements)
+        self.elements = elements
+        self._encoding = encoding
+        self._per_byte = _PACKED.get(encoding, 0)
+        scales = 2 * _blocks(elements) if self._per_byte else source.size
+        self._halves = _aligned(source[:scales].view(np.uint16))  # scales, or all of bfloat16
+        self._rest = source[scales:]
+
+    def decode(self, start: int, stop: int, scratch: Float32s) -> Float32s:
+        """The values from ``start`` to ``stop`` (0 <= start <= stop <= elements), float32, with the bits that
+        ``decode`` of the whole has there: a view, mostly of ``scratch``, which has ``scratch_size(stop - start)``."""
+        if self._encoding == "float32":
+            return self._halves.view(np.float32)[start:stop]
+        if self._encoding == "bfloat16":
+            out = scratch[: stop - start]
+            codec_kernels.decode_bfloat16(self._halves[start:stop], out.view(np.uint32), 0, out.size)
+            return out
+        first, last = start // BLOCK, _blocks(stop)
+        out = scratch[: min(last * BLOCK, self.elements) - first * BLOCK]
+        packed = self._rest[first * BLOCK // self._per_byte :]
+        codec_kernels.DECODERS[self._encoding](self._halves[first:last], packed, out, 0, last - first)
+        return out[start - first * BLOCK : stop - first * BLOCK]
+
+
+def scratch_size(elements: int) -> int:
+    """Of what a range of so many values is decoded into: its blocks may begin before it and end behind it."""
+    return elements + 2 * BLOCK
 
 
 def norm_and_finite(values: Float32s, *, threads: int = 1) -> tuple[float, bool]:

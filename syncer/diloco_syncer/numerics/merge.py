@@ -21,7 +21,9 @@ A push of weight 0 takes no part. With a single one that does, Δ is passed on b
 Three passes over a piece: the pushes' norms, which are taken when a push arrives (``piece_squares``);
 Σ (w_m·R/‖Δ_m‖)·Δ_m, which is R·u, and its norm; and the scaling to length R. Sums over pushes are float32 in the
 given order, one rounding per operation; norms are float64 over fixed blocks. The work is cut into chunks whose output
-stays in the cache and which threads share; the result has the same bits for any number of threads.
+stays in the cache and which threads share; the result has the same bits for any number of threads. Of pushes that are
+still encoded one at a time is decoded into a chunk's scratch and added: the chunk is so large that the calls, which
+threads make one at a time, cost little beside the loops.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from statistics import median
 
 import numpy as np
 
-from diloco_protocol.arrays import codec, codec_kernels, kernels
-from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Bytes, Float32s, Float64s, kernel
+from diloco_protocol.arrays import codec, kernels
+from diloco_protocol.arrays.kernels import F32_IN, F32_OUT, RANGE, Float32s, Float64s, kernel
 from diloco_protocol.arrays.layout import Piece
 from diloco_syncer.numerics.median import learners_of, scratch_width, take_median
 
@@ -42,34 +44,11 @@ METHODS = ("rda", "mean", "isotropic", "median", "isotropic-median", "clipped")
 CANCELLED = 1e-3  # a mean direction shorter than this is rounding error
 
 _CHUNK = 32 * kernels.BLOCK  # elements
+_ENCODED_CHUNK = 64 * kernels.BLOCK  # where pushes are decoded
 _LARGE = 8 * _CHUNK  # from here on threads share a piece; smaller ones go to one thread each
 
 
-class EncodedDelta:
-    """A push's ``elements`` values as they were sent; ``delta[start:stop]`` decodes that range, float32.
-
-    Every range has the bits that ``codec.decode`` of the whole has there. Raises ``codec.CodecError`` if
-    ``encoded`` (uint8) has another length than the encoding gives so many values.
-    """
-
-    def __init__(self, encoded: Bytes, encoding: str, elements: int) -> None:
-        if encoded.size != codec.encoded_bytes(encoding, elements):
-            raise codec.CodecError(f"{encoded.size} bytes are not {elements} {encoding} values")
-        self.elements = elements
-        self._encoded = encoded
-        self._encoding = encoding
-
-    def __getitem__(self, span: slice) -> Float32s:
-        start, stop, _ = span.indices(self.elements)
-        if self._encoding == "float32":
-            return self._encoded.view(np.float32)[start:stop]
-        first = start - start % codec_kernels.BLOCK
-        last = min(stop + -stop % codec_kernels.BLOCK, self.elements)
-        decoded = codec.decode_range(self._encoded, self._encoding, self.elements, first, last=last)
-        return decoded[start - first : stop - first]
-
-
-Delta = Float32s | EncodedDelta
+Delta = Float32s | codec.EncodedValues
 Factors = tuple[np.float32, ...]  # of a weighted sum, one for each part
 Parts = tuple[Float32s, ...]
 
@@ -157,7 +136,8 @@ def _square(delta: Delta, piece: Piece, threads: int) -> float:
 
     def chunk(first: int, last: int) -> None:
         window = sums[first // kernels.BLOCK : kernels.blocks_of(last)]
-        kernels.square_sums(delta[start + first : start + last], window, 0, window.size)
+        scratch = np.empty(codec.scratch_size(last - first), np.float32)
+        kernels.square_sums(delta.decode(start + first, start + last, scratch), window, 0, window.size)
 
     kernels.share(chunk, piece.elements, _CHUNK, threads)
     return float(kernels.ordered_sum(sums))
@@ -218,7 +198,7 @@ def _median_piece(
     def chunk(start: int, stop: int) -> None:
         rows = np.empty((len(learners), stop - start), np.float32)
         for row, own, factor in zip(rows, learners, factors, strict=True):
-            _add([deltas[m][offset + start : offset + stop] for m in own], [factor] * len(own), row)
+            _add([deltas[m] for m in own], offset + start, [factor] * len(own), row)
         take_median(rows, out[start:stop])
         window = sums[start // kernels.BLOCK : kernels.blocks_of(stop)]
         kernels.square_sums(out[start:stop], window, 0, window.size)
@@ -263,28 +243,34 @@ def _combine(deltas: Sequence[Delta], offset: int, factors: Sequence[np.float32]
     sums = np.empty(kernels.blocks_of(out.size), np.float64)
 
     def chunk(start: int, stop: int) -> None:
-        _add([delta[offset + start : offset + stop] for delta in deltas], factors, out[start:stop])
+        _add(deltas, offset + start, factors, out[start:stop])
         window = sums[start // kernels.BLOCK : kernels.blocks_of(stop)]
         kernels.square_sums(out[start:stop], window, 0, window.size)
 
-    # What is decoded stays in the cache until it is added, of all pushes together.
-    decoded = sum(isinstance(delta, EncodedDelta) for delta in deltas)
-    span = _CHUNK // (1 + decoded) // kernels.BLOCK * kernels.BLOCK
-    kernels.share(chunk, out.size, max(span, kernels.BLOCK), threads, backwards=True)
+    span = _ENCODED_CHUNK if any(isinstance(delta, codec.EncodedValues) for delta in deltas) else _CHUNK
+    kernels.share(chunk, out.size, span, threads, backwards=True)
     return float(kernels.ordered_sum(sums))
 
 
-def _add(parts: Sequence[Float32s], factors: Sequence[np.float32], out: Float32s) -> None:
-    """``out`` = ((f0·x0 + f1·x1) + f2·x2) + …: eight pushes, four, two or one at a time,
-    which does not change the order of the sum."""
-    if len(parts) == 1 and factors[0] == 1:
-        out[:] = parts[0]
+def _add(deltas: Sequence[Delta], start: int, factors: Sequence[np.float32], out: Float32s) -> None:
+    """``out`` = ((f0·x0 + f1·x1) + f2·x2) + …, where x are as many values from ``start`` on: eight pushes, four, two or
+    one at a time (one, where any is encoded), which does not change the order of the sum."""
+    stop = start + out.size
+    encoded = any(isinstance(delta, codec.EncodedValues) for delta in deltas)
+    scratch = np.empty(codec.scratch_size(out.size) if encoded else 0, np.float32)
+
+    def values(delta: Delta) -> Float32s:
+        return delta[start:stop] if isinstance(delta, np.ndarray) else delta.decode(start, stop, scratch)
+
+    if len(deltas) == 1 and factors[0] == 1:
+        out[:] = values(deltas[0])
         return
     done = 0
-    while done < len(parts):
-        left = len(parts) - done
+    while done < len(deltas):
+        left = 1 if encoded else len(deltas) - done
         width = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-        _ADD[width](out, done > 0, tuple(factors[done : done + width]), tuple(parts[done : done + width]), 0, out.size)
+        parts = tuple(values(delta) for delta in deltas[done : done + width])
+        _ADD[width](out, done > 0, tuple(factors[done : done + width]), parts, 0, out.size)
         done += width
 
 
@@ -299,7 +285,7 @@ def _check(pieces: Sequence[Piece], deltas: Sequence[Delta], weights: Sequence[f
             raise ValueError(f"piece of {piece.tensor} begins at {piece.offset}, and {elements} come before it")
         elements += piece.elements
     for m, delta in enumerate(deltas):
-        if isinstance(delta, EncodedDelta):
+        if isinstance(delta, codec.EncodedValues):
             if delta.elements != elements:
                 raise ValueError(f"push {m}: {delta.elements} encoded values, fragment: {elements}")
         elif delta.dtype != np.float32 or delta.shape != (elements,) or not delta.flags.c_contiguous:

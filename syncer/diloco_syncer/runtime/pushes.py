@@ -30,7 +30,7 @@ from diloco_protocol.vocabulary import PushRefusal
 from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
-from diloco_syncer.numerics.merge import Delta, EncodedDelta, piece_squares
+from diloco_syncer.numerics.merge import Delta, piece_squares
 from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import StoreWriter
 from diloco_syncer.runtime.global_model import GlobalModel
@@ -136,8 +136,9 @@ class ReceivedPushes:
 
     def _values(self, header: PushHeader, encoded: Array) -> Delta:
         assert self.model.layout is not None
-        delta = EncodedDelta(encoded, header.encoding, self.model.layout.elements(header.fragment))
-        return encoded.view(np.float32) if header.encoding == "float32" else delta
+        if header.encoding == "float32":
+            return encoded.view(np.float32)
+        return codec.EncodedValues(encoded, header.encoding, self.model.layout.elements(header.fragment))
 
     def restore_offer(self, offer: SpooledOffer, handle: int | None = None) -> int:
         """Take back a spooled offer, at start; returns its handle (None: a new one). Raises ``codec.CodecError`` if it

@@ -289,11 +289,15 @@ def test_a_range_decodes_to_the_bits_that_the_whole_has_there(encoding: str) -> 
     n = 128 * 5 + 77
     encoded = codec.encode(normal(n), encoding)
     whole = codec.decode(encoded, encoding, n)
-    for first, last in ((0, n), (0, 128), (256, 512), (384, n), (640, n), (128, 128)):
-        assert codec.decode_range(encoded, encoding, n, first, last=last).tobytes() == whole[first:last].tobytes()
-    for first, last in ((1, 128), (0, 100), (256, 128), (0, n + 128), (-128, 128)):
-        with pytest.raises(codec.CodecError):
-            codec.decode_range(encoded, encoding, n, first, last=last)
+    values = codec.EncodedValues(encoded.tobytes(), encoding, n)
+    scratch = np.empty(codec.scratch_size(n), np.float32)
+    for start, stop in ((0, n), (0, 128), (256, 512), (384, n), (640, n), (128, 128), (1, 128), (100, 300), (5, n)):
+        assert values.decode(start, stop, scratch[: codec.scratch_size(stop - start)]).tobytes() == (
+            whole[start:stop].tobytes()
+        )
+    for wrong in (encoded[:-1], np.append(encoded, np.uint8(0))):
+        with pytest.raises(codec.CodecError, match="bytes"):
+            codec.EncodedValues(wrong, encoding, n)
 
 
 def test_apply_delta_of_nothing() -> None:

@@ -15,7 +15,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Piece
 from diloco_syncer.numerics import merge as numerics
 from diloco_syncer.numerics.median import sorting_network, take_median
-from diloco_syncer.numerics.merge import EncodedDelta, piece_squares
+from diloco_syncer.numerics.merge import piece_squares
 from example_counts import share_of
 
 
@@ -139,7 +139,7 @@ def test_the_bits_depend_neither_on_threads_nor_on_encoding_ranges() -> None:
     encoded = [codec.encode(delta, "int4") for delta in pushes(5, sum(sizes), 11)]
     decoded = [codec.decode(one, "int4", sum(sizes)) for one in encoded]
     squares = [piece_squares(pieces, delta) for delta in decoded]
-    waiting = [EncodedDelta(one, "int4", sum(sizes)) for one in encoded]
+    waiting = [codec.EncodedValues(one, "int4", sum(sizes)) for one in encoded]
     found = {
         numerics.merge(pieces, deltas, [0.2] * 5, "median", squares=squares, threads=threads).delta.tobytes()
         for deltas in (decoded, waiting)

@@ -13,7 +13,7 @@ from diloco_protocol.arrays import codec
 from diloco_protocol.arrays.layout import Piece
 from diloco_syncer.core.books.shares import normalised_weights
 from diloco_syncer.numerics import merge as numerics
-from diloco_syncer.numerics.merge import EncodedDelta, MergeResult, piece_squares
+from diloco_syncer.numerics.merge import MergeResult, piece_squares
 from example_counts import share_of
 
 
@@ -178,7 +178,7 @@ def test_encoded_pushes_are_merged_to_the_same_bits(encoding: str, method: str) 
     decoded = [codec.decode(data, encoding, elements) for data in encoded]
     shares = [0.5, 0.2, 0.3]
     squares = [piece_squares(pieces, delta) for delta in decoded]
-    waiting = [EncodedDelta(data, encoding, elements) for data in encoded]
+    waiting = [codec.EncodedValues(data, encoding, elements) for data in encoded]
     for delta, known in zip(waiting, squares, strict=True):
         assert all(piece_squares(pieces, delta, threads=n).tobytes() == known.tobytes() for n in (1, 3))
     expected = numerics.merge(pieces, decoded, shares, method, squares=squares)
@@ -186,7 +186,7 @@ def test_encoded_pushes_are_merged_to_the_same_bits(encoding: str, method: str) 
         merged = numerics.merge(pieces, deltas, shares, method, squares=squares, threads=3)
         assert merged.delta.tobytes() == expected.delta.tobytes() and merged.norms == expected.norms
     with pytest.raises(codec.CodecError):
-        EncodedDelta(encoded[0], encoding, elements + 128)
+        codec.EncodedValues(encoded[0], encoding, elements + 128)
     with pytest.raises(ValueError, match="push 0"):
         numerics.merge(pieces_of([4]), waiting[:1], [1.0], method, squares=[np.ones(1)])
 
