@@ -27,7 +27,6 @@ from diloco_syncer.core.config import learners_by_region
 from diloco_syncer.core.core import Core
 from diloco_syncer.output.model_file import ModelFile
 from diloco_syncer.output.model_output import ModelOutput
-from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.driver import RESTART, Driver
 from diloco_syncer.runtime.durability import Durability, Snapshot
 from diloco_syncer.runtime.event_log import EventLog
@@ -139,7 +138,6 @@ class Syncer:
             shard_host=shard_host,
         )
         self._decode_thread = ThreadPoolExecutor(1, "decode")
-        self._buffers = BufferPool()
         self._multipart = MultipartUploads(self._note_chunk, spool)
         self.pushes = self._make_pushes()
         seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
@@ -179,7 +177,6 @@ class Syncer:
             lambda: self.core.is_recovering,
             self.model,
             self.durability,
-            buffers=self._buffers,
             decode_thread=self._decode_thread,
             emit=self.driver.handle,
             run_task=self.driver.run_task,
@@ -343,7 +340,7 @@ class Syncer:
             self._check_ledger_every(seconds),
             self.initial_model.watch_sender(),
             _repeat(SWEEP_SECONDS, self._multipart.sweep),
-            _repeat(SWEEP_SECONDS, self._buffers.sweep),
+            _repeat(SWEEP_SECONDS, self.model.buffers.sweep),
             _repeat(DROP_SECONDS, self.model.drop_superseded),
         ):
             driver.run_task(work)

@@ -132,15 +132,15 @@ def encode_with_feedback(
     return encoded, decoded
 
 
-def apply_delta(base: Float32s, buffer: Buffer, encoding: str) -> Float32s:
-    """base + decode(buffer), float32: the same bits wherever it is computed.
+def apply_delta(base: Float32s, buffer: Buffer, encoding: str, out: Float32s | None = None) -> Float32s:
+    """base + decode(buffer), float32: the same bits wherever it is computed. ``out``: written and returned.
 
     This is how syncer and learners both make version v from version v − 1 when
     ``compression.down`` is delta-*. Raises CodecError.
     """
     _check_vector(base, "base", np.float32)
     n = base.size
-    out = np.empty(n, np.float32)
+    out = np.empty(n, np.float32) if out is None else out
     update = EncodedValues(buffer, encoding, n)
     # Decoding and adding are separate loops, through a scratch that stays in the
     # cache, so that no compiler can fuse product and sum into one rounding.

@@ -41,6 +41,7 @@ from diloco_protocol.wire.records import Payload, Receipt
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics import isotropic, merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
+from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, responders_of, theta_digest
 from diloco_syncer.version_tags import Announced, VersionTags, content_digest
 
@@ -76,6 +77,7 @@ class GlobalModel:
     ``frozen_digest`` their digest.
     ``outer_state_reset``: the records' outer state was another optimizer's, and begins anew. ``optimizer``: instead of
     the outer optimizer that the job names. ``control_key``: by which versions are known again (version_tags.py).
+    ``buffers``: the memory of versions and what is sent of them, which comes back when nobody reads them any more.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class GlobalModel:
         self.superseded: list[list[Broadcast]] = []
         self._squares: dict[int, tuple[int, Float64s]] = {}  # by fragment: a version, and ``piece_squares`` of its Θ
         self.downloads = ActiveDownloads()
+        self.buffers = BufferPool()
 
     def record_bytes(self, layout: Layout) -> int:
         """Of the arrays of a record of the layout's largest fragment."""
@@ -176,11 +179,20 @@ class GlobalModel:
         if plain:
             method = "clipped" if method.endswith("median") else "mean"
         slots = [r.header.slot for r in action.responders]
-        merged = merge.merge(pieces, deltas, weights, method, squares=squares, slots=slots, threads=self._threads)
+        merged = merge.merge(
+            pieces,
+            deltas,
+            weights,
+            method,
+            squares=squares,
+            out=self.buffers.allocate(old.theta.nbytes).view(np.float32),
+            slots=slots,
+            threads=self._threads,
+        )
         if not plain and is_isotropic(self._method):
             spans = isotropic.find_matrices(self.layout, pieces)
             isotropic.equalize_singular_values(merged.delta, spans, self._threads)
-        theta, state = old.theta.copy(), {name: array.copy() for name, array in old.outer.items()}
+        theta, state = self._copy(old.theta), {name: self._copy(array) for name, array in old.outer.items()}
         if plain:
             theta -= merged.delta
         else:
@@ -242,10 +254,16 @@ class GlobalModel:
         """``piece_squares`` of a version's Θ, which is not here."""
         self._squares[fragment] = version, squares
 
+    def _copy(self, array: Floats) -> Floats:
+        copied: Floats = self.buffers.allocate(array.nbytes).view(array.dtype)
+        copied[:] = array
+        return copied
+
     def _quantised(self, old: MergeRecord, theta: Floats, encoding: str) -> tuple[Floats, Floats, Array]:
-        update = np.subtract(theta, old.theta)
+        """The version in whole, what was dropped, and the update. ``theta`` is overwritten, and is the first."""
+        update = np.subtract(theta, old.theta, out=theta)
         encoded, dropped = codec.encode_with_feedback(update, old.feedback, encoding, threads=self._threads)
-        return codec.apply_delta(old.theta, encoded, encoding), dropped, encoded
+        return codec.apply_delta(old.theta, encoded, encoding, out=theta), dropped, encoded
 
     def encode(self, record: MergeRecord, delta: Array | None) -> Broadcast:
         """What is sent of a version, with checksums. In float32 it is the record's own array, which never changes."""
@@ -253,7 +271,8 @@ class GlobalModel:
         if encoding == "float32":
             full = record.theta.view(np.uint8)
         else:
-            full = codec.encode(record.theta, encoding, threads=self._threads)
+            out = self.buffers.allocate(codec.encoded_bytes(encoding, record.theta.size))
+            full = codec.encode(record.theta, encoding, out, threads=self._threads)
         made = None
         if delta is not None and self.delta_encoding is not None:
             made = Payload(self.delta_encoding, delta.nbytes, bulk.checksum(delta))

@@ -31,7 +31,6 @@ from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.records import PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics.merge import Delta, piece_squares
-from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import StoreWriter
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused, upload_reply
@@ -67,7 +66,6 @@ class ReceivedPushes:
     is_recovering: Callable[[], bool]
     model: GlobalModel
     writer: StoreWriter
-    buffers: BufferPool
     decode_thread: Executor
     emit: Callable[[ev.Event], None]
     run_task: Callable[[Coroutine[Any, Any, None]], object]
@@ -105,7 +103,7 @@ class ReceivedPushes:
         if upload.total_bytes != size:
             words = f"{upload.total_bytes} bytes: {elements} elements as {push.encoding} are {size}"
             raise UploadRefused(PushRefusal.WRONG_SIZE, words)
-        whole = await read((PUSH, push.id, upload.process), lambda: self.buffers.allocate(size))
+        whole = await read((PUSH, push.id, upload.process), lambda: self.model.buffers.allocate(size))
         return None if whole is None else await self._judge_push(push, whole)
 
     async def _judge_push(self, header: PushHeader, encoded: Array) -> sync_pb2.UploadReply:

@@ -26,7 +26,6 @@ from diloco_protocol.wire import convert, sync_pb2
 from diloco_protocol.wire.records import Payload, PushHeader
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
-from diloco_syncer.runtime.buffer_pool import BufferPool
 from diloco_syncer.runtime.durability import StoreWriter
 from diloco_syncer.runtime.global_model import Broadcast, GlobalModel
 from diloco_syncer.runtime.merger import Merged, MergeMaker
@@ -140,7 +139,6 @@ class Shard:
         self._made: dict[int, tuple[MergeRecord, Broadcast]] = {}  # by fragment: durable, and not in force yet
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decode_thread = ThreadPoolExecutor(1, "decode")
-        self._buffers = BufferPool()
         self._multipart = MultipartUploads(lambda key, process, count: self.pushes.note_chunk(key))
 
     def _begin_parts(self, checkpoints: Checkpoints, handles: int) -> None:
@@ -153,7 +151,6 @@ class Shard:
             is_recovering=lambda: False,  # and says so in its answer
             model=self.model,
             writer=self.writer,
-            buffers=self._buffers,
             decode_thread=self._decode_thread,
             emit=self._tell,
             run_task=self.run_task,
@@ -293,7 +290,7 @@ class Shard:
             await asyncio.sleep(1.0)
             now = time.monotonic()
             self._multipart.sweep(now)
-            self._buffers.sweep(now)
+            self.model.buffers.sweep(now)
             self.model.drop_superseded(now)
             self.send(self._measure())
 

@@ -18,6 +18,7 @@ from diloco_protocol.wire.records import PushHeader, StepReport
 from diloco_syncer.core import events as ev
 from diloco_syncer.numerics.merge import piece_squares
 from diloco_syncer.numerics.outer import REGISTRY, OuterError
+from diloco_syncer.runtime import buffer_pool
 from diloco_syncer.runtime.global_model import Diverged, GlobalModel, first_records
 from diloco_syncer.store.records import Floats, MergeRecord
 
@@ -84,6 +85,25 @@ def merge(made: GlobalModel, fragment: int, seed: int) -> MergeRecord:
     record, broadcast = made.merge(action(fragment, version), deltas, squares(deltas, fragment), epoch=1, number=seed)
     made.publish(record, broadcast, 0.0)
     return record
+
+
+@pytest.mark.parametrize("down", links.DOWN)
+def test_the_memory_of_a_version_comes_back_when_nobody_reads_it(down: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_pool, "SMALLEST", 1)
+    made = parameters(f"sync.compression.down={down}", "sync.outer.optimizer=nesterov")
+    merge(made, 0, 1)
+    full = made.broadcasts[0].full
+    assert full is not None
+    read, sent = full.data, full.tobytes()
+    del full
+    idle = []
+    for seed in range(2, 8):
+        merge(made, 0, seed)
+        idle.append(made.buffers.idle_bytes)
+    assert idle[-1] == idle[-2] == idle[-3] > 0
+    assert bytes(read) == sent
+    del read
+    assert made.buffers.idle_bytes > idle[-1]
 
 
 @pytest.mark.parametrize("down", links.DOWN)
