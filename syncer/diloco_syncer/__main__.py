@@ -69,7 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     who.add_argument("--credentials", metavar="DIR", help="tls.crt, tls.key, ca.crt, join-token; none: plaintext")
     who.add_argument("--join-token-file", metavar="FILE", help="plaintext, for callers that show this token alone")
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="of merges (default: this process's cores, at most 16)"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of merges and norms (default: this process's cores, at most 16)",
     )
     pods = parser.add_argument_group("shards in pods of their own (syncer.shardPods)")
     pods.add_argument("--shards-listen", default="", metavar="HOST:PORT", help="they connect here; needs --credentials")

@@ -137,7 +137,7 @@ class Syncer:
             tensors=model.tensors,
             shard_host=shard_host,
         )
-        self._decode_thread = ThreadPoolExecutor(1, "decode")
+        self._decode_threads = ThreadPoolExecutor(model.threads, "decode")
         self._multipart = MultipartUploads(self._note_chunk, spool)
         self.pushes = self._make_pushes()
         seconds = runtime.get("seconds") or dict.fromkeys(MergeSeconds.model_fields, 0.0)
@@ -158,7 +158,7 @@ class Syncer:
             core,
             model,
             self.durability,
-            decode_thread=self._decode_thread,
+            decode_threads=self._decode_threads,
             next_number=self.merger.next_number,
             read_newest=self._read_newest,
             emit=emit,
@@ -177,7 +177,7 @@ class Syncer:
             lambda: self.core.is_recovering,
             self.model,
             self.durability,
-            decode_thread=self._decode_thread,
+            decode_threads=self._decode_threads,
             emit=self.driver.handle,
             run_task=self.driver.run_task,
             refused=self._refused,
@@ -355,7 +355,7 @@ class Syncer:
         await self.driver.cancel_tasks()
         await self._maker.close()
         await self.durability.close(checkpoint)
-        self._decode_thread.shutdown(True, cancel_futures=True)
+        self._decode_threads.shutdown(True, cancel_futures=True)
         self.pushes.close()
         self.relay.close()
 

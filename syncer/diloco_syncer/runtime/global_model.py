@@ -87,7 +87,7 @@ class GlobalModel:
         self._tags = VersionTags(control_key, self._job)
         self._spec = job.spec
         self._given = optimizer
-        self._threads = threads
+        self.threads = threads
         self._down = job.spec.sync.compression.down
         self._choose_merge(0)
         self.layout: Layout | None = None
@@ -187,22 +187,22 @@ class GlobalModel:
             squares=squares,
             out=self.buffers.allocate(old.theta.nbytes).view(np.float32),
             slots=slots,
-            threads=self._threads,
+            threads=self.threads,
         )
         if not plain and is_isotropic(self._method):
             spans = isotropic.find_matrices(self.layout, pieces)
-            isotropic.equalize_singular_values(merged.delta, spans, self._threads)
+            isotropic.equalize_singular_values(merged.delta, spans, self.threads)
         theta, state = self._copy(old.theta), {name: self._copy(array) for name, array in old.outer.items()}
         if plain:
             theta -= merged.delta
         else:
-            state = self._outer.step(theta, merged.delta, state, ages=ages, weights=weights, threads=self._threads)
+            state = self._outer.step(theta, merged.delta, state, ages=ages, weights=weights, threads=self.threads)
         # Where whole values are broadcast nothing is dropped, and what was dropped once is out of date.
         feedback: Floats | None = None
         delta: Array | None = None
         if self.delta_encoding is not None:
             theta, feedback, delta = self._quantised(old, theta, self.delta_encoding)
-        theta_squares = merge.piece_squares(pieces, theta, threads=self._threads)
+        theta_squares = merge.piece_squares(pieces, theta, threads=self.threads)
         if not np.isfinite(theta_squares).all():
             raise Diverged(
                 f"fragment {action.fragment} would become infinite in version {action.version}: the training diverged; "
@@ -246,7 +246,7 @@ class GlobalModel:
         known = self._squares.get(record.fragment)
         if known is None or known[0] != record.version:
             pieces = self.layout.fragments[record.fragment]
-            known = record.version, merge.piece_squares(pieces, record.theta, threads=self._threads)
+            known = record.version, merge.piece_squares(pieces, record.theta, threads=self.threads)
             self._squares[record.fragment] = known
         return known[1]
 
@@ -262,7 +262,7 @@ class GlobalModel:
     def _quantised(self, old: MergeRecord, theta: Floats, encoding: str) -> tuple[Floats, Floats, Array]:
         """The version in whole, what was dropped, and the update. ``theta`` is overwritten, and is the first."""
         update = np.subtract(theta, old.theta, out=theta)
-        encoded, dropped = codec.encode_with_feedback(update, old.feedback, encoding, threads=self._threads)
+        encoded, dropped = codec.encode_with_feedback(update, old.feedback, encoding, threads=self.threads)
         return codec.apply_delta(old.theta, encoded, encoding, out=theta), dropped, encoded
 
     def encode(self, record: MergeRecord, delta: Array | None) -> Broadcast:
@@ -272,7 +272,7 @@ class GlobalModel:
             full = record.theta.view(np.uint8)
         else:
             out = self.buffers.allocate(codec.encoded_bytes(encoding, record.theta.size))
-            full = codec.encode(record.theta, encoding, out, threads=self._threads)
+            full = codec.encode(record.theta, encoding, out, threads=self.threads)
         made = None
         if delta is not None and self.delta_encoding is not None:
             made = Payload(self.delta_encoding, delta.nbytes, bulk.checksum(delta))

@@ -66,7 +66,7 @@ class ReceivedPushes:
     is_recovering: Callable[[], bool]
     model: GlobalModel
     writer: StoreWriter
-    decode_thread: Executor
+    decode_threads: Executor
     emit: Callable[[ev.Event], None]
     run_task: Callable[[Coroutine[Any, Any, None]], object]
     refused: Counter[str]
@@ -109,7 +109,7 @@ class ReceivedPushes:
     async def _judge_push(self, header: PushHeader, encoded: Array) -> sync_pb2.UploadReply:
         """Measure a push, whose bytes are all here, and ask the core; returns the reply."""
         loop = asyncio.get_running_loop()
-        squares, growth = await loop.run_in_executor(self.decode_thread, self._measure, header, encoded)
+        squares, growth = await loop.run_in_executor(self.decode_threads, self._measure, header, encoded)
         if self.is_recovering():  # since its bytes began to come: a version with a part of its steps may be found
             raise TooManyUploads
         norm = math.sqrt(math.fsum(squares))

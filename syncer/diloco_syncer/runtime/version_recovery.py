@@ -45,7 +45,7 @@ class VersionUploads:
     core: Core
     model: GlobalModel
     durability: Durability
-    decode_thread: Executor
+    decode_threads: Executor
     next_number: Callable[[], int]
     read_newest: Callable[[int], MergeRecord]
     emit: Callable[[ev.Event], None]
@@ -122,7 +122,7 @@ class VersionUploads:
             values = codec.decode(encoded, base.encoding, elements)
             return values, codec.norm_and_finite(values)[1], theta_digest(values), self.read_newest(fragment)
 
-        decoded = await asyncio.get_running_loop().run_in_executor(self.decode_thread, decode)
+        decoded = await asyncio.get_running_loop().run_in_executor(self.decode_threads, decode)
         if decoded is None:
             raise self._disbelieve(connection, fragment, "its bytes are not those that were announced")
         theta, finite, digest, old = decoded

@@ -138,7 +138,7 @@ class Shard:
         self._merges: asyncio.Queue[ms.MakeVersion] = asyncio.Queue(1024)
         self._made: dict[int, tuple[MergeRecord, Broadcast]] = {}  # by fragment: durable, and not in force yet
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._decode_thread = ThreadPoolExecutor(1, "decode")
+        self._decode_threads = ThreadPoolExecutor(threads, "decode")
         self._multipart = MultipartUploads(lambda key, process, count: self.pushes.note_chunk(key))
 
     def _begin_parts(self, checkpoints: Checkpoints, handles: int) -> None:
@@ -151,7 +151,7 @@ class Shard:
             is_recovering=lambda: False,  # and says so in its answer
             model=self.model,
             writer=self.writer,
-            decode_thread=self._decode_thread,
+            decode_threads=self._decode_threads,
             emit=self._tell,
             run_task=self.run_task,
             refused=self.refused,
@@ -315,7 +315,7 @@ class Shard:
         if self.begun:
             await self.maker.close()
             self.pushes.close()
-        self._decode_thread.shutdown(True, cancel_futures=True)
+        self._decode_threads.shutdown(True, cancel_futures=True)
 
 
 async def find_nothing(request: sync_pb2.DownloadRequest) -> Found:
