@@ -39,7 +39,7 @@ from diloco_syncer.store.directory import DirectoryStore
 from diloco_syncer.store.epochs import Epoch, find_successor
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.replay import replay_records, take_back_versions
-from diloco_syncer.store.tape import Tape
+from diloco_syncer.store.tape import DISCARDED, Tape
 from diloco_syncer.syncer import Syncer
 
 log = logging.getLogger(__name__)
@@ -146,14 +146,15 @@ def _fixed_digests(job: DiLoCoJob) -> dict[str, str]:
 def complete_tape(tape: Tape, checkpoints: Checkpoints, restored: Restored) -> None:
     """Append the lines that a crash took, and write down where the tape is ahead of the store."""
     versions = [record.version for record in restored.newest]
-    for record in tape.missing(checkpoints.newer_than(tape.newest, versions)):
+    for record in checkpoints.newer_than(tape.newest, versions):
         tape.append(record, late=True)
     reasons = {fragment: why for fragment, _, why in restored.discarded}
     for fragment, version in enumerate(versions):
         if tape.newest.get(fragment, 0) > version:
             restored.behind = True
             why = reasons.get(fragment, "newer records are not in the store")
-            tape.discard(fragment, version, checkpoints.epoch.number, why, time.time())
+            body = {"fragment": fragment, "epoch": checkpoints.epoch.number, "version": version, "reason": why}
+            tape.append_note(DISCARDED, time.time(), body)
     tape.flush()
 
 
@@ -182,12 +183,12 @@ def replay(syncer: Syncer, restored: Restored) -> None:
     replay_records(core, restored.newer, [offer.header for offer in restored.offers])
     for offer in restored.offers:
         try:
-            handle = syncer.restore_offer(offer)
+            handle = syncer.offers.restore_offer(offer)
         except codec.CodecError as error:
             log.error("spooled offer %s cannot be used: %s", offer_name(offer.header), error)
             continue
         if not core.restore_offer(offer.header, handle, offer.norm):
-            syncer.driver.carry_out(ReleasePush(handle))
+            syncer.offers.release(ReleasePush(handle))
     if restored.core is not None:
         merges, offers = len(restored.newer), len(restored.offers)
         log.info("restored: versions %s, %d merges after the state, %d offers", core.versions, merges, offers)

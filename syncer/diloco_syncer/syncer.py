@@ -48,7 +48,7 @@ from diloco_syncer.server.tls.access import PLAINTEXT, CallAuthorizer
 from diloco_syncer.server.tls.listener import PortListener
 from diloco_syncer.server.uploads import Uploads
 from diloco_syncer.shards.coordinator import Coordinator, ShardState
-from diloco_syncer.store.checkpoint import Checkpoints, Restored, SpooledOffer
+from diloco_syncer.store.checkpoint import Checkpoints, Restored
 from diloco_syncer.store.records import MergeRecord
 from diloco_syncer.store.spool import Spool
 from diloco_syncer.store.tape import Tape
@@ -105,7 +105,7 @@ class Syncer:
         self._final_report_made = asyncio.Event()
         self._refused = Counter[str](runtime.get("refused"))  # uploads, by reason
         self._imbalances = 0  # rows of the ledger that were not exact at the last checkpoint
-        self.driver = Driver(core, loop)
+        self.driver = Driver(core, loop, self._end_caller)
         emit = self.driver.handle
         self.authorizer = CallAuthorizer(listener, learners_by_region(job), plaintext)
         self.traffic = Traffic(
@@ -167,6 +167,7 @@ class Syncer:
         self._callers = SessionCallers(name, core, model, self.sessions, traffic=self.traffic, emit=emit)
         self.bulk = BulkServer(self.authorizer, self._make_uploads(), self._make_downloads())
         self.shards = self._make_shards() if job.spec.syncer.shards > 1 else None
+        self.offers = self.pushes if self.shards is None else self.shards  # who has them
         self.output = ModelOutput.of(job, checkpoints.epoch.check)
         self.status_page = self._make_status_page()
         self._register()
@@ -223,11 +224,6 @@ class Syncer:
             self.model.begin(layout, newest, frozen, frozen_digest, broadcasts)
         else:
             await self.shards.begin(layout, newest, frozen, frozen_digest)
-
-    def restore_offer(self, offer: SpooledOffer) -> int:
-        """Take back a spooled offer, at start; returns its handle. Raises ``codec.CodecError`` if it does not fit its
-        fragment."""
-        return (self.pushes if self.shards is None else self.shards).restore_offer(offer)
 
     def _read_newest(self, fragment: int) -> MergeRecord:
         record = self.model.newest[fragment]
@@ -299,7 +295,7 @@ class Syncer:
         on, on_with, sessions = self.driver.on, self.driver.on_with, self.sessions
         on_with(ev.Persist, lambda: self.driver.generation, lambda _, generation: self.durability.persist(generation))
         if self.shards is None:
-            on(ev.Merge, self.merger.queue_merge)
+            on(ev.Merge, self.merger.queue.put_nowait)
             on(ev.AnswerPush, self.pushes.reply)
             on(ev.ReleasePush, self.pushes.release)
         else:
@@ -315,7 +311,6 @@ class Syncer:
         on(ev.RequestInitialModel, sessions.request_initial_model)
         for kind in get_args(Addressed):
             on(kind, sessions.send_action)
-        self.driver.on_fault(self._end_caller)
 
     def _end_caller(self, action: ev.Action, error: Exception) -> bool:
         """An action failed: end the session or the upload of whom it answers. False: it answers nobody."""
@@ -351,7 +346,7 @@ class Syncer:
     async def close(self, checkpoint: bool) -> None:
         """Stop all work; with ``checkpoint``, make everything durable before (not after a higher epoch)."""
         if checkpoint:
-            await (self.pushes if self.shards is None else self.shards).wait_spooled(SPOOL_SECONDS)
+            await self.offers.wait_spooled(SPOOL_SECONDS)
         await self.driver.cancel_tasks()
         await self._maker.close()
         await self.durability.close(checkpoint)

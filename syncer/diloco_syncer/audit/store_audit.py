@@ -16,10 +16,9 @@ from diloco_syncer.store.base import ObjectNotFound, Store
 from diloco_syncer.store.documents import read_document
 from diloco_syncer.store.records import Damaged, theta_digest
 from diloco_syncer.store.restore import StoreReader, StoreUnusable
-from diloco_syncer.store.tape import first_line_of, segment_names
+from diloco_syncer.store.tape import MAX_SEGMENT, first_line_of, segment_names
 
 RECORDS, BOOKS = "records", "books"
-_MAX_SEGMENT = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ def tape_lines(store: Store) -> Iterator[tuple[int, bytes, bool]]:
     line that is being written is left out."""
     names = segment_names(store)
     for name in names:
-        lines = store.read(name, _MAX_SEGMENT).splitlines(keepends=True)
+        lines = store.read(name, MAX_SEGMENT).splitlines(keepends=True)
         if name == names[-1] and lines and not lines[-1].endswith(b"\n"):
             lines.pop()
         for place, raw in enumerate(lines):

@@ -44,9 +44,7 @@ class ShellFigures:
     sessions: int
     links: Mapping[int, SlotLink]  # by slot: of those that have a session
     slot_bytes: Callable[[int], tuple[int, int]]  # payload up and down of a slot's learners
-    regions: list[RegionRow]
-    bytes_up: int
-    bytes_down: int
+    regions: list[RegionRow]  # all that carried something
     refused_uploads: Mapping[str, int]  # by reason
     tls: TlsStatus
     merge_seconds: MergeSeconds
@@ -201,8 +199,8 @@ def status_document(state: JobState, now: float, shell: ShellFigures) -> StatusD
         uptime=state.clock.uptime(now),
         eval_loss=list(state.scores.rows),
         hold_since_seconds=state.clock.holds[-1][0] if state.clock.holding else None,
-        bytes_up=shell.bytes_up,
-        bytes_down=shell.bytes_down,
+        bytes_up=sum(region.bytes_up for region in shell.regions),
+        bytes_down=sum(region.bytes_down for region in shell.regions),
         refused=dict(shell.refused_uploads),
         regions_lost=list(state.members.lost_regions),
         sessions=shell.sessions,
@@ -249,8 +247,8 @@ def report(state: JobState, now: float, shell: ShellFigures, spec_digest: str, p
         final_loss=state.scores.final,
         training_loss=training_loss(state),
         eval_loss=list(state.scores.rows),
-        bytes_up=shell.bytes_up,
-        bytes_down=shell.bytes_down,
+        bytes_up=sum(region.bytes_up for region in shell.regions),
+        bytes_down=sum(region.bytes_down for region in shell.regions),
         regions=shell.regions,
         learners=[ReportLearner.model_validate({**dict(slot), "learner": names.get(slot.slot, "")}) for slot in slots],
         holds=[

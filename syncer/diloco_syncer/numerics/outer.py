@@ -177,11 +177,8 @@ REGISTRY: dict[str, type[Outer]] = {"sgd": Sgd, "nesterov": Nesterov, "adamw": A
 
 def make(settings: OuterSettings, *, max_versions: int = 16) -> Outer:
     """The outer optimizer that ``settings`` (of spec.sync.outer) names. ``max_versions``:
-    staleness.maxVersions. Raises OuterError."""
-    kind = REGISTRY.get(settings.optimizer)
-    if kind is None:
-        raise OuterError(f"sync.outer.optimizer: {settings.optimizer!r} is none of {', '.join(REGISTRY)}")
-    return kind(settings, max_versions)
+    staleness.maxVersions."""
+    return REGISTRY[settings.optimizer](settings, max_versions)
 
 
 def _check_vector(name: str, vector: NDArray[Any], elements: int, writable: bool = False) -> None:

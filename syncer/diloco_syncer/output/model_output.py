@@ -91,7 +91,7 @@ class ModelOutput:
         async def put(name: str, parts: Callable[[], Iterator[Buffer]]) -> None:
             files[name] = await self._try(_put, place, name, parts)
 
-        await put(JOB, lambda: iter([job_to_json(_without_templates(self.job)).encode()]))
+        await put(JOB, lambda: iter([job_to_json(without_templates(self.job)).encode()]))
         await put(LAYOUT, lambda: iter([layout.to_json().encode()]))
         await put(REPORT, lambda: iter([report]))
         for name, tensors in shards.items():
@@ -167,12 +167,12 @@ def _put(place: Store, name: str, parts: Callable[[], Iterator[Buffer]]) -> dict
     return {"bytes": size, "xxh3": digest.hexdigest()}
 
 
-def _without_templates(job: DiLoCoJob) -> DiLoCoJob:
+def without_templates(job: DiLoCoJob) -> DiLoCoJob:
     """The job without its podTemplates, whose environment may hold secrets."""
-    spec = job.spec
-    none: dict[str, Any] = {"pod_template": {}}
+    spec, none = job.spec, dict[str, Any](pod_template={})
+    shard_pods = spec.syncer.shard_pods.model_copy(update=none) if spec.syncer.shard_pods is not None else None
     update = {
-        "syncer": spec.syncer.model_copy(update=none),
+        "syncer": spec.syncer.model_copy(update={**none, "shard_pods": shard_pods}),
         "learners": spec.learners.model_copy(update=none),
         "evaluator": spec.evaluator.model_copy(update=none),
         "regions": [region.model_copy(update=none) for region in spec.regions],

@@ -43,21 +43,17 @@ class ActiveDownloads:
 
     def __init__(self) -> None:
         self._downloads: dict[tuple[int, int], dict[Hashable, Download]] = {}
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self._downloads.values()))
 
     def begin_part(self, fragment: int, version: int, reader: Hashable, size: int, now: float) -> None:
         """A part is about to be sent. ``size``: bytes of the whole."""
-        found = self._downloads.setdefault((fragment, version), {})
-        download = found.get(reader)
-        if download is None:
-            if self._count >= MAX_DOWNLOADS:
+        if reader not in self._downloads.get((fragment, version), {}):
+            if len(self) >= MAX_DOWNLOADS:
                 self._drop_oldest()
-                found = self._downloads.setdefault((fragment, version), {})
-            download = found[reader] = Download(size, now)
-            self._count += 1
+            self._downloads.setdefault((fragment, version), {})[reader] = Download(size, now)
+        download = self._downloads[fragment, version][reader]
         download.calls += 1
         download.touched = now
 
@@ -95,7 +91,6 @@ class ActiveDownloads:
     def _remove(self, fragment: int, version: int, reader: Hashable) -> None:
         found = self._downloads[fragment, version]
         del found[reader]
-        self._count -= 1
         if not found:
             del self._downloads[fragment, version]
 

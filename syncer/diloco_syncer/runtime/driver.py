@@ -70,9 +70,15 @@ class SteadyClock:
 
 
 class Driver:
-    """Owns the core, the queue of its actions, and the outcome of this life of the syncer."""
+    """Owns the core, the queue of its actions, and the outcome of this life of the syncer.
 
-    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
+    ``blame(action, error)`` is called where carrying out an action fails. It ends the session or the upload of the
+    caller whom the action answers, and returns True; False: the action is nobody's, and the process ends.
+    """
+
+    def __init__(
+        self, core: Core, loop: asyncio.AbstractEventLoop, blame: Callable[[ev.Action, Exception], bool]
+    ) -> None:
         self.core = core
         self.clock = SteadyClock()
         self.generation = 0  # events handled
@@ -80,7 +86,7 @@ class Driver:
         self.stop_reason = ""
         self._loop = loop
         self._handlers: dict[type[Any], Callable[[Any], Step]] = {}
-        self._blame: Callable[[ev.Action, Exception], bool] = lambda action, error: False
+        self._blame = blame
         self._actions: deque[tuple[ev.Action, Step]] = deque()
         self._work = asyncio.Event()
         self._rearm = asyncio.Event()
@@ -98,21 +104,12 @@ class Driver:
         returned when the core decided."""
         self._handlers[kind] = lambda action: partial(handler, action, capture())
 
-    def on_fault(self, blame: Callable[[ev.Action, Exception], bool]) -> None:
-        """Have ``blame(action, error)`` called where carrying out an action fails. It ends the session or the upload of
-        the caller whom the action answers, and returns True; False: the action is nobody's, and the process ends."""
-        self._blame = blame
-
     # ------------------------------------------------------------- events and actions
 
     def handle(self, event: ev.Event) -> None:
         """Let the core decide, and queue the actions that it decides on."""
         self.generation += 1
         self._queue(self.core.handle(event, self.clock()))
-
-    def carry_out(self, action: ev.Action) -> None:
-        """Carry out an action that is no part of the queue, and does not wait."""
-        self._handlers[type(action)](action)()
 
     def start(self, made: Sequence[int], behind: bool) -> None:
         """Begin: the core's first actions, the queue and the clock. ``made``, ``behind``: see ``Core.start``."""

@@ -158,11 +158,8 @@ class Durability(StoreWriter):
 
     async def checkpoint(self) -> None:
         """Make a whole checkpoint now: tape, state and manifest; remove what no restart needs any more."""
-
-        def write(now: Snapshot) -> None:
-            self.checkpoints.write_manifest(now.document, now.versions, self.optimizer)
-
-        await self._write_and_collect(write)
+        write = self.checkpoints.write_manifest
+        await self._write_and_collect(lambda now: write(now.document, now.versions, self.optimizer))
 
     async def write_state_and_collect(self) -> None:
         """Make the state durable, so that the records before it may go; after many merges."""
@@ -253,8 +250,8 @@ class Durability(StoreWriter):
             self._left_out += 1
 
     def _append_line(self, record: MergeRecord) -> None:
-        """Runs in the store's thread. A successor that has begun meanwhile writes the line itself (``Tape.missing``):
-        in a file it would stand between the successor's."""
+        """Runs in the store's thread. A successor that has begun meanwhile writes the line itself
+        (``Checkpoints.newer_than``): in a file it would stand between the successor's."""
         if self.tape.appends:
             self.checkpoints.epoch.check()
         self._append_notes()
@@ -278,7 +275,7 @@ class Durability(StoreWriter):
     async def read_blob(self, name: str) -> Array:
         """The bytes of a stored blob, uint8; verified when they are first asked for."""
         if name not in self._blobs:
-            self._blobs[name] = await asyncio.to_thread(self.checkpoints.read_blob, name)
+            self._blobs[name] = await asyncio.to_thread(self.checkpoints.reader.blob, name)
         return self._blobs[name]
 
     async def write_optimizer(self, state: Array) -> None:

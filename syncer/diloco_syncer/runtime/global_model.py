@@ -42,7 +42,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.numerics import isotropic, merge, outer
 from diloco_syncer.runtime.active_downloads import ActiveDownloads
 from diloco_syncer.runtime.buffer_pool import BufferPool
-from diloco_syncer.store.records import Array, Floats, MergeRecord, Recovered, responders_of, theta_digest
+from diloco_syncer.store.records import Array, Floats, MergeRecord, RecordedPush, Recovered, theta_digest
 from diloco_syncer.version_tags import Announced, VersionTags, content_digest
 
 OLD_VERSIONS = 2  # the mean age from which on a last merge is the mean alone
@@ -217,7 +217,10 @@ class GlobalModel:
             theta=theta,
             outer=state,
             feedback=feedback,
-            responders=responders_of(action.responders, merged.norms),
+            responders=tuple(
+                RecordedPush(r.header, r.weight, r.age, norm, batch=r.batch)
+                for r, norm in zip(action.responders, merged.norms, strict=True)
+            ),
             number=number,
             round=action.round,
             time=time.time(),
@@ -348,12 +351,8 @@ class GlobalModel:
 
 def model_name(layout: Layout, frozen: str) -> str:
     """Which model a version belongs to: its layout, and by their name in the store its frozen parameters."""
-    return f"{layout.digest} {frozen_content(frozen)}"
-
-
-def frozen_content(name: str) -> str:
-    """What the name of frozen parameters in the store says of their content."""
-    return name.rpartition("-")[2]
+    _, _, content = frozen.rpartition("-")  # which the name says
+    return f"{layout.digest} {content}"
 
 
 def first_records(

@@ -87,7 +87,7 @@ class MergeMaker:
 @dataclass
 class Merger:
     """Has merges made, and takes them into the job. ``number``: of the job's newest record; ``seconds``: what its
-    merges took, summed."""
+    merges took, summed; ``queue``: merges that are to be made."""
 
     core: Core
     model: GlobalModel
@@ -95,7 +95,7 @@ class Merger:
     emit: Callable[[ev.Event], None]
     number: int
     seconds: dict[str, float]
-    _queue: asyncio.Queue[ev.Merge] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
+    queue: asyncio.Queue[ev.Merge] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     _merges_since_state: int = 0
 
     def next_number(self) -> int:
@@ -103,13 +103,10 @@ class Merger:
         self.number += 1
         return self.number
 
-    def queue_merge(self, action: ev.Merge) -> None:
-        self._queue.put_nowait(action)
-
     async def run(self, make_version: Callable[[ev.Merge, int], Awaitable[Merged]]) -> None:
         """Carry out one merge after the other."""
         while True:
-            action = await self._queue.get()
+            action = await self.queue.get()
             await self.take_version(await make_version(action, self.next_number()))
 
     async def take_version(self, merged: Merged) -> None:

@@ -117,9 +117,6 @@ class MultipartUploads:
         self._note_chunk = note_chunk
         self._spool = spool
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     async def receive_part(
         self,
         key: Hashable,
@@ -198,9 +195,6 @@ class MultipartUploads:
         upload.touched = time.monotonic()
         self._note_chunk(upload.key, upload.process, count)
 
-    def sweep(self, now: float) -> int:
-        """Drop uploads in which nothing happened for long; returns how many. ``now``: time.monotonic()."""
-        idle = [a for a in self._open.values() if now - a.touched > IDLE_SECONDS]
-        for upload in idle:
-            del self._open[upload.key]
-        return len(idle)
+    def sweep(self, now: float) -> None:
+        """Drop uploads in which nothing happened for long. ``now``: time.monotonic()."""
+        self._open = {key: upload for key, upload in self._open.items() if now - upload.touched <= IDLE_SECONDS}

@@ -34,7 +34,7 @@ from diloco_syncer.numerics.merge import Delta, piece_squares
 from diloco_syncer.runtime.durability import StoreWriter
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.multipart import ReadPayload, TooManyUploads, UploadRefused, upload_reply
-from diloco_syncer.store.checkpoint import SpooledOffer
+from diloco_syncer.store.checkpoint import SpooledOffer, offer_name
 from diloco_syncer.store.records import Array
 
 PUSH = "push"  # in an upload's key
@@ -43,9 +43,7 @@ PUSH = "push"  # in an upload's key
 @dataclass(slots=True)
 class Payload:
     """One push. ``squares``: of each piece (merge.piece_squares). ``encoded``: its bytes; an offer's only until they
-    are durable.
-
-    ``verdict``: the reply to the sender. ``spooled``: of an offer, done when it is refused or durable.
+    are durable. ``verdict``: the reply to the sender.
     """
 
     header: PushHeader
@@ -53,7 +51,6 @@ class Payload:
     norm: float
     encoded: Array | None
     verdict: asyncio.Future[sync_pb2.UploadReply] | None
-    spooled: asyncio.Future[None] | None = None
 
 
 @dataclass
@@ -74,7 +71,8 @@ class ReceivedPushes:
     first_handle: InitVar[int] = 1
     _held: dict[int, Payload] = field(default_factory=dict)
     _tell_at: float = 0.0  # of the next bytes; time.monotonic()
-    _unspooled: dict[int, Payload] = field(default_factory=dict)  # by handle: offers neither refused nor durable yet
+    # By handle: offers neither refused nor durable yet, and what is done when they are.
+    _unspooled: dict[int, tuple[PushHeader, asyncio.Future[None]]] = field(default_factory=dict)
 
     def __post_init__(self, first_handle: int) -> None:
         self._numbers = itertools.count(first_handle)
@@ -115,12 +113,11 @@ class ReceivedPushes:
         norm = math.sqrt(math.fsum(squares))
         handle = next(self._numbers)
         verdict: asyncio.Future[sync_pb2.UploadReply] = loop.create_future()
-        payload = self._held[handle] = Payload(header, squares, norm, encoded, verdict=verdict)
+        self._held[handle] = Payload(header, squares, norm, encoded, verdict=verdict)
         if not header.round:
             # Before the core accepts it: from then on a retry is "repeated", and may be told so only
             # when the bytes are durable, however long the verdict waits behind other actions.
-            payload.spooled = loop.create_future()
-            self._unspooled[handle] = payload
+            self._unspooled[handle] = header, loop.create_future()
         del encoded
         self.emit(ev.PushReceived(header, norm, math.isfinite(norm), handle, growth=growth))
         return await verdict
@@ -234,32 +231,29 @@ class ReceivedPushes:
     async def _unspool(self, payload: Payload) -> None:
         """Remove an offer's spooled bytes, after any newer offer that replaces them is durable."""
         await self.wait_spooled()
-        await self.writer.run_write(self.writer.checkpoints.remove_offer, payload.header)
+        await self.writer.run_write(self.writer.checkpoints.store.delete, offer_name(payload.header))
 
     def _mark_spooled(self, handle: int) -> None:
-        payload = self._unspooled.pop(handle, None)
-        if payload is not None and payload.spooled is not None and not payload.spooled.done():
-            payload.spooled.set_result(None)
+        _, spooled = self._unspooled.pop(handle, (None, None))
+        if spooled is not None and not spooled.done():
+            spooled.set_result(None)
 
     async def wait_offer_spooled(self, header: PushHeader) -> None:
         """Wait until no copy of this offer waits any more for its verdict or for the store. Its learner may have sent
         one in an earlier session, under another incarnation."""
-        for payload in list(self._unspooled.values()):
-            of_one = (payload.header.slot, payload.header.fragment) == (header.slot, header.fragment)
-            if of_one and payload.spooled is not None:
-                await asyncio.shield(payload.spooled)
+        for offer, spooled in list(self._unspooled.values()):
+            if (offer.slot, offer.fragment) == (header.slot, header.fragment):
+                await asyncio.shield(spooled)
 
     async def wait_spooled(self, seconds: float | None = None) -> None:
         """Wait until all offers that are here are refused or durable, at most ``seconds``."""
-        waiting = [payload.spooled for payload in self._unspooled.values() if payload.spooled is not None]
-        if waiting:
-            await asyncio.wait(waiting, timeout=seconds)
+        if self._unspooled:
+            await asyncio.wait([spooled for _, spooled in self._unspooled.values()], timeout=seconds)
 
     def close(self) -> None:
         """Cancel all verdicts: the calls end, and the senders try again at the next syncer."""
         for payload in self._held.values():
             if payload.verdict is not None:
                 payload.verdict.cancel()
-        for payload in self._unspooled.values():
-            if payload.spooled is not None:
-                payload.spooled.cancel()
+        for _, spooled in self._unspooled.values():
+            spooled.cancel()

@@ -44,16 +44,6 @@ class Traffic:
             return EVALUATOR
         return region if region in self.regions else NOBODY
 
-    @property
-    def bytes_up(self) -> int:
-        """Payload received since the job began, in bytes."""
-        return self._up.total()
-
-    @property
-    def bytes_down(self) -> int:
-        """Payload sent since the job began, in bytes."""
-        return self._down.total()
-
     def count_received(self, place: str, slot: int | None, count: int) -> None:
         """Count a part of a payload that came from a place; ``slot`` None: its sender has no slot."""
         self._up[place] += count

@@ -88,9 +88,9 @@ class SessionCallers:
 
     def _make_caller(self, connection: Connection, receipt: bytes = b"") -> Caller:
         # Looked up now: a learner that takes the last version may leave before the whole of it was sent.
-        place, slot = self.sessions.find_place_and_slot(connection)
-        sent, received = connection.sent, connection.received
-        return Caller(connection.number, place, slot, received, sent=sent, receipt=receipt)
+        slot = self.core.slot_by_connection(connection.number)
+        index, sent = None if slot is None else slot.index, connection.sent
+        return Caller(connection.number, connection.place, index, connection.received, sent=sent, receipt=receipt)
 
     def _find_receipt(self, request: sync_pb2.DownloadRequest) -> bytes:
         found = find_version(self.model, request, self.core.epoch)

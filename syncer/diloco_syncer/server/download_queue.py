@@ -7,12 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from diloco_protocol.wire.bulk_calls import CallFailed
+
 MAX_PER_PROCESS = 16  # parts that are sent at the same time; the others wait, and hold nothing
 MAX_WAITING = 2048  # of one process: a newcomer asks for all of its fragments at once, over several connections
-
-
-class TooManyDownloads(Exception):
-    """A process has too many downloads that wait."""
 
 
 @dataclass(slots=True)
@@ -35,10 +33,10 @@ class DownloadQueue:
     @contextlib.asynccontextmanager
     async def await_turn(self, process: str) -> AsyncIterator[None]:
         """Wait until the process has fewer than ``MAX_PER_PROCESS`` running; this one runs within the context. Raises
-        TooManyDownloads."""
+        CallFailed."""
         calls = self._calls.setdefault(process, _Calls())
         if calls.count >= MAX_PER_PROCESS + MAX_WAITING:
-            raise TooManyDownloads
+            raise CallFailed("too many downloads at once: try again later", final=False)
         calls.count += 1
         try:
             async with calls.running:

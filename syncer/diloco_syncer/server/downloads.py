@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -22,11 +21,12 @@ from diloco_protocol.wire.limits import WireError
 from diloco_protocol.wire.link_share import LinkPart, SharedLink
 from diloco_protocol.wire.progress import Stalled, await_progress
 from diloco_protocol.wire.records import Held
+from diloco_syncer.output.model_output import without_templates
 from diloco_syncer.runtime.durability import Durability
 from diloco_syncer.runtime.global_model import GlobalModel
 from diloco_syncer.runtime.optimizer_relay import OptimizerRelay
 from diloco_syncer.server.callers import FRAGMENTS, Caller, Callers, find_version
-from diloco_syncer.server.download_queue import DownloadQueue, TooManyDownloads
+from diloco_syncer.server.download_queue import DownloadQueue
 from diloco_syncer.server.sessions import CallerRefused
 from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.records import Array
@@ -45,12 +45,8 @@ def job_for_learners(job: DiLoCoJob) -> bytes:
 
     It lacks what only pods need: pod templates and annotations may hold what is not for learners elsewhere.
     """
-    document = json.loads(job_to_json(job))
-    document["metadata"]["annotations"] = {}
-    spec = document["spec"]
-    for part in (spec["syncer"], spec["learners"], *spec["regions"]):
-        part["podTemplate"] = {}
-    return json.dumps(document, ensure_ascii=False).encode()
+    metadata = job.metadata.model_copy(update={"annotations": {}})
+    return job_to_json(without_templates(job).model_copy(update={"metadata": metadata})).encode()
 
 
 @dataclass
@@ -78,8 +74,6 @@ class Downloads:
         except CallerRefused as error:
             # Who has no session any more joins again, and then asks again.
             raise CallFailed(str(error), final=error.reason != TransferRefusal.NOT_JOINED) from error
-        except TooManyDownloads:
-            raise CallFailed("too many downloads at once: try again later", final=False) from None
         except Stalled as error:
             raise StreamBroken(f"the download is not read: {error}") from error
         except WireError as error:

@@ -154,11 +154,6 @@ class Sessions:
         """Those that have a session and were told of the phase."""
         return {connection.process for connection in self._connections.values() if connection.welcomed}
 
-    def find_place_and_slot(self, connection: Connection) -> tuple[str, int | None]:
-        """The place and the slot to which transfers of a connection's process are counted."""
-        slot = self.core.slot_by_connection(connection.number)
-        return connection.place, None if slot is None else slot.index
-
     def find_caller(self, process: str, peer: Peer, called: str) -> Connection:
         """The connection of the process for which a call's peer acts. Raises ``CallerRefused`` if it has no session, or
         one under a certificate of another party. ``called``: the listener's name for the call's connection."""

@@ -31,8 +31,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from diloco_protocol import documents
 from diloco_protocol.arrays.kernels import Float64s
 from diloco_protocol.arrays.layout import Layout
@@ -186,7 +184,7 @@ class Checkpoints:
     def find_damage(self, name: str, kind: str) -> str:
         """Why an object of records' format is not what was written, in words; empty: it is whole. Raises OSError."""
         try:
-            self._map(name, kind)
+            self.reader.map_file(name, kind)
         except ObjectNotFound:
             return f"{name} is gone"
         except Damaged as error:
@@ -280,13 +278,9 @@ class Checkpoints:
         """
         name = offer_name(header)
         try:
-            return self._map(name, "offer")[1]["encoded"]
+            return self.reader.map_file(name, "offer")[1]["encoded"]
         except (ObjectNotFound, Damaged) as error:
             raise StoreUnusable(f"an offer that was acknowledged cannot be read: {name}: {error}") from error
-
-    def remove_offer(self, header: PushHeader) -> None:
-        """Remove a spooled offer; nothing happens if there is none."""
-        self.store.delete(offer_name(header))
 
     def write_blob(self, kind: str, blob: Array) -> str:
         """Keep bytes (uint8) as they are, e.g. an optimizer state; returns the name."""
@@ -294,23 +288,6 @@ class Checkpoints:
         name = f"{kind}/e{self.epoch.number:010d}-n{self._number:010d}.rec"
         self.store.replace(name, *records.pack("blob", {}, {"blob": blob}))
         return name
-
-    def read_blob(self, name: str) -> Array:
-        """A blob's bytes, verified; mapped from the disk where the store has files."""
-        return self.reader.read_either(name, lambda each: self._map(each, "blob")[1]["blob"])
-
-    def _map(self, name: str, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
-        """A stored file's body and arrays, verified; the arrays are mapped where the store has files. Raises
-        ``ObjectNotFound``, ``Damaged``, ``FormatRefused``."""
-        path = self.store.local_path(name)
-        if path is None:
-            return records.unpack(self.store.read_large(name, records.MAX_FILE), kind, name)
-        if not path.is_file():
-            raise ObjectNotFound(name)
-        if not path.stat().st_size:  # cannot be mapped
-            raise Damaged(f"{name} is empty")
-        mapped = np.memmap(path, np.uint8, "r")
-        return records.unpack(memoryview(mapped), kind, name)  # type: ignore[arg-type]
 
     def write_report(self, text: bytes) -> None:
         """Keep the report of the job's end. Raises ``HigherEpoch``."""
@@ -349,9 +326,10 @@ class Checkpoints:
             doomed += [name for name in self.store.list("state") if name not in states]
             floor = [min(versions) for versions in zip(*(v for _, v in newest), strict=False)]
             named = {name for m in kept_manifests for name in m["records"]}
-            records_there = self._versions_there(len(floor))
-            for fragment, there in enumerate(records_there):
-                older = [v for v in there[:-2] if v < floor[fragment]]  # the newest stays, and the one before it
+            records_there = self.reader.versions()
+            for fragment, least in enumerate(floor):
+                # The newest stays, and the one before it.
+                older = [v for v in records_there[fragment][:-2] if v < least]
                 doomed += [name for v in older if (name := record_name(fragment, v)) not in named]
             doomed += self._doomed_initial(floor, records_there, named)
         optimizers = {optimizer, *(m["optimizer"] for m in kept_manifests)}
@@ -362,15 +340,7 @@ class Checkpoints:
             self.store.delete(name)
         return len(doomed)
 
-    def _versions_there(self, fragments: int) -> list[list[int]]:
-        """The versions of each fragment that have records, ascending."""
-        there: list[list[int]] = [[] for _ in range(fragments)]
-        for fragment, version in self.reader.merges():
-            if fragment < fragments:
-                there[fragment].append(version)
-        return [sorted(versions) for versions in there]
-
-    def _doomed_initial(self, floor: Sequence[int], there: Sequence[Sequence[int]], named: set[str]) -> list[str]:
+    def _doomed_initial(self, floor: Sequence[int], there: Mapping[int, Sequence[int]], named: set[str]) -> list[str]:
         initial = self.reader.initial
         if initial is None:
             return []
@@ -435,8 +405,8 @@ class Checkpoints:
         return []
 
     def newer_than(self, versions: Mapping[int, int], upto: Sequence[int]) -> list[MergeRecord]:
-        """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment. Of those
-        that are damaged no restart needs any."""
+        """Records without arrays that are still there, above ``versions`` and up to ``upto``, by fragment, in the order
+        of their merges. Of those that are damaged no restart needs any."""
         newer = []
         for fragment, version in self.reader.merges():
             if fragment < len(upto) and versions.get(fragment, 0) < version <= upto[fragment]:
@@ -444,13 +414,13 @@ class Checkpoints:
                     newer.append(self.reader.header(fragment, version))
                 except (Damaged, ObjectNotFound) as error:
                     log.error("the tape gets no line of a merge: %s", error)
-        return newer
+        return sorted(newer, key=lambda record: record.number)
 
     def _load_offers(self, restored: Restored) -> None:
         """Verify every offer, one after the other, and keep all but its values."""
         for name in self.store.list("offers"):
             try:
-                body, arrays = self._map(name, "offer")
+                body, arrays = self.reader.map_file(name, "offer")
                 header, norm = header_from_json(body["header"]), float(body["norm"])
                 squares, size = arrays["squares"].copy(), arrays["encoded"].nbytes
             except ObjectNotFound:

@@ -17,10 +17,8 @@ def open_store(where: str, public: bool = False) -> Store:
     Raises ``OSError`` with the cure.
     """
     scheme, separator, path = where.partition("://")
-    if not separator:
-        return DirectoryStore(where, public)
-    if scheme == "file":
-        return DirectoryStore(path, public)
+    if scheme == "file" or not separator:
+        return DirectoryStore(path if separator else where, public)
     if scheme in SCHEMES:
         return BucketStore(where)
     schemes = ", ".join(f"{known}://" for known in ("file", *SCHEMES))

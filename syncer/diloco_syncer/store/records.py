@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from diloco_protocol.common.files import Buffer
 from diloco_protocol.wire.bulk import checksum, flat
 from diloco_protocol.wire.records import PushHeader, Receipt, SlotReceipt
 from diloco_syncer.core.books.ledger import header_from_json, header_to_json
-from diloco_syncer.core.events import Responder
 from diloco_syncer.store.base import Store
 
 FORMAT = 2
@@ -283,13 +282,6 @@ class MergeRecord:
         )
         recovered = Recovered.from_json(body["recovered"]) if "recovered" in body else None
         return cls(**{**body, "responders": responders, "recovered": recovered}, theta=theta)
-
-
-def responders_of(merge: Iterable[Responder], norms: Iterable[float]) -> tuple[RecordedPush, ...]:
-    """A merge's responders with their norms, as a record keeps them."""
-    return tuple(
-        RecordedPush(r.header, r.weight, r.age, float(n), batch=r.batch) for r, n in zip(merge, norms, strict=True)
-    )
 
 
 def theta_digest(theta: Floats) -> str:

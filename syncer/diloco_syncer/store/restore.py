@@ -16,6 +16,7 @@ same steps.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -104,12 +105,22 @@ class StoreReader:
             raise StoreUnusable(f"version 0's layout cannot be read: {error}; restore the store") from error
 
     def blob(self, name: str) -> Array:
-        """A stored blob's bytes, verified. Raises ``ObjectNotFound``, ``Damaged``."""
+        """A stored blob's bytes, verified; mapped from the disk where the store has files. Raises ``ObjectNotFound``,
+        ``Damaged``."""
+        return self.read_either(name, lambda each: self.map_file(each, "blob")[1]["blob"])
 
-        def read(each: str) -> Array:
-            return records.unpack(self.store.read_large(each, records.MAX_FILE), "blob", each)[1]["blob"]
-
-        return self.read_either(name, read)
+    def map_file(self, name: str, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
+        """A stored file's body and arrays, verified; the arrays are mapped where the store has files. Raises
+        ``ObjectNotFound``, ``Damaged``, ``FormatRefused``."""
+        path = self.store.local_path(name)
+        if path is None:
+            return records.unpack(self.store.read_large(name, records.MAX_FILE), kind, name)
+        if not path.is_file():
+            raise ObjectNotFound(name)
+        if not path.stat().st_size:  # cannot be mapped
+            raise Damaged(f"{name} is empty")
+        mapped = np.memmap(path, np.uint8, "r")
+        return records.unpack(memoryview(mapped), kind, name)  # type: ignore[arg-type]
 
     def read_either(self, name: str, read: Callable[[str], T]) -> T:
         """What ``read`` makes of an object, or of its copy where the object is damaged or gone and has one. Raises
@@ -152,9 +163,15 @@ class StoreReader:
     def merges(self) -> Iterator[tuple[int, int]]:
         """(fragment, version) of every merge record in the store."""
         for name in self.store.list("records"):
-            parsed = parse_record_name(name)
-            if parsed:
+            if parsed := parse_record_name(name):
                 yield parsed
+
+    def versions(self) -> defaultdict[int, list[int]]:
+        """By fragment, the versions that have merge records, ascending; empty where there are none."""
+        there = defaultdict[int, list[int]](list)
+        for fragment, version in sorted(self.merges()):
+            there[fragment].append(version)
+        return there
 
     def newest(self, layout: Layout | None) -> FoundState:
         """Find the state to continue from. Raises ``StoreUnusable`` if there are states and none can be used."""
@@ -189,12 +206,10 @@ class StoreReader:
     def chains(self, layout: Layout, versions: Sequence[int], epoch: int) -> list[Chain]:
         """The chain of each fragment from these versions on, which a syncer of ``epoch`` had. Raises ``StoreUnusable``
         where nothing is left of a fragment, and no restart goes on with a stand-in."""
-        there: dict[int, set[int]] = {}
-        for fragment, version in self.merges():
-            there.setdefault(fragment, set()).add(version)
+        there = self.versions()
 
         def read(fragment: int) -> Chain:
-            return self._chain(layout, fragment, versions[fragment], epoch, there=there.get(fragment, set()))
+            return self._chain(layout, fragment, versions[fragment], epoch, there=set(there[fragment]))
 
         # Several streams at a time: a bucket gives one no more than a part of the link.
         with ThreadPoolExecutor(READERS, "restore") as readers:

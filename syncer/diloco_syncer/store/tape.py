@@ -23,7 +23,7 @@ Earlier segments are read by who audits.
 
 **Durability.** The merge's record is what is durable. Its line is written right after it, and flushed to the device at
 each checkpoint, before older records are removed. So what a crash takes from the tape's end (at worst a line torn in
-two) is in the records, and a restart writes it again (``missing``).
+two) is in the records, and a restart writes it again (``Checkpoints.newer_than``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ SETTINGS = "settings"
 EVENT = "event"
 REFUSED = "refused"
 _LAST = f"{FOLDER}/last.json"
-_MAX_SEGMENT = 1 << 32
+MAX_SEGMENT = 1 << 32
 _MAX_HEAD = 1 << 20
 _NAME = re.compile(rf"{FOLDER}/(\d{{12}})\.jsonl")
 
@@ -200,10 +200,10 @@ class Tape:
 
     def _read_segment(self, name: str) -> int | None:
         """Take in a segment; returns its size. None: it is damaged, ``damage`` says why, and a copy was set aside."""
-        path = self._store.local_path(name)
-        if path is not None:
-            self._cut_torn_line(path)
-        data = self._store.read(name, _MAX_SEGMENT)
+        path, data = self._store.local_path(name), self._store.read(name, MAX_SEGMENT)
+        if path is not None and data and not data.endswith(b"\n"):
+            data = data[: data.rfind(b"\n") + 1]
+            self._cut_torn_line(path, len(data))
         self.lines = first_line_of(name) - 1
         wrong = "" if data else f"{name} is empty"
         follows = True
@@ -232,27 +232,11 @@ class Tape:
         self.previous = ""
         return None
 
-    def _cut_torn_line(self, path: Path) -> None:
-        """Cut off a last line that was torn in two; its record is in the store."""
+    def _cut_torn_line(self, path: Path, keep: int) -> None:
+        """Cut off a last line that was torn in two; its record is in the store. ``keep``: bytes before it."""
         with open(path, "r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            keep = size
-            while keep:
-                step = min(keep, 1 << 16)
-                file.seek(keep - step)
-                found = file.read(step).rfind(b"\n")
-                if found >= 0:
-                    keep = keep - step + found + 1
-                    break
-                keep -= step
-            if keep != size:
-                file.truncate(keep)
-                os.fsync(file.fileno())
-
-    def missing(self, records: Iterable[MergeRecord]) -> list[MergeRecord]:
-        """Those of the records that are newer than the tape, in the order of their merges."""
-        newer = [r for r in records if r.version > self.newest.get(r.fragment, 0)]
-        return sorted(newer, key=lambda r: r.number)
+            file.truncate(keep)
+            os.fsync(file.fileno())
 
     # ------------------------------------------------------------- writing
 
@@ -260,11 +244,6 @@ class Tape:
         """Write the record's line. One that cannot be written now is kept, and written by a later call. ``late``: the
         merge is of an earlier life, whose settings the tape may lack as well."""
         self._add(line_of(record) | ({"late": True} if late else {}))
-
-    def discard(self, fragment: int, version: int, epoch: int, reason: str, time: float) -> None:
-        """Tell that the fragment goes on from ``version``, because newer records cannot be used."""
-        body = {"fragment": fragment, "epoch": epoch, "version": version, "reason": reason}
-        self.append_note(DISCARDED, time, body)
 
     def append_note(self, kind: str, time: float, body: Mapping[str, Any]) -> None:
         """Write a line that is of no merge: ``SETTINGS``, ``EVENT``, ``REFUSED`` or ``DISCARDED``."""
@@ -319,7 +298,7 @@ class Tape:
         try:
             self._store.create(segment.name, *lines)
         except ObjectExists as error:  # a put whose answer was lost, or not our own
-            if self._store.read(segment.name, _MAX_SEGMENT) != b"".join(lines):
+            if self._store.read(segment.name, MAX_SEGMENT) != b"".join(lines):
                 raise TapeError(f"{segment.name} was written by another syncer") from error
         segment.begun = True
         del segment.unsaved[: len(lines)]

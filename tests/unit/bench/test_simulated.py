@@ -71,7 +71,7 @@ def test_learners_make_a_step_a_beat_and_are_merged(syncer: simulated.Syncer, cl
     assert set(steps(syncer)) <= {19, 20} and syncer.core.merges >= 6
     status = syncer.status_page.status()
     assert [slot.state for slot in status.slots] == [SlotState.ACTIVE] * LEARNERS
-    assert status.slots[0].loss and syncer.traffic.bytes_up > 0
+    assert status.slots[0].loss and status.bytes_up > 0
     check_ledger(syncer)
 
 

@@ -144,7 +144,11 @@ def test_addresses_of_this_machine_need_no_certificates() -> None:
 
 
 def test_what_is_handed_out_is_the_job_without_templates() -> None:
-    given = job(TWO, "learners.podTemplate={spec: {containers: [{name: learner, env: [{name: K, value: w}]}]}}")
+    own = "{spec: {containers: [{name: own, env: [{name: K, value: w}]}]}}"
+    parts = ("learners", "evaluator", "syncer", "syncer.shardPods")
+    given = job(
+        TWO, "syncer.shards=2", "syncer.storage.uri=s3://bucket", *(f"{part}.podTemplate={own}" for part in parts)
+    )
     handed = job_from_json(job_for_learners(given))
     assert immutable_digests(handed) == immutable_digests(given)
     assert (handed.spec.sync, handed.spec.training) == (given.spec.sync, given.spec.training)

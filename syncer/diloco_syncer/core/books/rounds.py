@@ -46,7 +46,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -402,7 +402,7 @@ class RoundBook:
                 self._leads.setdefault(slot, deque(maxlen=LEADS)).append(answer.last_step - step)
         if served:  # else who was asked had nobody to push to
             self.begin_silence(closed)
-        self.apply_record(fragment, version, (push.header for push in closed.pushes))
+        self.set_version(fragment, version, ((push.header.slot, push.header.last_step) for push in closed.pushes))
         return closed
 
     def begin_silence(self, closed: Round) -> None:
@@ -434,20 +434,11 @@ class RoundBook:
         """What the τ steps take that an exchange may overlap, as far as that was measured."""
         return None if self.step_seconds.value is None else self.rules.overlap * self.step_seconds.value
 
-    def apply_record(self, fragment: int, version: int, headers: Iterable[PushHeader]) -> None:
-        """A record is in the store: the version rises, and so do the marks of the slots that are in it."""
+    def set_version(self, fragment: int, version: int, last_steps: Iterable[tuple[int, int]]) -> None:
+        """The store has this as the fragment's newest version. ``last_steps``: slots that are in it, each with the last
+        step that is; their marks rise."""
         self.versions[fragment] = version
-        for header in headers:
-            self._mark(fragment, header.slot, header.last_step)
-
-    def take_back(self, fragment: int, version: int) -> None:
-        """The store has lost the fragment's versions above. The marks stay: nobody is asked sooner for it."""
-        self.versions[fragment] = version
-
-    def apply_recovered_version(self, fragment: int, version: int, last_steps: Mapping[int, int]) -> None:
-        """A version came from a learner; ``last_steps``: per slot, the last step that is in it."""
-        self.versions[fragment] = version
-        for slot, step in last_steps.items():
+        for slot, step in last_steps:
             self._mark(fragment, slot, step)
 
     def _mark(self, fragment: int, slot: int, step: int) -> None:

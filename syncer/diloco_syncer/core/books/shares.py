@@ -61,19 +61,14 @@ def most_beside(others: Sequence[Work]) -> float:
     return MOST * max(1.0, *rates) if rates else inf
 
 
-def counted_work(works: Sequence[Work], most_ahead: int) -> tuple[list[float], list[int]]:
-    """Tokens and steps of a merge's pushes, as far as they count for its weights."""
+def weigh_pushes(kind: str, works: Sequence[Work], most_ahead: int) -> list[float]:
+    """The weights of a merge's pushes, by as much of their work as counts."""
     steps = bound_steps([work.steps for work in works], most_ahead)
     counted = [
         work._replace(tokens=work.tokens * count // work.steps if count < work.steps else work.tokens, steps=count)
         for work, count in zip(works, steps, strict=True)
     ]
-    return bound_tokens(counted), steps
-
-
-def weigh_pushes(kind: str, works: Sequence[Work], most_ahead: int) -> list[float]:
-    """The weights of a merge's pushes, by as much of their work as counts."""
-    return normalised_weights(kind, *counted_work(works, most_ahead))
+    return normalised_weights(kind, bound_tokens(counted), steps)
 
 
 def normalised_weights(kind: str, tokens: Sequence[float], steps: Sequence[int]) -> list[float]:

@@ -378,7 +378,7 @@ class Aggregator:
             if state.ledger.of_open_tenure(header):
                 state.ledger.apply_report(slot.index, header.report)
             self._count_merged(slot, header, version)
-        state.rounds.apply_record(fragment, version, headers)
+        state.rounds.set_version(fragment, version, ((header.slot, header.last_step) for header in headers))
         state.merges += 1
 
     def restore_offer(self, header: PushHeader, handle: int, norm: float) -> bool:

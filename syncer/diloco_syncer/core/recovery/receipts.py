@@ -97,7 +97,8 @@ def take_back_version(state: JobState, fragment: int, version: int) -> bool:
         if not known or slot.index in rows:
             _take_back(state, slot, fragment, rows[slot.index] if known else nothing)
     state.merges -= state.versions[fragment] - (version if known else 0)
-    state.rounds.take_back(fragment, version if known else 0)
+    # The marks stay: nobody is asked sooner for it.
+    state.rounds.set_version(fragment, version if known else 0, ())
     state.before[fragment] = VersionBefore(-1, ())
     return known
 
@@ -211,7 +212,7 @@ def apply_recovered_version(
         slot.mark_merged(fragment, row.last_step, state.config.max_steps)
         if same and row.sequence:
             slot.pushes.mark_merged(fragment, MergedPush(row.sequence, row.version))
-    state.rounds.apply_recovered_version(fragment, version, {row.slot: row.last_step for row in rows})
+    state.rounds.set_version(fragment, version, ((row.slot, row.last_step) for row in rows))
     state.merges += version - before
     for begun, versions in state.epochs:
         if begun > origin:  # epochs that began below this version are of one lineage with it now

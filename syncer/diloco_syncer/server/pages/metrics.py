@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -151,9 +151,6 @@ class StatusCollector(Collector):
     def __init__(self, status: Callable[[], StatusDocument]) -> None:
         self._status = status
 
-    def describe(self) -> list[Metric]:
-        return []  # known only with a status; registering asks nothing
-
     def collect(self) -> Iterator[Metric]:
         document = self._status()
         for rows in (_of_job(document), _of_slots(document), _of_shards(document)):
@@ -167,6 +164,4 @@ class StatusCollector(Collector):
 
 def exposition(status: Callable[[], StatusDocument]) -> bytes:
     """The metrics page, UTF-8."""
-    registry = CollectorRegistry()
-    registry.register(StatusCollector(status))
-    return generate_latest(registry)
+    return generate_latest(StatusCollector(status))

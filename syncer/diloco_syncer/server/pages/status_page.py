@@ -84,8 +84,6 @@ class StatusPage:
             ),
             slot_bytes=self.traffic.slot_bytes,
             regions=self.traffic.rows(),
-            bytes_up=self.traffic.bytes_up,
-            bytes_down=self.traffic.bytes_down,
             refused_uploads=self.refused(),
             tls=self.authorizer.status(),
             merge_seconds=MergeSeconds.model_validate(self.merger.seconds),

@@ -112,21 +112,17 @@ class CallAuthorizer:
             more = f" ({unsaid} like it before, not logged)" if unsaid else ""
             log.warning("refused %s: %s: %s%s", peer, reason, message, more)
 
-    def refusals_by_reason(self) -> dict[str, int]:
-        """Refusals since the start, by reason; those of the listener included."""
-        counts = Counter(self._refusals.counts)
-        if self.listener is not None:
-            counts.update(dict(self.listener.refusals.counts))
-        return dict(sorted(counts.items()))
-
     def status(self) -> TlsStatus:
         """The status document's ``tls``."""
+        refused = Counter(self._refusals.counts)
+        if self.listener is not None:
+            refused.update(dict(self.listener.refusals.counts))
         listener = self.listener if self.secure else None
         return TlsStatus(
             secure=self.secure,
             connections=listener.connections if listener is not None else None,
             handshakes=listener.handshakes if listener is not None else None,
-            refused=self.refusals_by_reason(),
+            refused=dict(sorted(refused.items())),
             expires=self._reloader.expires if self._reloader is not None else None,
             peers_expire=listener.earliest_expiry if listener is not None else None,
         )

@@ -48,18 +48,11 @@ class HandshakeRefused(Exception):
         self.reason = reason
 
 
-class ReadBuffers:
-    """Two buffers for reading, shared by all connections of one event loop."""
-
-    def __init__(self) -> None:
-        self.wire = memoryview(bytearray(BUFFER))
-        self.plain = memoryview(bytearray(BUFFER))
-
-
 class ConnectionOwner(Protocol):
     """What a connection asks of the listener that accepted it (``PortListener``)."""
 
-    buffers: ReadBuffers
+    wire: memoryview  # for reading, of BUFFER bytes, shared by all of its connections
+    plain: memoryview  # another, for what is decrypted
     protocol: str  # of its bulk connections, with TLS
     preface: bytes  # and in plain text
     shards: dict[bytes, int]  # by what a connection for one says first
@@ -105,7 +98,7 @@ class PortConnection:
     def _receive(self, end: socket.socket) -> int | None:
         """Read into the shared buffer; returns the bytes, 0 if that side has ended, None if nothing is there."""
         try:
-            return end.recv_into(self._owner.buffers.wire)
+            return end.recv_into(self._owner.wire)
         except BlockingIOError:
             return None
         except OSError:
@@ -127,7 +120,7 @@ class PortConnection:
         if self.tls is None:
             self._read_preface()
             return
-        wire = self._owner.buffers.wire
+        wire = self._owner.wire
         count = self._receive(self._front)
         if count is None:
             return
@@ -238,16 +231,16 @@ class PortConnection:
             return
         self.count.received += count
         if self.tls is None:
-            self._send_up(self._owner.buffers.wire[:count])
+            self._send_up(self._owner.wire[:count])
             return
-        self.tls.incoming.write(self._owner.buffers.wire[:count])
+        self.tls.incoming.write(self._owner.wire[:count])
         self._decrypt()
 
     def _decrypt(self) -> None:
         """Pass on what can be decrypted; stops at what the gRPC server does not take."""
         if self.tls is None:
             return
-        plain, ended = self._owner.buffers.plain, False
+        plain, ended = self._owner.plain, False
         while not (self._up or ended or self._closed):
             filled = 0
             try:
@@ -307,7 +300,7 @@ class PortConnection:
             self._send_down(b"")
             self._end()
             return
-        self._send_down(self._owner.buffers.wire[:count])
+        self._send_down(self._owner.wire[:count])
 
     def _send_down(self, data: memoryview | bytes) -> None:
         try:

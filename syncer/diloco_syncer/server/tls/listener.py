@@ -53,7 +53,7 @@ from diloco_protocol.vocabulary import ConnectionRefusal
 from diloco_protocol.wire.bulk_calls import bulk_preface, bulk_protocol
 from diloco_protocol.wire.byte_stream import ByteStream, set_options
 from diloco_syncer.runtime.traffic import NOBODY
-from diloco_syncer.server.tls.connection import HandshakeRefused, PortConnection, ReadBuffers
+from diloco_syncer.server.tls.connection import BUFFER, HandshakeRefused, PortConnection
 from diloco_syncer.server.tls.connection_limits import Peer, RefusalCounter, allowance_of
 from diloco_syncer.server.tls.passing import LinkEnded, receive_connection, send_connection
 
@@ -168,7 +168,7 @@ class PortListener:
         self._link: socket.socket | None = None  # of a shard, to the syncer
         self._bulk: tuple[asyncio.AbstractEventLoop, AcceptBulk] | None = None
         self.most_connections = connections_for(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self.buffers = ReadBuffers()
+        self.wire, self.plain = memoryview(bytearray(BUFFER)), memoryview(bytearray(BUFFER))
         self.refusals = RefusalCounter()
         self._job = job
         self._regions = dict(regions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -225,9 +224,3 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes() -> None:
         optimizer.step(np.frombuffer(theta.tobytes(), np.float32), delta, {})
     np.testing.assert_array_equal(theta, before)
     assert optimizer.check(state, 10) == 1
-
-
-def test_an_unknown_optimizer_is_named() -> None:
-    settings = replace(spec("sgd"), optimizer="lion")
-    with pytest.raises(outer.OuterError, match="'lion' is none of sgd, nesterov"):
-        outer.make(settings)

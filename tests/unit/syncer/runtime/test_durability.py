@@ -115,7 +115,7 @@ async def test_an_optimizer_state_that_waited_for_the_store_does_not_follow_a_ne
     (tmp_path / "optimizer").unlink()
     await made.write_optimizer(np.full(2, 2, np.uint8))
     await waiting
-    assert checkpoints.read_blob(made.optimizer).tobytes() == b"\2\2" and made.optimizer_bytes == 2
+    assert checkpoints.reader.blob(made.optimizer).tobytes() == b"\2\2" and made.optimizer_bytes == 2
     assert store.list("optimizer") == [made.optimizer]
 
 

@@ -62,7 +62,7 @@ def test_parts_in_any_order_and_at_once(data: bytes, cuts: list[int], random: ob
         made = MultipartUploads()
         results = await asyncio.gather(*(part(made, "k", data, a, size=n) for a, n in ranges))
         assert [r for r in results if r is not None] == [data]
-        assert len(made) == 0
+        assert not made._open
 
     asyncio.run(run())
 
@@ -122,7 +122,7 @@ def test_a_part_that_is_under_way_ends_when_its_range_is_sent_again(size: int) -
         dead = asyncio.ensure_future(
             made.receive_part("k", header(data, 0, 50), ByteSource(stream(bytes([9] * 50), gate)), allocate)
         )
-        while not len(made):
+        while not made._open:
             await asyncio.sleep(0)
         if size == 50:
             assert await part(made, "k", data, 50, size=50) is None
@@ -171,7 +171,7 @@ def test_ranges_are_checked_before_a_byte_is_read(change: dict[str, int], messag
             setattr(head, name, value)
         with pytest.raises(WireError, match=message):
             await made.receive_part("k", head, ByteSource(unread()), lambda: pytest.fail("allocated"))
-        assert len(made) == 0
+        assert not made._open
 
     asyncio.run(run())
 
@@ -182,7 +182,7 @@ def test_a_part_that_names_another_size_ends_its_payload() -> None:
         assert await part(made, "k", data, 0, size=50) is None
         with pytest.raises(WireError, match="total_bytes is 99; this payload has 100"):
             await part(made, "k", data[:99], 50, size=49)
-        assert len(made) == 0
+        assert not made._open
         assert await part(made, "k", data[:99], 0, size=99) == data[:99]
 
     asyncio.run(run())
@@ -239,8 +239,10 @@ def test_idle_uploads_are_dropped() -> None:
         await part(made, "k", data, 0, size=50)
         # Not of this machine's clock: with its bits the sum less the moment may be more than what was added.
         made._open["k"].touched = 100.0
-        assert made.sweep(100.0 + multipart.IDLE_SECONDS) == 0
-        assert made.sweep(101.0 + multipart.IDLE_SECONDS) == 1 and len(made) == 0
+        made.sweep(100.0 + multipart.IDLE_SECONDS)
+        assert len(made._open) == 1
+        made.sweep(101.0 + multipart.IDLE_SECONDS)
+        assert not made._open
 
     asyncio.run(run())
 
@@ -346,7 +348,7 @@ def test_an_upload_for_which_there_is_no_room_is_over(tmp_path: Path, monkeypatc
         monkeypatch.setattr(os, "posix_fallocate", full)
         parts = [disk.send(data, offset, size=20) for offset in (0, 20)]
         assert [type(each) for each in await asyncio.gather(*parts, return_exceptions=True)] == [OSError] * 2
-        assert not len(disk.made) and not list(tmp_path.iterdir())
+        assert not disk.made._open and not list(tmp_path.iterdir())
         monkeypatch.setattr(os, "posix_fallocate", room)
         assert await disk.send(data, 0, size=40) == data
 

@@ -560,10 +560,10 @@ async def test_version_0_goes_on_from_the_fragments_that_a_broken_upload_has_lef
         what = part(part=part.FRAGMENT, digest=bulk.checksum_text(values))
         assert (await bench.upload(process, layout, initial=part(part=part.LAYOUT))).accepted
         assert (await bench.upload(process, b"frozen", initial=part(part=part.FROZEN, digest="f"))).accepted
-        before = bench.syncer.traffic.bytes_up
+        before = bench.syncer.status_page.status().bytes_up
         assert (await bench.upload(process, values, initial=what)).accepted
         assert (await bench.upload(process, b"frozen", initial=part(part=part.FROZEN, digest="f"))).accepted
-        return bench.syncer.traffic.bytes_up - before
+        return bench.syncer.status_page.status().bytes_up - before
 
     async with Bench(tmp_path) as bench:
         origins = {1: (7, 7)} if left == "an emptied store's" else {}

@@ -233,7 +233,7 @@ async def test_who_leaves_in_the_middle_costs_its_call(place: Place) -> None:
     stream = await connect_bulk(place.mine, place.address)
     await stream.write(frame(sync_pb2.BulkRequest(token=place.mine.token, upload=header)), (500).to_bytes(4, "big"))
     await stream.write(bytes(300))
-    await until(lambda: len(place.payloads.uploads) == 1)
+    await until(lambda: len(place.payloads.uploads._open) == 1)
     stream.close()
     await until(lambda: place.listener.connections == 0)
     with place.lanes(1) as lanes:

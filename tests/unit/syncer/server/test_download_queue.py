@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from diloco_protocol.wire.bulk_calls import CallFailed
 from diloco_syncer.server import download_queue
-from diloco_syncer.server.download_queue import MAX_PER_PROCESS, DownloadQueue, TooManyDownloads
+from diloco_syncer.server.download_queue import MAX_PER_PROCESS, DownloadQueue
 
 
 @pytest.mark.promise(
@@ -52,7 +53,7 @@ async def test_a_process_has_so_many_that_wait_and_no_more(monkeypatch: pytest.M
 
     tasks = [asyncio.create_task(download()) for _ in range(MAX_PER_PROCESS + 3)]
     await asyncio.sleep(0)
-    with pytest.raises(TooManyDownloads):
+    with pytest.raises(CallFailed, match="too many downloads"):
         async with queue.await_turn("a"):
             pass
     for task in tasks:

@@ -26,7 +26,7 @@ from diloco_syncer.store.checkpoint import Checkpoints
 from diloco_syncer.store.epochs import Epoch
 from diloco_syncer.store.open import open_store
 from diloco_syncer.store.records import MergeRecord
-from diloco_syncer.store.tape import Tape, TapeError, segment_names
+from diloco_syncer.store.tape import DISCARDED, Tape, TapeError, segment_names
 from free_ports import closed_port
 from parties import Parties
 from s3_service import SECRET, TOKEN, Relay, S3Service, environment, given
@@ -77,7 +77,7 @@ def test_a_state_goes_in_parts(relay: Relay, monkeypatch: pytest.MonkeyPatch, pa
     name = checkpoints.write_blob("optimizer", state)
     tag = str(store._client.head(store._quick, name)["e_tag"]).strip('"')
     assert tag.endswith("-3") == (parts == 3), "S3 says of how many parts an object was made"
-    found = checkpoints.read_blob(name)
+    found = checkpoints.reader.blob(name)
     assert np.array_equal(found, state)
     assert isinstance(store.read_large(name, 1 << 30), memoryview) == (parts == 3)
     with pytest.raises(TooLarge):
@@ -249,7 +249,7 @@ def test_a_tape_whose_answer_is_lost_goes_on(relay: Relay, cut: bool) -> None:
     theirs = Tape(store)
     theirs.append(record(4))
     theirs.flush()
-    ours.discard(0, 3, 2, "another line", 1.0)
+    ours.append_note(DISCARDED, 1.0, {"fragment": 0, "epoch": 2, "version": 3, "reason": "another line"})
     with pytest.raises(TapeError, match="another syncer"):
         ours.flush()
 

@@ -248,7 +248,7 @@ def test_version_0_is_in_force_only_when_it_was_committed(store: Store) -> None:
     begun(store)
     restored = opened(store).load()
     assert restored.layout == LAYOUT and restored.frozen
-    assert opened(store).read_blob(restored.frozen).tobytes() == FROZEN
+    assert opened(store).reader.blob(restored.frozen).tobytes() == FROZEN
     assert [r.version for r in restored.newest] == [0, 0]
     assert same(restored.newest[1], record(1, 0, restored.newest[1].epoch))
 
@@ -281,7 +281,7 @@ def test_a_damaged_record_that_only_the_tape_lacks_stops_no_start(store: Store) 
     store.replace(name, store.read(name, 1 << 20)[:20])
     again = opened(store)
     assert [record.version for record in again.load().newest] == [2, 2]
-    assert [(r.fragment, r.version) for r in again.newer_than({}, [2, 2])] == [(0, 2), (1, 1), (1, 2)]
+    assert [(r.fragment, r.version) for r in again.newer_than({}, [2, 2])] == [(1, 1), (0, 2), (1, 2)]
 
 
 def test_a_damaged_newest_state_falls_back_to_the_one_before_and_loses_nothing(store: Store) -> None:
@@ -588,11 +588,12 @@ def test_offers_and_optimizer_state(store: Store, monkeypatch: pytest.MonkeyPatc
     raw[-64] ^= 1
     store.replace(damage_name, bytes(raw))
     name = made.write_blob("optimizer", np.arange(100, dtype=np.uint8))
-    monkeypatch.setattr(Checkpoints, "read_blob", None)  # its size is in its header
+    read, blob = list[str](), StoreReader.blob
+    monkeypatch.setattr(StoreReader, "blob", lambda reader, each: (read.append(each), blob(reader, each))[1])
     restored = opened(store).load()
-    monkeypatch.undo()
+    assert read and name not in read, "its size is in its header"
     assert restored.optimizer == name and restored.optimizer_bytes == 100
-    assert made.read_blob(name).tobytes() == bytes(range(100))
+    assert made.reader.blob(name).tobytes() == bytes(range(100))
     assert [o.header.id for o in restored.offers] == [header(1, 5).id]
     (offer,) = restored.offers
     assert offer.norm == 0.75 and offer.squares.tolist() == [0.5, 0.0625] and offer.encoded_bytes == 50
@@ -620,7 +621,7 @@ def test_an_offer_that_is_removed_while_a_successor_reads_is_no_damage(
     made.spool_offer(header(0, 6), 0.5, np.array([0.25]), np.arange(3, dtype=np.uint8))
     made.spool_offer(header(1, 5), 0.5, np.array([0.25]), np.arange(3, dtype=np.uint8))
     names, list_names = store.list("offers"), store.list
-    made.remove_offer(header(0, 6))
+    store.delete(offer_name(header(0, 6)))
     successor = opened(store)
     monkeypatch.setattr(store, "list", lambda folder: names if folder == "offers" else list_names(folder))
     restored = successor.load()
