@@ -147,7 +147,7 @@ class ScriptedRun:
         assert isinstance(self.runner.syncer, ScriptedSyncer)
         self.syncer: ScriptedSyncer = self.runner.syncer
         self.runner.end.has_started = True
-        monkeypatch.setattr(self.runner.worker_keeper.starter, "start", self.start_worker)
+        monkeypatch.setattr(self.runner.worker_keeper, "_start", self.start_worker)
         for module in (watch, injector, job_follower, process_ends, process_keepers, run_end, syncer_health):
             monkeypatch.setattr(module, "time", Clock())
 
@@ -205,7 +205,7 @@ class ScriptedRun:
         return process
 
     async def start_worker(self, worker: WorkerSpec) -> ScriptedProcess:
-        """In the place of ``WorkerStarter.start``."""
+        """In the place of ``WorkerKeeper._start``."""
         assert worker.kind is not Kind.SYNCER
         count = len(self.started(worker.name))
         self.runner.watch.process_ids[worker.name] = f"{worker.name}.{count}"

@@ -191,10 +191,13 @@ def run_or_job(text: str | None) -> str | None:
 def program_name() -> str:
     """How a person calls this program from here: ``diloco``, or by its path where the shell would not find it."""
     called = Path(sys.argv[0])
-    if called.name != "diloco" or shutil.which("diloco") is not None:
-        return "diloco"
-    here = Path.cwd()
-    return str(called.relative_to(here) if called.is_relative_to(here) else called)
+    return "diloco" if called.name != "diloco" or shutil.which("diloco") is not None else str(short_path(called))
+
+
+def short_path(path: Path, directory: Path | None = None) -> Path:
+    """A path below ``directory`` (None: the current one) as it is called from there; any other as it is."""
+    above = directory or Path.cwd()
+    return path.relative_to(above) if path.is_relative_to(above) else path
 
 
 def named_job(argument: str | None, usage: str) -> str:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from diloco.console import short_path
 from diloco.packages import is_installed
 from diloco_protocol.common.data.data_files import (
     HEAD_BYTES,
@@ -159,7 +160,7 @@ def _each_once(field: str, directory: Path, looks: Iterable[tuple[Path, str]]) -
     problems = []
     for said, those in list(found.items())[:MOST_SAID]:
         more = f" and {len(those) - 1} more" if len(those) > 1 else ""
-        problems.append(Problem(field, _shown(those[0], directory) + more, said))
+        problems.append(Problem(field, f"{short_path(those[0], directory)}{more}", said))
     return problems
 
 
@@ -220,7 +221,7 @@ def _shortage(data: DataSpec, directory: Path) -> str:
         for file in itertools.chain.from_iterable(local_files(name, directory) for name in names):
             size = file.stat().st_size
             if record_format(file.name) is None and (kind := binary_kind(_head(file))):
-                left_out.append(f"{_shown(file, directory)} ({kind})")
+                left_out.append(f"{short_path(file, directory)} ({kind})")
                 if len(left_out) >= MOST_FILES:
                     return ""
                 continue
@@ -240,7 +241,3 @@ def _shortage(data: DataSpec, directory: Path) -> str:
         f"{holder} at most {most} tokens, which is less than one sequence of training.data.sequenceLength = {length}: "
         "name more data, or shorten it"
     )
-
-
-def _shown(file: Path, directory: Path) -> str:
-    return str(file.relative_to(directory)) if file.is_relative_to(directory) else str(file)

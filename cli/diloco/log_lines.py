@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from diloco.console import print_text
 from diloco.text_console import TextConsole
@@ -69,23 +70,21 @@ class LinePrinter:
 def log_document(line: str, process: str) -> str:
     """A line of a process's log as one JSON object in one line: the entry's own fields where it is JSON, else the
     line as its message; ``process`` is whose it is."""
+    return json.dumps({"process": process, **(_entry_of(line) or {"message": line})})
+
+
+def _entry_of(line: str) -> dict[str, Any] | None:
+    """What a line of JSON logs; None: it is none."""
     entry: object = None
     if line.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
-    content = entry if isinstance(entry, dict) and "message" in entry else {"message": line}
-    return json.dumps({"process": process, **content})
+    return entry if isinstance(entry, dict) and "message" in entry else None
 
 
 def rendered(line: str) -> tuple[str, str]:
     """A JSON log line for people, and its style; any other line as it is."""
-    if not line.startswith("{"):
-        return line, ""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return line, ""
-    if not isinstance(entry, dict) or "message" not in entry:
+    if (entry := _entry_of(line)) is None:
         return line, ""
     level = str(entry.get("level") or "").lower()
     stamp = _local_time(str(entry.get("time") or ""))

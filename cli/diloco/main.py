@@ -106,18 +106,16 @@ def run(
     named = job_file(job, file, "diloco run")
     if detach and as_json:
         raise CommandError("--detach returns before there is a report: leave out --json")
+    changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
     if detach:
         from diloco.local.background import start_detached
         from diloco.validate import read_job_file
 
-        changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
         return start_detached(workdir or Path("runs") / read_job_file(named, changes).metadata.name, sys.argv[1:])
     from diloco.local.run import RunOptions
     from diloco.local.run import run as run_job
 
-    return run_job(
-        RunOptions(named, workdir, chaos, seed=seed, overrides=overrides, http=http, force=force, as_json=as_json)
-    )
+    return run_job(RunOptions(named, workdir, chaos, overrides=changes, http=http, force=force, as_json=as_json))
 
 
 @app.command()

@@ -57,24 +57,15 @@ async def _fetch(address: str, path: str) -> bytes:
         if len(words) < 2 or not words[0].startswith("HTTP/"):
             raise ValueError("what answers there does not speak HTTP")
         headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:])}
-        length = int(headers.get("content-length", "-1"))
+        length = int(headers.get("content-length", "0"))
         if length > MAX_PAGE_BYTES:
             raise ValueError(f"the answer has {length} bytes; at most {MAX_PAGE_BYTES} are read")
-        body = await reader.readexactly(length) if length >= 0 else await _rest(reader)
+        body = await reader.readexactly(length)
         if words[1] != "200":
             raise ValueError(f"status {words[1]}: {body[:200].decode('utf-8', 'replace')}")
         return body
     finally:
         writer.close()
-
-
-async def _rest(reader: asyncio.StreamReader) -> bytes:
-    body = b""
-    while chunk := await reader.read(1 << 16):
-        body += chunk
-        if len(body) > MAX_PAGE_BYTES:
-            raise ValueError(f"the answer has more than {MAX_PAGE_BYTES} bytes")
-    return body
 
 
 class SyncerClient:

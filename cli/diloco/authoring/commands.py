@@ -74,8 +74,8 @@ def init(
         raise CommandError("- prints the job file, and --json prints what was written: leave one of them out")
     if wanted == Wanted() and str(file) != "-" and not as_json and sys.stdin.isatty() and sys.stdout.isatty():
         wanted = ask()
-    made = write_job(file, wanted, force)
-    print_text(json.dumps(made.document, indent=1) if as_json else made.text)
+    text, document = write_job(file, wanted, force)
+    print_text(json.dumps(document, indent=1) if as_json else text)
 
 
 @command

@@ -46,16 +46,9 @@ def ask() -> Wanted:
     return Wanted(model, own or None, (data,) if data else (), None, learners=learners, steps=steps)
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job file that was written. ``text``: for people."""
-
-    text: str
-    document: dict[str, Any]
-
-
-def write_job(file: Path, wanted: Wanted, force: bool) -> NewJob:
-    """Write the job file, and return what to say of it; for ``-`` the text is the file itself. Raises CommandError."""
+def write_job(file: Path, wanted: Wanted, force: bool) -> tuple[str, dict[str, Any]]:
+    """Write the job file, and return what to say of it to people and to programs; for ``-`` the former is the file
+    itself. Raises CommandError."""
     printed = str(file) == "-"
     choices = _choices(file, wanted)
     try:
@@ -66,7 +59,7 @@ def write_job(file: Path, wanted: Wanted, force: bool) -> NewJob:
     except ValueError as error:  # of shlex
         raise CommandError(f"--command {choices.command!r}: {error}") from error
     if printed:
-        return NewJob(text.rstrip("\n"), {})
+        return text.rstrip("\n"), {}
     try:
         if force:
             write_whole(file, text.encode("utf-8"))
@@ -86,7 +79,7 @@ def write_job(file: Path, wanted: Wanted, force: bool) -> NewJob:
         f"Next: diloco run {file}   (on this machine; `diloco validate {file}` after a change)",
     ]
     facts = {"file": str(file), "job": job.metadata.name, "learners": choices.learners, "steps": choices.steps}
-    return NewJob("\n".join(said), {**facts, "warnings": warnings})
+    return "\n".join(said), {**facts, "warnings": warnings}
 
 
 def _choices(file: Path, wanted: Wanted) -> JobChoices:

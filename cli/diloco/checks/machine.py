@@ -72,14 +72,12 @@ def _is_elsewhere(name: str, folder: Path) -> bool:
     return found is not None and Path(found.origin or folder).parent not in (folder, folder / name)
 
 
-def find_absent_modules(job: DiLoCoJob, directory: Path, has_datasets: bool | None = None) -> Iterator[Problem]:
-    """Modules that the job's data source needs and that cannot be imported here. ``has_datasets``: whether the package
-    datasets is installed; None: it is looked for."""
+def find_absent_modules(job: DiLoCoJob, directory: Path) -> Iterator[Problem]:
+    """Modules that the job's data source needs and that cannot be imported here."""
     data = job.spec.training.data
     if data is None:
         return
-    needed = data.source == "datasets" and not is_text_file(data, directory)
-    if needed and not (is_installed("datasets") if has_datasets is None else has_datasets):
+    if data.source == "datasets" and not is_text_file(data, directory) and not is_installed("datasets"):
         fix = "pip install 'decoupled-diloco[datasets]'"
         yield Problem("spec.training.data.source", "datasets", f"the package datasets is not installed: {fix}")
     if data.source == "python" and data.function is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.processes.memory_kills import read_counts
+from diloco.processes.memory_kills import memory_groups, read_counts
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.resources import LOOP_BYTES, library_bytes, model_copies, needs, shared_bytes
 from diloco_protocol.spec.job import DiLoCoJob
@@ -96,11 +96,11 @@ def size_line(model: ModelFacts, need: MemoryNeed) -> str:
 # ------------------------------------------------------------------ what is free
 
 _MEMINFO, _CGROUPS, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_VERSIONS = (
-    ("", "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-)
-"""Of both versions of control groups: folder, limit, use, and what of the use the kernel gives back when asked."""
+_VERSIONS = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+"""Of both versions of control groups, by their folder: limit, use, and what of it the kernel gives back when asked."""
 
 
 def free_memory(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
@@ -112,25 +112,10 @@ def free_memory(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS, own: Path = 
 
 
 def _granted(cgroups: Path, own: Path) -> Iterator[int]:
-    for folder, limit, used, cached in _VERSIONS:
-        for group in _groups(cgroups / folder, own):
-            try:
-                left = int((group / limit).read_text()) - int((group / used).read_text())
-            except (OSError, ValueError):  # no such group, or `max`: no limit
-                continue
-            yield left + sum(count for name, count in read_counts(group / "memory.stat").items() if name in cached)
-
-
-def _groups(root: Path, own: Path) -> list[Path]:
-    """The control groups whose limits hold for this process, as far as they are shown to it."""
-    found = [root]
-    try:
-        paths = {line.split(":", 2)[2].strip("/") for line in own.read_text().splitlines() if line.count(":") >= 2}
-    except OSError:
-        return found
-    for path in paths:
-        here = root
-        for name in path.split("/") if path else ():
-            here = here / name
-            found.append(here)
-    return found
+    for version, group in memory_groups(cgroups, own):
+        limit, used, cached = _VERSIONS[version]
+        try:
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+        except (OSError, ValueError):  # no such group, or `max`: no limit
+            continue
+        yield left + sum(count for name, count in read_counts(group / "memory.stat").items() if name in cached)

@@ -90,7 +90,7 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions, answer
         ]
 
     try:
-        for cluster, outcome, job in follow(clusters, name, seen, heard_by, say=_tell, quiet=True):
+        for cluster, outcome, job in follow(clusters, name, seen, heard_by, quiet=True):
             if outcome is None:
                 print_text(f"warning: {no_operator(cluster, name)}", file=sys.stderr)
                 answers.add(cluster, warning=no_operator(cluster, name))
@@ -102,7 +102,7 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions, answer
                 print_text(f"warning: {name} does not run yet in context {cluster.context}: {why}", file=sys.stderr)
                 answers.add(cluster, warning=why)
             elif job is not None and job["spec"].get("suspend") and not options.wait:
-                _tell(f"it is suspended: diloco resume {name} {cluster.flags}")
+                print_text(f"it is suspended: diloco resume {name} {cluster.flags}", flush=True)
         if not options.wait:
             return code
         left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
@@ -111,10 +111,6 @@ def _after(clusters: Sequence[Cluster], name: str, options: ApplyOptions, answer
         flags = clusters[0].flags
         print_text(f"\nleft running: diloco status {name} {flags} --watch, or diloco delete {name} {flags}")
         return INTERRUPTED
-
-
-def _tell(line: str) -> None:
-    print_text(line, flush=True)
 
 
 # ------------------------------------------------------------------ one cluster

@@ -63,7 +63,7 @@ def patched(cluster: Cluster, name: str, make: Callable[[Object], Patch | None])
 
     Returns the job as it became; None if ``make`` wanted no change. Raises ClusterError.
     """
-    for last in [False] * (TRIES - 1) + [True]:
+    for _ in range(TRIES):
         job = cluster.job(name)
         patch = make(job)
         if patch is None:
@@ -81,10 +81,8 @@ def patched(cluster: Cluster, name: str, make: Callable[[Object], Patch | None])
         except ClusterError as error:
             if error.reason != "Conflict":
                 raise
-            if last:
-                raise ClusterError(f"another program keeps changing {name}: try again", error.reason) from error
         time.sleep(random.uniform(0.05, 0.3))
-    raise AssertionError("unreachable")
+    raise ClusterError(f"another program keeps changing {name}: try again", "Conflict")
 
 
 # ------------------------------------------------------------------ scale
@@ -104,8 +102,8 @@ def parse_targets(words: Sequence[str]) -> dict[str, int]:
 
 
 def scale_patch(job: Object, targets: dict[str, int]) -> tuple[Patch, dict[str, tuple[int, int]]]:
-    """The JSON patch that gives each region its number of learners, and (before, after) of each region
-    that changes. Raises ClusterError where the job would not be a valid one."""
+    """The JSON patch that gives each region of this version of the job its number of learners, and (before, after) of
+    each region that changes. Raises ClusterError where the job would not be a valid one."""
     name = str(job["metadata"]["name"])
     regions = region_names(job)
     for region in targets:
@@ -116,13 +114,9 @@ def scale_patch(job: Object, targets: dict[str, int]) -> tuple[Patch, dict[str, 
     for index, region in enumerate(regions):
         if region not in targets:
             continue
-        row = job["spec"]["regions"][index]
-        before, after = int(row.get("learners") or 0), targets[region]
+        before, after = int(job["spec"]["regions"][index].get("learners") or 0), targets[region]
         if before == after:
             continue
-        # The index means this region only as long as the list is as it was.
-        if "name" in row:
-            patch.append({"op": "test", "path": f"/spec/regions/{index}/name", "value": region})
         patch.append({"op": "replace", "path": f"/spec/regions/{index}/learners", "value": after})
         changed[region] = (before, after)
     if changed:
@@ -259,8 +253,7 @@ def _suspend_failed(clusters: Sequence[Cluster], name: str) -> None:
             if holds(cluster.job(name), "Failed"):
                 patched(cluster, name, lambda _: [{"op": "add", "path": "/spec/suspend", "value": True}])
                 failed.append(cluster)
-    found = follow(failed, name, taken_down, SEEN_SECONDS, say=lambda line: print_text(line, flush=True), quiet=True)
-    for cluster, outcome, _ in found:
+    for cluster, outcome, _ in follow(failed, name, taken_down, SEEN_SECONDS, quiet=True):
         if outcome is None:
             raise ClusterError(
                 f"{name} has failed and was suspended, but no operator reacted within {SEEN_SECONDS:.0f} s"

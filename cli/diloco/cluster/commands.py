@@ -68,9 +68,9 @@ def where(contexts: list[str], namespace: str | None, kubeconfig: Path | None) -
 
 
 @contextlib.contextmanager
-def in_cluster(taken_for_job: str | None = None) -> Iterator[None]:
+def in_cluster(taken_for_job: str | None) -> Iterator[None]:
     """Around what talks to clusters. ``taken_for_job``: the argument that was taken for a job's name since nothing on
-    this machine is called so; an error of the kubeconfig says so."""
+    this machine is called so, None: there is none; an error of the kubeconfig says so."""
     from diloco.cluster.client import ClusterError
 
     try:
@@ -308,6 +308,6 @@ def delete(
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(command(in_cluster()(logs)))  # of runs on this machine, too
+    app.command()(command(logs))  # of runs on this machine, too
     for run in (apply, scale, suspend, resume, upgrade, delete):
-        app.command(rich_help_panel="In clusters")(command(in_cluster()(run)))
+        app.command(rich_help_panel="In clusters")(command(run))

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from diloco.cluster.answers import Answers
 from diloco.cluster.client import Cluster, ClusterError, Object
@@ -163,16 +162,10 @@ class _Copy:
 
 
 def follow(
-    clusters: Sequence[Cluster],
-    name: str,
-    judge: Judge,
-    timeout: float | None,
-    say: Callable[[str], None],
-    *,
-    quiet: bool = False,
-    sleep: Callable[[float], Any] = time.sleep,
+    clusters: Sequence[Cluster], name: str, judge: Judge, timeout: float | None, *, quiet: bool = False
 ) -> list[tuple[Cluster, Outcome | None, Object | None]]:
-    """Wait until every copy of the job has an outcome, ``timeout`` seconds at most (None: without end).
+    """Wait until every copy of the job has an outcome, ``timeout`` seconds at most (None: without end), and print what
+    happens meanwhile; ``quiet``: not.
 
     Returns, for each cluster, the outcome (None: the time is over) and the job as it was last. Raises
     ClusterError where a cluster refuses to be asked; one that does not answer is asked again.
@@ -186,13 +179,13 @@ def follow(
         while True:
             for copy in copies:
                 if copy.outcome is None:
-                    _look(copy, name, judge, say, several=len(copies) > 1, quiet=quiet)
+                    _look(copy, name, judge, several=len(copies) > 1, quiet=quiet)
             left = float("inf") if end is None else end - time.monotonic()
             if left <= 0 or all(copy.outcome is not None for copy in copies):
                 return [(copy.cluster, copy.outcome, copy.job) for copy in copies]
             silent = any(copy.silent for copy in copies)
             pause = min(pause * 1.5, SLOWEST_POLL) if silent else POLL_SECONDS
-            sleep(min(pause * random.uniform(0.8, 1.2), left))
+            time.sleep(min(pause * random.uniform(0.8, 1.2), left))
 
 
 def wait_for(
@@ -206,7 +199,7 @@ def wait_for(
     """``follow``, with what became of each copy printed; the exit code. ``unfinished``: what to say of one whose
     time is over (its object as it was last): how it is, and what else may help. Raises ClusterError."""
     code = COMPLETE
-    for cluster, outcome, job in follow(clusters, name, judge, timeout, say=lambda line: print_text(line, flush=True)):
+    for cluster, outcome, job in follow(clusters, name, judge, timeout):
         whose = name + context_suffix(cluster, clusters)
         if outcome is None:
             how, *more = unfinished(cluster, job)
@@ -226,7 +219,7 @@ def context_suffix(cluster: Cluster, clusters: Sequence[Cluster]) -> str:
     return f" (context {cluster.context})" if len(clusters) > 1 else ""
 
 
-def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], several: bool, quiet: bool) -> None:
+def _look(copy: _Copy, name: str, judge: Judge, several: bool, quiet: bool) -> None:
     cluster = copy.cluster
     prefix = f"{cluster.context}: " if several else ""
     events: list[Object] = []
@@ -238,7 +231,7 @@ def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], seve
         if not error.passing:
             raise
         if not copy.silent and not quiet:
-            say(f"{prefix}{error} (the job continues meanwhile; asking again)")
+            print_text(f"{prefix}{error} (the job continues meanwhile; asking again)", flush=True)
         copy.silent = True
         return
     copy.silent = False
@@ -251,7 +244,7 @@ def _look(copy: _Copy, name: str, judge: Judge, say: Callable[[str], None], seve
         )
         page = copy.pages.read(copy.job) if running else None
         for line in copy.reporter.new_lines(copy.job, events, page, time.time()):
-            say(prefix + line)
+            print_text(prefix + line, flush=True)
     copy.outcome = judge(copy.job)
 
 

@@ -8,19 +8,18 @@ the conditions and the last events, in sentences.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from diloco.cluster.client import Object
 from diloco.local.screen import RunView, blocked_by, outside_view, picture, progress, progress_line, time_left
 from diloco.local.summary import nats, number, summary
+from diloco.text_console import ByWidth, fitting_table
 from diloco_protocol.common.format_units import size_text
 from diloco_protocol.documents import DocumentError, Report, StatusDocument, read_document
 from diloco_protocol.vocabulary import FAULT_CONDITIONS
@@ -29,6 +28,8 @@ EVENTS_SHOWN = 10
 UNSEEN = "no operator has looked at it yet"
 _ENDS = {"Complete": "green", "Failed": "bold red"}  # and the style of each
 _NEUTRAL = frozenset({"Suspended", "Complete", "Reconciling", "Stalled"})  # false: nothing to tell
+_WORDS = ("CONTEXT", "NAMESPACE", "NAME", "PHASE", "LEARNERS", "QUORUM")  # columns of the list that are no numbers
+_LEFT_OUT = ("GOODPUT", "QUORUM", "TOKENS", "LOSS", "STEP", "DONE")  # of it, in this order, for want of room
 _PHASES = {"Complete": "green", "Failed": "red", "Invalid": "red", "Holding": "yellow", "Suspended": "yellow"}
 
 
@@ -58,12 +59,6 @@ def since(time: Any, now: float) -> float | None:
     """Seconds since an RFC 3339 time."""
     at = unix(time)
     return None if at is None else now - at
-
-
-def pair(text: Any) -> tuple[int, int]:
-    """The two numbers of ``"3/1"``; zeros where it is something else."""
-    match = re.fullmatch(r"(\d+)/(\d+)", str(text))
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def condition(job: Object, kind: str) -> Object | None:
@@ -183,38 +178,19 @@ def region_names(job: Object) -> list[str]:
 # ------------------------------------------------------------------ pictures
 
 
-class JobsTable:
-    """A line for each job; with the column of contexts (one for each job) or namespaces where there are several. Where
-    the terminal has no room for all columns, the last of ``_SPARED`` go first, and no cell is cut."""
-
-    _SPARED = ("DONE", "STEP", "LOSS", "TOKENS", "QUORUM", "GOODPUT")
-
-    def __init__(self, jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False) -> None:
-        self._rows = [
-            {
-                **({"CONTEXT": contexts[index]} if contexts else {}),
-                **({"NAMESPACE": str((job.get("metadata") or {}).get("namespace"))} if spaces else {}),
-                **_job_cells(job, now),
-            }
-            for index, job in enumerate(jobs)
-        ]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for kept in range(len(self._SPARED), -1, -1):
-            table = self._table(frozenset(self._SPARED[kept:]))
-            if Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width:
-                break
-        yield table
-
-    def _table(self, left_out: frozenset[str]) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        titles = [title for title in (self._rows[0] if self._rows else ()) if title not in left_out]
-        for title in titles:
-            right = title in ("STEP", "TOKENS", "DONE", "LOSS", "GOODPUT", "AGE")
-            table.add_column(title, justify="right" if right else "left", no_wrap=True)
-        for row in self._rows:
-            table.add_row(*(row[title] for title in titles))
-        return table
+def jobs_table(jobs: Sequence[Object], now: float, contexts: Sequence[str] = (), spaces: bool = False) -> ByWidth:
+    """A line for each of the jobs, of which there is one at least; with the column of contexts (one for each job) or
+    namespaces where there are several."""
+    rows = [
+        {
+            **({"CONTEXT": contexts[index]} if contexts else {}),
+            **({"NAMESPACE": str((job.get("metadata") or {}).get("namespace"))} if spaces else {}),
+            **_job_cells(job, now),
+        }
+        for index, job in enumerate(jobs)
+    ]
+    # Two columns of the terminal stay free at the right.
+    return ByWidth(lambda width: fitting_table([*rows[0]], rows, width - 2, left=_WORDS, left_out=_LEFT_OUT))
 
 
 def _job_cells(job: Object, now: float) -> dict[str, str | Text]:
@@ -311,7 +287,7 @@ def _head(job: Object, now: float) -> Table:
     status = job.get("status") or {}
     done = status.get("progress") or {}
     phase = str(status.get("phase") or "new")
-    active, required = pair(status.get("quorum"))
+    active, _, required = (status.get("quorum") or "").partition("/")
     head = Table.grid(padding=(0, 3))
     head.add_row(
         Text(str(job["metadata"]["name"]), style="bold"),
@@ -320,7 +296,7 @@ def _head(job: Object, now: float) -> Table:
         _progress(job, now),
         _figure("merged loss", done.get("loss")),
         _figure("goodput", done.get("goodput")),
-        f"quorum {active} active, {required} needed" if status.get("quorum") else "",
+        f"quorum {active} active, {required} needed" if required else "",
     )
     return head
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from diloco.cluster.client import Cluster, ClusterError, Object, Where
 from diloco.cluster.fetch import Pages
 from diloco.cluster.follow import POLL_SECONDS, ended, follow, job_events
-from diloco.cluster.render import JobsTable, event_count, event_time, job_picture
+from diloco.cluster.render import event_count, event_time, job_picture, jobs_table
 from diloco.console import print_text
 from diloco.text_console import TextConsole
 from diloco_protocol.documents import StatusDocument
@@ -88,7 +88,7 @@ def _list(clusters: Sequence[Cluster], everywhere: bool, watch: bool, as_json: b
             console.print(f"there is no job in {', '.join(names)}")
         else:
             several = contexts if len(clusters) > 1 else ()
-            console.print(JobsTable(jobs, time.time(), several, everywhere))
+            console.print(jobs_table(jobs, time.time(), several, everywhere))
         if not watch:
             return
         time.sleep(POLL_SECONDS)
@@ -100,7 +100,7 @@ def _watch(clusters: Sequence[Cluster], name: str) -> None:
         cluster.job(name)  # that it is not there is said at once
     console = TextConsole(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
-        follow(clusters, name, ended, None, say=lambda line: print_text(line, flush=True))
+        follow(clusters, name, ended, None)
         return
     views = [_Watched(cluster, Pages(cluster, name)) for cluster in clusters]
     try:

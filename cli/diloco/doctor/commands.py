@@ -93,7 +93,7 @@ def doctor(
         from diloco.doctor.job import check_job
         from diloco.doctor.links import check_links
 
-        found += check_job(job, overrides, torch, absent)
+        found += check_job(job, overrides, torch)
         found += check_links(job, overrides, credentials, step_seconds)
     return _show(found, as_json)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from diloco.checks.machine import find_absent_modules, find_absent_programs
@@ -23,10 +23,8 @@ NEARLY_ALL = 0.8
 LAUNCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 
 
-def check_job(
-    file: Path, overrides: Sequence[str], torch: Torch | None, absent: Mapping[str, list[str]]
-) -> Iterator[Finding]:
-    """``absent``: packages of each extra that are not installed."""
+def check_job(file: Path, overrides: Sequence[str], torch: Torch | None) -> Iterator[Finding]:
+    """``torch``: as a learner would find it; None: it is not there."""
     notes: list[Problem] = []
     try:
         job = load_job(file, overrides, notes)
@@ -39,14 +37,14 @@ def check_job(
     for problem in (*notes, *job_warnings(job)):
         yield _finding("file", "warning", str(problem))
     elsewhere: Level = "warning" if spans_clusters(job.spec) else "error"
-    yield from _data(job, directory, absent, elsewhere)
+    yield from _data(job, directory, elsewhere)
     yield from _program(job, directory, elsewhere)
     yield from _devices(job, torch)
     if torch is not None or job.spec.training.model is None:
         yield from _model(job, directory, torch, elsewhere)
 
 
-def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad: Level) -> Iterator[Finding]:
+def _data(job: DiLoCoJob, directory: Path, bad: Level) -> Iterator[Finding]:
     data = job.spec.training.data
     if data is None:
         return
@@ -58,7 +56,7 @@ def _data(job: DiLoCoJob, directory: Path, absent: Mapping[str, list[str]], bad:
         yield _finding("data", bad, str(problem), fix=fix)
     if not missing and data.source == "text":
         yield _finding("data", "ok", ", ".join(data.paths))
-    for problem in find_absent_modules(job, directory, has_datasets=not absent.get("datasets")):
+    for problem in find_absent_modules(job, directory):
         yield _finding("data", bad, str(problem))
 
 

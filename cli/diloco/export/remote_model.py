@@ -6,14 +6,14 @@ anybody uses it: its length, the xxh3-64 of all its bytes, and that each tensor 
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import http.client
 import json
 import random
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -26,7 +26,6 @@ from diloco_protocol.spec.load import JobError, job_from_json
 from diloco_syncer.output.model_file import MAX_HEADER, NotSafetensors, read_header
 from diloco_syncer.server.pages.export import CHECKSUM
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
@@ -45,36 +44,14 @@ class _Again(RemoteModelError):
     """Trying again may help."""
 
 
-def _try_again(fetch: Callable[P, T]) -> Callable[P, T]:
-    """Make a function try again what broke off."""
-
-    @functools.wraps(fetch)
-    def fetch_again(*args: P.args, **kwargs: P.kwargs) -> T:
-        for attempt in range(TRIES - 1):
-            try:
-                return fetch(*args, **kwargs)
-            except _Again:
-                time.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
-        return fetch(*args, **kwargs)
-
-    return fetch_again
-
-
-@_try_again
 def fetch_layout(url: str) -> Layout:
     """The layout of the model that the listener serves. Breaks are tried again. Raises RemoteModelError."""
-    answer = _get(url, "/layout.json")
     try:
-        return Layout.from_json(answer.read(MAX_JSON_BYTES))
+        return _fetch(url, "/layout.json", lambda answer: Layout.from_json(answer.read(MAX_JSON_BYTES)))
     except LayoutError as error:
         raise RemoteModelError(f"{url}/layout.json is no layout: {error}") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise _Again(f"{url}/layout.json broke off: {error}") from error
-    finally:
-        answer.close()
 
 
-@_try_again
 def fetch_model(
     url: str, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[DiLoCoJob, dict[str, NDArray[np.float32]], list[int]]:
@@ -83,21 +60,32 @@ def fetch_model(
 
     Breaks are tried again. Raises RemoteModelError.
     """
-    answer = _get(url, "/job.json")
     try:
-        job = job_from_json(answer.read(MAX_JOB_BYTES).decode())
+        job = _fetch(url, "/job.json", lambda answer: job_from_json(answer.read(MAX_JOB_BYTES).decode()))
     except (JobError, UnicodeDecodeError) as error:
         raise RemoteModelError(f"{url}/job.json is no job: {error}") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise _Again(f"{url}/job.json broke off: {error}") from error
-    tensors, metadata = _model(_get(url, "/model.safetensors"), f"{url}/model.safetensors", progress)
+    where = f"{url}/model.safetensors"
+    tensors, metadata = _fetch(url, "/model.safetensors", lambda answer: _model(answer, where, progress))
     if metadata.get("job") != job.metadata.name:
         raise RemoteModelError(f"{url} serves the model of {metadata.get('job')!r} for {job.metadata.name!r}")
     try:
         versions = [int(version) for version in json.loads(metadata["versions"])]
     except (KeyError, ValueError, TypeError) as error:
-        raise RemoteModelError(f"{url}/model.safetensors does not name its versions") from error
+        raise RemoteModelError(f"{where} does not name its versions") from error
     return job, tensors, versions
+
+
+def _fetch(url: str, path: str, read: Callable[[http.client.HTTPResponse], T]) -> T:
+    """What ``read`` makes of what the listener serves at ``path``; what breaks off is tried again."""
+    for attempt in range(TRIES):
+        try:
+            with contextlib.closing(_get(url, path)) as answer:
+                return read(answer)
+        except (_Again, OSError, http.client.HTTPException) as error:
+            broken = error if isinstance(error, _Again) else _Again(f"{url}{path} broke off: {error}")
+        if attempt < TRIES - 1:
+            time.sleep(0.5 * 2**attempt * random.uniform(0.5, 1.0))
+    raise broken
 
 
 def _get(url: str, path: str) -> http.client.HTTPResponse:
@@ -174,8 +162,6 @@ def _model(
         raise RemoteModelError(f"{where}: {error}") from error
     except (OSError, http.client.HTTPException) as error:
         raise _Again(f"{where} broke off after {received} of {total} bytes: {error}") from error
-    finally:
-        answer.close()
     if f"{digest.intdigest():016x}" != wanted:
         raise _Again(f"{where}: the checksum of what came differs from what was sent")
     return tensors, metadata

@@ -21,7 +21,17 @@ from typing import Annotated
 
 import typer
 
-from diloco.console import COMPLETE, FAILED, INTERRUPTED, CommandError, command, means_job, print_text, program_name
+from diloco.console import (
+    COMPLETE,
+    FAILED,
+    INTERRUPTED,
+    CommandError,
+    command,
+    means_job,
+    print_text,
+    program_name,
+    short_path,
+)
 from diloco.processes.launch import SAME_SIGNAL_SECONDS
 from diloco.processes.workdir import Workdir, find
 
@@ -63,8 +73,8 @@ def start_detached(path: Path, words: Sequence[str]) -> int:
         raise
     finally:
         output.unlink(missing_ok=True)
-    program, here = program_name(), _short(workdir.path)
-    print_text(f"the run goes on by itself (pid {process.pid}); its output is in {_short(workdir.output)}")
+    program, here = program_name(), short_path(workdir.path)
+    print_text(f"the run goes on by itself (pid {process.pid}); its output is in {short_path(workdir.output)}")
     print_text(f"look at it: {program} attach {here}\nstop it:    {program} stop {here}", flush=True)
     return COMPLETE
 
@@ -87,10 +97,6 @@ def _show_new(output: Path, shown: int) -> int:
     return shown + len(text)
 
 
-def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def _running(where: str | None, usage: str) -> tuple[Workdir, int]:
     """The run that is meant, and its process. Raises CommandError if it does not run."""
     if means_job(where):
@@ -98,7 +104,7 @@ def _running(where: str | None, usage: str) -> tuple[Workdir, int]:
     workdir = find(where)
     pid = workdir.runner()
     if pid is None or not workdir.is_held():
-        figures = f"{program_name()} status {_short(workdir.path)}"
+        figures = f"{program_name()} status {short_path(workdir.path)}"
         raise CommandError(f"the run in {workdir.path} is not running; its figures: {figures}")
     return workdir, pid
 
@@ -130,7 +136,7 @@ def attach(what: WhichRun = None) -> int:
         watch_status(str(workdir.path), as_json=False, to_its_end=True)
         return _wait_for_end(workdir)
     except KeyboardInterrupt:
-        print_text(f"\nthe run goes on; to stop it: {program_name()} stop {_short(workdir.path)}", file=sys.stderr)
+        print_text(f"\nthe run goes on; to stop it: {program_name()} stop {short_path(workdir.path)}", file=sys.stderr)
         return COMPLETE
 
 
@@ -160,7 +166,7 @@ def stop(
             os.kill(pid, signal.SIGTERM)
     else:
         print_text(
-            f"stopping the run in {_short(workdir.path)}: learners offer their work", file=sys.stderr, flush=True
+            f"stopping the run in {short_path(workdir.path)}: learners offer their work", file=sys.stderr, flush=True
         )
     code = _wait_for_end(workdir)
     return COMPLETE if code == INTERRUPTED else code

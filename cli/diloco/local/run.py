@@ -14,7 +14,7 @@ from pathlib import Path
 
 from diloco.checks.machine import find_absent
 from diloco.checks.start import StartCheck
-from diloco.console import CommandError, print_lasting, program_name, unwritable_text
+from diloco.console import CommandError, print_lasting, program_name, short_path, unwritable_text
 from diloco.local.chaos import schedule as chaos
 from diloco.local.outcome import REFUSED, RunResult, complete_report, hard_end_note, is_hard_end, last_output, read_kept
 from diloco.local.runner.runner import Runner
@@ -43,7 +43,6 @@ class RunOptions:
     job: Path
     workdir: Path | None = None
     chaos: str = ""
-    seed: int | None = None
     overrides: Sequence[str] = field(default_factory=tuple)
     http: str = "127.0.0.1:0"
     serving: ServeOptions | None = None  # learners are other machines'
@@ -53,7 +52,7 @@ class RunOptions:
 
 def run(options: RunOptions) -> int:
     """Run the job; returns the exit code. Raises CommandError."""
-    job = read_job_file(options.job, [*options.overrides, *([] if options.seed is None else [f"seed={options.seed}"])])
+    job = read_job_file(options.job, options.overrides)
     try:
         schedule = chaos.check(chaos.parse(options.chaos), learner_names(job))
     except chaos.ChaosError as error:
@@ -209,9 +208,7 @@ def _tell(result: RunResult, report: Report, workdir: Workdir, as_json: bool) ->
 
 def next_commands(workdir: Workdir) -> list[str]:
     """What a person does with a model that was trained: the commands."""
-    here = workdir.path
-    with contextlib.suppress(ValueError):
-        here = here.relative_to(Path.cwd())
+    here = short_path(workdir.path)
     model = Path("model") if not Path("model").exists() else Path(f"{workdir.path.name}-model")
     program = program_name()
     commands = [f"{program} export {here} {model}/", f"{program} report {here} --html"]

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Protocol
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from diloco.console import lasting_output, print_lasting
 from diloco.local.summary import nats, number
-from diloco.text_console import TextConsole
+from diloco.text_console import ByWidth, TextConsole, fitting_table
 from diloco_protocol.common.format_units import download_text, duration_text, rate_text, seconds_text
 from diloco_protocol.common.logs import printable
 from diloco_protocol.documents import SlotRow, StatusDocument
@@ -216,19 +215,6 @@ def _losses(status: StatusDocument) -> str:
     return " ".join(nats(slot.loss if slot.state is SlotState.ACTIVE else None) for slot in status.slots)
 
 
-class _ByWidth:
-    """Something that is made for the width that there is."""
-
-    def __init__(self, make: Callable[[int], RenderableType]) -> None:
-        self._make = make
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._make(options.max_width)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._make(options.max_width))
-
-
 def _lines_of(cells: Sequence[Text], width: int) -> RenderableType:
     """Cells beside each other with ``GAP`` between them, in as many lines as they need."""
     lines: list[Text] = []
@@ -274,11 +260,11 @@ def picture(view: RunView, events: Sequence[TimedEvent], whole: bool = False) ->
         Text("" if loss is None else f"merged loss {nats(loss)}"),
         Text(silence(view), style="red"),
     ]
-    head: list[RenderableType] = [_ByWidth(lambda width: _lines_of(cells, width))]
+    head: list[RenderableType] = [ByWidth(lambda width: _lines_of(cells, width))]
     if blocked := blocked_by(status):
         head.append(Text(blocked, style="yellow"))
     foot = Table.grid(padding=(0, 2))
-    strip = _ByWidth(lambda width: Text(version_strip(status.versions if status else [], max(8, min(64, width - 16)))))
+    strip = ByWidth(lambda width: Text(version_strip(status.versions if status else [], max(8, min(64, width - 16)))))
     foot.add_row(Text("fragments", style="dim"), strip)
     if status is None:
         return Group(*head, "", foot, "", events_table(events))
@@ -297,8 +283,8 @@ def picture(view: RunView, events: Sequence[TimedEvent], whole: bool = False) ->
         foot.add_row(Text("links", style="dim"), links)
     slots = status.slots
     for names, message in _slot_problems(slots):
-        foot.add_row("", _ByWidth(partial(_problem_text, names, message, whole=whole)))
-    table = _ByWidth(lambda width: _slots_table(view, slots, width))
+        foot.add_row("", ByWidth(partial(_problem_text, names, message, whole=whole)))
+    table = ByWidth(lambda width: _slots_table(view, slots, width))
     return Group(*head, "", table, "", foot, "", events_table(events))
 
 
@@ -326,25 +312,14 @@ def _problem_text(names: str, message: str, width: int, whole: bool) -> Text:
 
 
 def _slots_table(view: RunView, slots: Sequence[SlotRow], width: int) -> Table:
-    """A row for each slot, with as many columns as there is room for: no number is cut. The slot's number is shown only
-    where it is not the learner's own."""
+    """A row for each slot. The slot's number is shown only where it is not the learner's own."""
     rows = [_slot_cells(view, slot) for slot in slots]
     titles = ["learner", "ranks", "slot", "state", "step", "tokens", "loss", "s/step", "waited", "merged", ""]
     if all(slot.slot == slot.ordinal for slot in slots):
         titles.remove("slot")
     if all(slot.ranks == 1 for slot in slots):
         titles.remove("ranks")
-    columns = {title: max(len(title), *(row[title].cell_len for row in rows), 0) for title in titles}
-    for title in _LEFT_OUT:
-        if sum(columns.values()) + 2 * (len(columns) - 1) <= width:
-            break
-        columns.pop(title, None)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for title in columns:
-        table.add_column(title, justify="left" if title in ("learner", "state", "") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[title] for title in columns))
-    return table
+    return fitting_table(titles, rows, width, left=("learner", "state", ""), left_out=_LEFT_OUT)
 
 
 def _slot_cells(view: RunView, slot: SlotRow) -> dict[str, Text]:

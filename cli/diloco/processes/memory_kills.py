@@ -7,6 +7,7 @@ namespace's, and daemons that watch memory (systemd-oomd) kill by themselves.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -14,29 +15,32 @@ from diloco_protocol.common.format_units import size_text
 from diloco_protocol.resources import even_sizes, needs, plan_hint
 from diloco_protocol.spec.job_spec import JobSpec
 
+_COUNTS = {"": "memory.events", "memory": "memory.oom_control"}  # of both versions of control groups
+
 
 def count_memory_kills(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """A number that rises when the kernel kills a process for want of memory, on the machine or in a control group of
     this process. None: nothing of it can be read."""
-    counts = [read_counts(path).get("oom_kill") for path in (proc / "vmstat", *_group_files(proc, groups))]
+    own = [group / _COUNTS[kind] for kind, group in memory_groups(groups, proc / "self" / "cgroup")]
+    counts = [read_counts(path).get("oom_kill") for path in (proc / "vmstat", *own)]
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
-def _group_files(proc: Path, groups: Path) -> Iterator[Path]:
-    """Files with the counts of this process's control groups, from its own up to the root; both versions."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
+def memory_groups(groups: Path, own: Path) -> Iterator[tuple[str, Path]]:
+    """The control groups whose memory limits hold for this process, as far as they are shown to it, each with its
+    version's folder: none for version 2, ``memory`` for version 1. ``groups``: where they are mounted; ``own``: the
+    file that names this process's."""
+    found: dict[str, set[PurePosixPath]] = {"": {PurePosixPath()}, "memory": {PurePosixPath()}}
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
-        _, kinds, name = [*line.split(":", 2), "", ""][:3]
-        if kinds not in ("", "memory") or ".." in name.split("/"):
-            continue
-        root, file = (groups, "memory.events") if not kinds else (groups / "memory", "memory.oom_control")
-        path = PurePosixPath(name.lstrip("/"))
-        for one in (path, *path.parents):
-            yield root / one / file
+        _, kind, name = [*line.split(":", 2), "", ""][:3]
+        if kind in found and ".." not in name.split("/"):
+            path = PurePosixPath(name.lstrip("/"))
+            found[kind] |= {path, *path.parents}
+    return ((kind, groups / kind / path) for kind, paths in found.items() for path in paths)
 
 
 def read_counts(path: Path) -> dict[str, int]:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from diloco_protocol.documents import StatusDocument
-from diloco_protocol.vocabulary import TRAINING_PHASES
-
 UNJOINED_SECONDS = 90.0
 
 
@@ -21,18 +18,13 @@ class UnjoinedLearners:
     def __init__(self) -> None:
         self._since: dict[str, float] = {}  # process id -> since when it runs, as seen here; inf: it was said
 
-    def find(self, now: float, running: Mapping[str, str], status: StatusDocument | None) -> list[str]:
-        """Who is to be told of now, by name. ``running``: the process ids of learners that run, by name."""
-        if status is None or status.phase not in TRAINING_PHASES:
-            return []
-        joined = {*status.standbys, *(slot.process for slot in status.slots)}
-        self._since = {one: since for one, since in self._since.items() if one in running.values()}
+    def find(self, now: float, unjoined: Mapping[str, str]) -> list[str]:
+        """Who is to be told of now, by name. ``unjoined``: the process ids, by name, of learners that run and have not
+        joined, of a job that trains."""
+        self._since = {one: since for one, since in self._since.items() if one in unjoined.values()}
         found = []
-        for name, process in running.items():
-            since = self._since.setdefault(process, now)
-            if process in joined:
-                self._since[process] = float("inf")
-            elif now - since >= UNJOINED_SECONDS:
+        for name, process in unjoined.items():
+            if now - self._since.setdefault(process, now) >= UNJOINED_SECONDS:
                 self._since[process] = float("inf")
                 found.append(name)
         return found

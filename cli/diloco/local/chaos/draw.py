@@ -39,6 +39,6 @@ def draw_faults(
             schedule = draw_kills(seed, learners, mtbf, seconds)
         else:
             schedule = draw_schedule(seed, learners, mtbf, mtbf / 6 if repair is None else repair, seconds=seconds)
-    except ValueError as error:  # ChaosError is one
+    except ValueError as error:  # ChaosError is one; numpy has one for a negative seed
         raise CommandError(str(error)) from error
     return job.metadata.name, schedule

@@ -25,8 +25,8 @@ SHARES = {"kill": 0.55, "pause": 0.15, "cut": 0.15, "slow": 0.15}
 def draw_schedule(seed: int, learners: int, mtbf: float, repair: float, seconds: float) -> tuple[Fault, ...]:
     """Faults of ``learners`` learners within ``seconds``, in order of time.
 
-    ``mtbf``: mean seconds until a learner that is well fails; ``repair``: mean seconds that a fault lasts. Raises
-    ValueError where one of them is not above 0.
+    ``mtbf``: mean seconds until a learner that is well fails; ``repair``: mean seconds that a fault lasts; both above
+    0. Raises ValueError: ChaosError where there are too many, numpy's for a seed below 0.
     """
     random = np.random.default_rng(seed)
     actions, shares = list(SHARES), np.array(list(SHARES.values()))
@@ -48,8 +48,6 @@ def _draw_failures(
     random: np.random.Generator, learners: int, mtbf: float, repair: float, seconds: float
 ) -> list[tuple[float, int, float]]:
     """(second, learner, seconds that it lasts) of each failure, in order of time."""
-    if not (mtbf > 0 and repair > 0):
-        raise ValueError(f"mtbf {mtbf:g}, repair {repair:g}: both have to be above 0")
 
     def of_learner(learner: int) -> Iterator[tuple[float, int, float]]:
         at = random.exponential(mtbf)

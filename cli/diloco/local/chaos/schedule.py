@@ -11,8 +11,6 @@ A schedule is a list of faults, separated by commas; each is ``TIME:ACTION:TARGE
   ``learner`` (any running one, chosen by the run's seed) or ``syncer``.
 
 Everything here is plain code: the runner asks which faults are due, chooses the process, and carries the fault out.
-Commas, colons and equals signs inside parentheses belong to the item, so that a later TIME such as a random process can
-take arguments without changing how a schedule is cut up.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ def parse(spec: str) -> tuple[Fault, ...]:
     """Read a schedule. Raises ChaosError; an empty or blank ``spec``, and ``NONE``, have no fault."""
     if spec.strip() in ("", NONE):
         return ()
-    items = _split(spec, ",")
+    items = spec.split(",")
     if len(items) > MAX_FAULTS:
         raise ChaosError(f"--chaos has {len(items)} items; at most {MAX_FAULTS} are taken")
     return tuple(_item(item.strip(), index) for index, item in enumerate(items, start=1))
@@ -144,24 +142,10 @@ def _error(index: int, item: str, message: str) -> ChaosError:
     return ChaosError(f"--chaos item {index} ({item!r}): {message}")
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split at separators outside of parentheses."""
-    parts, depth, current = [], 0, ""
-    for character in text:
-        if character == separator and depth == 0:
-            parts.append(current)
-            current = ""
-            continue
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        depth = max(depth, 0)
-        current += character
-    return [*parts, current]
-
-
 def _item(item: str, index: int) -> Fault:
     if not item:
         raise _error(index, item, f"it is empty; remove the spare comma, or write {GRAMMAR}")
-    parts = [part.strip() for part in _split(item, ":")]
+    parts = [part.strip() for part in item.split(":")]
     if not 3 <= len(parts) <= 4:
         raise _error(index, item, f"it has {len(parts)} part{'s' * (len(parts) != 1)}; write {GRAMMAR}")
     time, action, target = parts[:3]

@@ -22,6 +22,7 @@ from diloco.local.runner.run_part import RunPart
 from diloco.processes.data_found import DataFound
 from diloco.processes.supervisor import Kind
 from diloco.processes.unjoined import UnjoinedLearners, unjoined_text
+from diloco_protocol.vocabulary import TRAINING_PHASES
 
 POLL_SECONDS = 0.5
 POLL_CHAOS_SECONDS = 0.1  # while faults are still to come
@@ -48,9 +49,6 @@ class JobFollower(RunPart):
         if answered and self.watch.is_settled:
             self.end.decide_by_phase(self.watch.phase)
         return answered
-
-    async def poll_now(self) -> bool:
-        return await self.poll(now=True)
 
     async def follow(self, metrics: MetricsLog) -> None:
         """Carry out faults, write metrics and read the status, until the run ends."""
@@ -80,7 +78,10 @@ class JobFollower(RunPart):
             self.screen.event(f"no more metrics are written: {error}", "red")
 
     def _tell_unjoined(self) -> None:
+        if self.watch.phase not in TRAINING_PHASES:
+            return
         learners = [one.name for one in self.watch.workers if one.kind is Kind.LEARNER and one.name in self.running]
         running = {name: self.watch.process_ids[name] for name in learners}
-        for name in self._unjoined.find(time.monotonic(), running, self.watch.view.status):
+        unjoined = {name: one for name, one in running.items() if not self.watch.has_joined(one)}
+        for name in self._unjoined.find(time.monotonic(), unjoined):
             self.screen.event(unjoined_text(name, self.workdir.log(name)), "yellow")

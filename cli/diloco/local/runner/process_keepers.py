@@ -11,6 +11,7 @@ that as a replacement. Exit codes 0 and 1 are the job's end only where a report 
 *A worker.* One that left with 0 may have joined since the last look, and whether it ever did makes the difference
 between a learner that is done and a program that never asked for batches: so the status is read before that is judged.
 The syncer is told of a learner's end at once, with retries until the run ends: it would find out by silence, but later.
+A worker is forked from the fork server where it runs the built-in program, else it is a child.
 
 What is still wrong here: a program that exits with 2 for a reason of its own, on ports that were recalled, is started
 once more before that is said, because the exit code does not tell the two apart.
@@ -22,19 +23,29 @@ import asyncio
 import os
 import random
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from diloco.local.chaos.proxy import Proxy
 from diloco.local.outcome import RunOutcome
 from diloco.local.runner.process_ends import ProcessEnds
 from diloco.local.runner.run_end import RunEnd
 from diloco.local.runner.run_part import RunPart
-from diloco.local.worker_start import WorkerStarter
 from diloco.processes.exit_errors import ExitError
-from diloco.processes.launch import Child, Process, StartError
+from diloco.processes.launch import Child, ForkServerClient, Process, StartError, ranks_command
 from diloco.processes.supervisor import Exit, Kind, describe_end
 from diloco.processes.syncer_ports import SyncerPorts
-from diloco.processes.worker_specs import ServeOptions, WorkerSpec, syncer_command, syncer_environment
+from diloco.processes.worker_specs import (
+    ServeOptions,
+    WorkerSpec,
+    gpus,
+    gpus_of,
+    syncer_command,
+    syncer_environment,
+    worker_environment,
+)
 from diloco.syncer_client import SyncerError
 from diloco_protocol.vocabulary import ControlMethod, SyncerExit
 
@@ -85,12 +96,18 @@ class SyncerKeeper(RunPart):
 
 @dataclass(kw_only=True)
 class WorkerKeeper(RunPart):
-    """``poll_now`` reads the syncer's status."""
+    """``environment`` is that of all processes of the run. ``proxies``: by worker's name, those through which a worker
+    reaches the syncer; they may be filled later. ``poll_now`` reads the syncer's status."""
 
-    starter: WorkerStarter
+    serving: ServeOptions | None
+    environment: Mapping[str, str]
+    job_directory: Path
+    forkserver: ForkServerClient
+    proxies: Mapping[str, Proxy]
     ends: ProcessEnds
     end: RunEnd
     poll_now: Callable[[], Awaitable[bool]]
+    _gpus: list[str] = field(default_factory=lambda: gpus(os.environ, os.listdir("/dev")))
 
     async def keep(self, worker: WorkerSpec) -> None:
         """Keep this worker running for as long as the job needs it."""
@@ -100,7 +117,7 @@ class WorkerKeeper(RunPart):
             how: Exit
             error: ExitError | None
             try:
-                process = await self.starter.start(worker)
+                process = await self._start(worker)
             except (StartError, OSError) as failed:
                 self.screen.event(str(failed), "red")
                 how, error = Exit(code=1), ExitError(str(failed))
@@ -113,6 +130,30 @@ class WorkerKeeper(RunPart):
                     self.spawn(self._report_ended(worker, self.watch.process_ids[worker.name], how, error))
             if not await self.ends.wait_to_restart(worker, how, error):
                 return
+
+    async def _start(self, worker: WorkerSpec) -> Process:
+        """A new process of this worker, with an id of its own. Raises StartError, OSError."""
+        self.watch.process_ids[worker.name] = uuid.uuid4().hex
+        env, log = self._environment_of(worker), self.workdir.log(worker.name)
+        spec = self.job.spec
+        command = spec.evaluator.command if worker.kind is Kind.EVALUATOR else spec.learners.command
+        if command is None and worker.ranks == 1:
+            return await self.forkserver.spawn(worker.name, env, log)
+        program, env = ranks_command(command, worker.ranks), {**self.environment, **env}
+        return await Child.start(worker.name, program, env, log, cwd=self.job_directory, guard=True)
+
+    def _environment_of(self, worker: WorkerSpec) -> dict[str, str]:
+        process_id, proxy = self.watch.process_ids[worker.name], self.proxies.get(worker.name)
+        gpu = None
+        if len(self._gpus) > 1 and self.job.spec.training.device != "cpu":
+            gpu = gpus_of(worker, self.watch.workers, self._gpus)
+        address = proxy.address if proxy else None
+        env = worker_environment(worker, process_id, self.workdir, self.job_directory, syncer=address, gpu=gpu)
+        if self.serving is None or self.serving.credentials is None:
+            env["DILOCO_JOIN_TOKEN_FILE"] = str(self.workdir.join_token)
+        elif self.serving.evaluator_credentials is not None:
+            env["DILOCO_CREDENTIALS"] = str(self.serving.evaluator_credentials)
+        return env
 
     async def _find_error(self, worker: WorkerSpec, how: Exit) -> ExitError | None:
         """The error that ended a worker; None: none, or a fault of ``--chaos`` did."""

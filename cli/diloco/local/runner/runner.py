@@ -20,6 +20,7 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from diloco.local.runner.run_part import RunPart
 from diloco.local.runner.syncer_health import SyncerHealth
 from diloco.local.screen import RunView, Screen
 from diloco.local.watch import StatusWatch
-from diloco.local.worker_start import WorkerStarter
 from diloco.processes.data_found import DataFound
 from diloco.processes.exit_errors import ExitErrors
 from diloco.processes.launch import ForkServerClient, Process, StartError, end_all
@@ -133,24 +133,22 @@ class Runner:
         )
         self.end = RunEnd(**shared, forkserver=self._forkserver)
         self.follower = JobFollower(**shared, data_found=DataFound(workdir.path), end=self.end)
-        ends = ProcessEnds(**shared, end=self.end, poll_now=self.follower.poll_now)
+        poll_now = partial(self.follower.poll, now=True)
+        ends = ProcessEnds(**shared, end=self.end, poll_now=poll_now)
         ports = SyncerPorts(ANY if serving is None else serving.listen, http=http, sync_is_known=serving is not None)
         self.syncer_keeper = SyncerKeeper(
             **shared, serving=serving, environment=env, ports=ports, ends=ends, end=self.end
         )
-        starter = WorkerStarter(
-            job=job,
-            workdir=workdir,
-            job_directory=job_directory,
-            workers=self._workers,
-            forkserver=self._forkserver,
-            environment=env,
-            proxies=self.proxies,
-            process_ids=self.watch.process_ids,
-            serving=serving,
-        )
         self.worker_keeper = WorkerKeeper(
-            **shared, starter=starter, ends=ends, end=self.end, poll_now=self.follower.poll_now
+            **shared,
+            serving=serving,
+            environment=env,
+            job_directory=job_directory,
+            forkserver=self._forkserver,
+            proxies=self.proxies,
+            ends=ends,
+            end=self.end,
+            poll_now=poll_now,
         )
 
     async def run(self, starting: str, check: Check | None = None) -> RunResult:

@@ -99,6 +99,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.pauses: list[float] = []
 
     def monotonic(self) -> float:
         return self.now
@@ -108,6 +109,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+        self.pauses.append(seconds)
 
 
 @pytest.fixture
@@ -116,8 +118,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     for module in ("apply", "follow"):
         monkeypatch.setattr(f"diloco.cluster.{module}.time", made)
-    assert follow.__kwdefaults__ is not None
-    monkeypatch.setitem(follow.__kwdefaults__, "sleep", made.sleep)
     return made
 
 
@@ -322,12 +322,13 @@ def in_turn(*replies: Reply) -> Answer:
     return answer
 
 
-def test_waiting_outlives_an_api_server_that_is_away(serve: Callable[[Answer], Cluster]) -> None:
+def test_waiting_outlives_an_api_server_that_is_away(
+    serve: Callable[[Answer], Cluster], clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     busy = (503, a_status("ServiceUnavailable", "starting"))
     cluster = serve(in_turn((200, a_job()), busy, busy, busy, (200, a_job("Complete"))))
-    said: list[str] = []
-    pauses: list[float] = []
-    ((_, outcome, _),) = follow([cluster], "tiny", ended, 60, say=said.append, sleep=pauses.append)
+    ((_, outcome, _),) = follow([cluster], "tiny", ended, 60)
+    said, pauses = capsys.readouterr().out.splitlines(), clock.pauses
     assert outcome == (0, "is complete")
     assert len([line for line in said if "asking again" in line]) == 1  # said once
     assert said[-1] == "Complete: so it is"
@@ -336,29 +337,29 @@ def test_waiting_outlives_an_api_server_that_is_away(serve: Callable[[Answer], C
 
 def test_waiting_ends_with_the_time(serve: Callable[[Answer], Cluster], clock: Clock) -> None:
     cluster = serve(in_turn((200, a_job())))
-    ((_, outcome, job),) = follow([cluster], "tiny", ended, 7.0, say=lambda line: None)
+    ((_, outcome, job),) = follow([cluster], "tiny", ended, 7.0)
     assert outcome is None and job is not None and clock.now == pytest.approx(7.0)
 
 
-def test_waiting_for_every_copy(serve: Callable[[Answer], Cluster]) -> None:
+def test_waiting_for_every_copy(serve: Callable[[Answer], Cluster], clock: Clock) -> None:
     first, second = (serve(in_turn((200, a_job("Complete")))), serve(in_turn((200, a_job()), (200, a_job("Failed")))))
-    found = follow([first, second], "tiny", ended, 60, say=lambda line: None, sleep=lambda seconds: None)
+    found = follow([first, second], "tiny", ended, 60)
     assert [outcome and outcome[0] for _, outcome, _ in found] == [0, 1]
 
 
 def test_waiting_where_asking_is_forbidden_ends_at_once(serve: Callable[[Answer], Cluster]) -> None:
     cluster = serve(in_turn((403, a_status("Forbidden", "no"))))
     with pytest.raises(ClusterError, match="no"):
-        follow([cluster], "tiny", seen, 60, say=lambda line: None)
+        follow([cluster], "tiny", seen, 60)
 
 
-def test_a_job_that_is_gone_or_another_by_now(serve: Callable[[Answer], Cluster]) -> None:
+def test_a_job_that_is_gone_or_another_by_now(serve: Callable[[Answer], Cluster], clock: Clock) -> None:
     other = {**a_job(), "metadata": {**a_job()["metadata"], "uid": "new"}}
     missing = (404, a_status("NotFound", "not found", name="tiny"))
     for last in ((200, other), missing):
         cluster = serve(in_turn((200, a_job()), last))
         judge = gone_within({"u"})
-        ((_, outcome, _),) = follow([cluster], "tiny", judge, 60, say=lambda line: None, sleep=lambda s: None)
+        ((_, outcome, _),) = follow([cluster], "tiny", judge, 60)
         assert outcome == (0, "is deleted")
 
 

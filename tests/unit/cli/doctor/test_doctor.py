@@ -124,8 +124,11 @@ def test_extras_that_are_missing_come_with_the_command() -> None:
         (["training.stop={steps: 5}"], "warning file", "no fragment is merged before the job stops"),
     ],
 )
-def test_what_would_fail_with_a_job_here(overrides: list[str], about: str, words: str) -> None:
-    found = bad(check_job(EXAMPLE, overrides, CPU, {"datasets": ["datasets"]}))
+def test_what_would_fail_with_a_job_here(
+    overrides: list[str], about: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.checks.machine.is_installed", lambda package: package != "datasets")
+    found = bad(check_job(EXAMPLE, overrides, CPU))
     assert words in found.get(about, ""), found
 
 
@@ -135,19 +138,19 @@ def test_programs_are_looked_for(tmp_path: Path) -> None:
     document["spec"]["training"] = {"stop": {"steps": 300}}
     document["spec"]["learners"] = {"command": ["python", "train.py"]}
     job.write_text(json.dumps(document))
-    assert "there is no train.py" in bad(check_job(job, [], CPU, {}))["error program"]
+    assert "there is no train.py" in bad(check_job(job, [], CPU))["error program"]
     (tmp_path / "train.py").write_text("")
-    assert "error program" not in bad(check_job(job, [], CPU, {}))
-    found = bad(check_job(job, ["learners.command=[no-such-program]"], CPU, {}))
+    assert "error program" not in bad(check_job(job, [], CPU))
+    found = bad(check_job(job, ["learners.command=[no-such-program]"], CPU))
     assert "there is no program no-such-program" in found["error program"]
 
 
 def test_learners_that_share_gpus_are_told() -> None:
     two = Torch("2.13.0", "13.0", (("GPU", 1 << 36), ("GPU", 1 << 36)))
-    assert "warning device" not in bad(check_job(EXAMPLE, [], two, {}))
-    ranks = bad(check_job(EXAMPLE, ["learners.processes=2"], two, {}))["warning device"]
+    assert "warning device" not in bad(check_job(EXAMPLE, [], two))
+    ranks = bad(check_job(EXAMPLE, ["learners.processes=2"], two))["warning device"]
     assert "2 learners of 4 ranks in all on 2 GPUs" in ranks
-    assert "4 learners on 2 GPUs" in bad(check_job(EXAMPLE, ["regions.0.learners=4"], two, {}))["warning device"]
+    assert "4 learners on 2 GPUs" in bad(check_job(EXAMPLE, ["regions.0.learners=4"], two))["warning device"]
 
 
 # ------------------------------------------------------------------ a cluster

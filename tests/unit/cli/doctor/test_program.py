@@ -133,5 +133,5 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
 
 def test_of_ranks_that_a_command_starts_itself_nobody_knows_the_number(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    found = [one for one in check_job(tmp_path / "job.yaml", [], None, {}) if one.level == "warning"]
+    found = [one for one in check_job(tmp_path / "job.yaml", [], None) if one.level == "warning"]
     assert any(one.said.startswith("the ranks that torchrun starts are one learner") for one in found)

@@ -48,7 +48,6 @@ def test_every_form() -> None:
         (f"step={'9' * 5000}:kill:learner", "item 1", "such as step=150"),
         (f"1s:kill:learner-{'9' * 5000}", "item 1", "write a learner's name such as local-1, learner (any) or syncer"),
         (f"1s:pause:learner:{'9' * 400}h", "item 1", "is no duration above zero"),
-        ("random(seed=1,every=10s):kill:learner", "item 1 ('random(seed=1,every=10s):kill:learner')", "is no time"),
     ],
 )
 def test_errors_name_the_item_and_the_cure(spec: str, item: str, cure: str) -> None:

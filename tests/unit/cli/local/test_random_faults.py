@@ -60,10 +60,3 @@ def test_kills_for_a_cluster_have_no_repair() -> None:
     kills = draw_kills(7, 3, 60, 600)
     assert kills and all(fault.action == "kill" and not fault.duration for fault in kills)
     assert parse(text_of(kills)) == kills
-
-
-@pytest.mark.parametrize("wrong", [{"mtbf": 0.0}, {"repair": 0.0}])
-def test_nothing_that_is_none_is_drawn(wrong: dict[str, float]) -> None:
-    arguments = {"seed": 0, "learners": 2, "mtbf": 60.0, "repair": 10.0, "seconds": 60.0} | wrong
-    with pytest.raises(ValueError):
-        draw_schedule(**arguments)  # type: ignore[arg-type]

@@ -135,3 +135,14 @@ def test_a_learner_that_runs_and_does_not_join_is_told_of_once(make_run: MakeRun
     keep = run.runner.worker_keeper.keep(run.worker("east-0"))
     run.run(keep, run.runner.follower.follow(metrics(run)), seconds=2 * UNJOINED_SECONDS)
     assert sum("east-0 has run for" in text for text in run.screen.said) == 1
+
+
+@pytest.mark.parametrize(("phase", "standbys"), [("training", ["east-0.0"]), ("draining", [])])
+def test_of_a_learner_that_has_joined_or_whose_job_ends_nothing_is_told(
+    make_run: MakeRun, phase: str, standbys: list[str]
+) -> None:
+    run = make_run()
+    run.syncer.page = status_document(phase=phase, standbys=standbys)
+    keep = run.runner.worker_keeper.keep(run.worker("east-0"))
+    run.run(keep, run.runner.follower.follow(metrics(run)), seconds=2 * UNJOINED_SECONDS)
+    assert not any("east-0 has run for" in text for text in run.screen.said)
