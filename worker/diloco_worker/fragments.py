@@ -198,9 +198,6 @@ class ModelFragments:
         self._up = torch.cuda.Stream(self._device) if self._device is not None else None
         self._down = torch.cuda.Stream(self._device) if self._device is not None else None
 
-    def __len__(self) -> int:
-        return len(self._views)
-
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Vector:
         """A copy of the fragment as it is now, float32[elements], with what earlier moves rounded off."""
@@ -227,8 +224,6 @@ class ModelFragments:
 
         OVERWRITE: θ ← Θ'. KEEP and REBASE: θ ← Θ' + (θ - reference). MIX: θ ← (1-α)·Θ' + α·θ.
         """
-        if kind in (Kind.KEEP, Kind.REBASE) and reference is None:
-            raise ValueError(f"{kind} needs the vector that is subtracted")
         self.watch.check()  # else the views may show dead memory
         target = self._on_device(new)
         minus = None if reference is None or kind in (Kind.OVERWRITE, Kind.MIX) else self._on_device(reference)

@@ -294,20 +294,8 @@ class Learner(JobLoop):
         self._synchronizer.prefetcher = prefetcher
         self._client.start(len(dataset), sample_items(dataset))
         try:
-            while True:
-                self._metrics.begin_wait()
-                batch = self._next_batch(prefetcher)
-                self._tell_return(stop=batch is None, draw=batch.draw if batch is not None else 0)
-                left = self._metrics.end_wait()
-                if batch is None:
-                    return
-                self._used.extend(batch.cursors)
-                self._used_tenure = self._synchronizer.tenure
-                self._compute_from = left
-                self._metrics.batches += 1
-                yield batch.data
+            yield from self._yield_batches(lambda: self._next_batch(prefetcher))
         finally:
-            self._watchdog.stop()
             prefetcher.close()
 
     def steps(self) -> Iterator[int]:
@@ -317,20 +305,23 @@ class Learner(JobLoop):
         """
         self._begin_loop()
         self._client.start()
-        synchronizer = self._synchronizer
+        yield from self._yield_batches(self._next_step)
+
+    def _yield_batches(self, wait_for_next: Callable[[], Batch | None]) -> Iterator[Any]:
+        """Yield what the loop is given for each step, until there is nothing more."""
         try:
             while True:
                 self._metrics.begin_wait()
-                synchronizer.await_ready()
-                stop = synchronizer.must_stop
-                self._tell_return(stop)
+                batch = wait_for_next()
+                self._tell_return(stop=batch is None, draw=batch.draw if batch is not None else 0)
                 left = self._metrics.end_wait()
-                if stop:
+                if batch is None:
                     return
-                self._used_tenure = synchronizer.tenure
+                self._used.extend(batch.cursors)
+                self._used_tenure = self._synchronizer.tenure
                 self._compute_from = left
                 self._metrics.batches += 1
-                yield self.step
+                yield batch.data
         finally:
             self._watchdog.stop()
 
@@ -400,6 +391,11 @@ class Learner(JobLoop):
         )
 
     # ------------------------------------------------------------------ the next batch
+
+    def _next_step(self) -> Batch | None:
+        """Of a loop that brings its own data: the step's number."""
+        self._synchronizer.await_ready()
+        return None if self._synchronizer.must_stop else Batch(self.step, ())
 
     def _next_batch(self, prefetcher: BatchPrefetcher) -> Batch | None:
         synchronizer = self._synchronizer

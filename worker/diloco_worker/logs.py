@@ -32,12 +32,9 @@ def configure(environ: Mapping[str, str] | None = None) -> None:
         region=env.get("DILOCO_REGION", "local"),
         ordinal=int(ordinal) if ordinal.isdecimal() else ordinal,
         slot=-1,
-        **(
-            {"rank": int(rank)}
-            if (rank := env.get("RANK", "")).isdecimal() and env.get("WORLD_SIZE", "1") != "1"
-            else {}
-        ),
     )
+    if (rank := env.get("RANK", "")).isdecimal() and env.get("WORLD_SIZE", "1") != "1":
+        set_fields(rank=int(rank))
     logs.configure(
         "json" if form == "json" else "text",
         _fields,

@@ -80,7 +80,7 @@ def test_a_snapshot_is_a_copy_of_the_pieces(dtype: torch.dtype) -> None:
     model = Tied().to(dtype)
     layout = build_layout(model, 4)
     fragments = ModelFragments(model, layout)
-    assert len(fragments) == len(layout) == 4
+    assert len(layout) == 4
     taken = [fragments.snapshot(p) for p in range(4)]
     expected = [by_hand(model, layout, p) for p in range(4)]
     with torch.no_grad():
@@ -196,8 +196,6 @@ def test_moves_leave_training_intact() -> None:
     optimizer.step()
     assert {name: p.data_ptr() for name, p in model_tensors(model).items()} == places
     assert np.abs(by_hand(model, layout, 0)).max() > 0
-    with pytest.raises(ValueError, match="subtracted"):
-        fragments.move(0, Kind.KEEP, Vector.from_array(new))
 
 
 def test_what_cannot_be_merged_is_refused_by_name() -> None:
@@ -234,7 +232,7 @@ def test_a_wrapped_model_is_the_same_model() -> None:
     for model in (torch.compile(Untied()), torch.nn.DataParallel(torch.compile(Untied())), wrapped_inside()):
         assert build_layout(model, 3, 4).digest == layout.digest
         assert list(named_parameters(model)) == list(named_parameters(plain))
-        assert len(ModelFragments(model, layout)) == 3
+        assert ModelFragments(model, layout).snapshot(2).array.size == layout.elements(2)
 
     class Own(torch.nn.Module):
         """A child that happens to have a wrapper's name."""

@@ -217,8 +217,6 @@ class Adoption:
 
     def on_step(self, tokens: int, compute_seconds: float) -> None:
         """Count one inner step, which was made on all fragments."""
-        if tokens < 0 or compute_seconds < 0:
-            raise ValueError(f"a step of {tokens} tokens in {compute_seconds} s: neither can be negative")
         if not self.complete:
             raise ValueError("a step was made before every fragment had a base")
         now = self.now
@@ -234,18 +232,14 @@ class Adoption:
         marks = self.fragments[fragment].marks
         return self.now.tokens - marks[0].point.tokens if marks else 0
 
-    def steps_alone(self) -> int:
-        """Steps since this learner last adopted a broadcast, of whichever fragment.
+    @property
+    def paused(self) -> bool:
+        """Whether the learner was alone for ``max_steps``: it makes no further step until it adopts a broadcast.
 
         It is the fragment adopted last that counts, not the one that has waited longest: rounds open at the learners'
         pace, so a learner that pauses while others of its fragments are merged would wait for itself.
         """
-        return self.now.step - self._adopted_step
-
-    @property
-    def paused(self) -> bool:
-        """Whether the learner was alone for ``max_steps``: it makes no further step until it adopts a broadcast."""
-        return self.complete and self.steps_alone() >= self.config.max_steps
+        return self.complete and self.now.step - self._adopted_step >= self.config.max_steps
 
     def report(self) -> StepReport:
         """The counts as a report says them; only meaningful once every fragment has a base."""

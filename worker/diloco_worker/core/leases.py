@@ -110,16 +110,9 @@ class Leases:
         for grant in listed.values():
             self.add(grant)
 
-    def clear(self) -> None:
-        """Forget all leases: the slot was lost."""
-        self._held.clear()
-        self._finished.clear()
-
     def draw(self, count: int) -> Draw | None:
         """Hand out the next ``count`` sequences, across the end of a lease into the next; None: too few are leased,
-        and nothing was drawn. Raises ValueError for a count below 1."""
-        if count < 1:
-            raise ValueError(f"a batch of {count} sequences")
+        and nothing was drawn."""
         if self.remaining < count:
             return None
         taken: list[int] = []

@@ -109,7 +109,7 @@ class BatchPrefetcher:
         with self._changed:
             self._asked = 0
             if not continuing:
-                self._leases.clear()
+                self._leases = Leases(self.seed, len(self.dataset))
                 self._ready.clear()
                 self._generation += 1
             self._leases.reconcile(grants)

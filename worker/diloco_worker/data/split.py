@@ -28,14 +28,7 @@ class Part:
 
     @classmethod
     def of(cls, total: int, fraction: float, held_out: bool) -> Part:
-        """The fraction is read as its shortest decimal: 0.01 is 1/100, not the double next to it.
-
-        Raises ValueError outside 0 <= fraction < 1 or for a negative total.
-        """
-        if total < 0:
-            raise ValueError(f"a data set cannot have {total} sequences")
-        if not 0 <= fraction < 1:
-            raise ValueError(f"the held-out fraction must be at least 0 and below 1, not {fraction}")
+        """The fraction is read as its shortest decimal: 0.01 is 1/100, not the double next to it."""
         return cls(total, Fraction(repr(float(fraction))).limit_denominator(MAX_DENOMINATOR), held_out)
 
     def __len__(self) -> int:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diloco_protocol.arrays.kernels import Bytes
 from diloco_worker.core.parts import Place, TensorPart
 from diloco_worker.group.ranks import Group
 from diloco_worker.settings import ConfigurationError
@@ -65,22 +66,6 @@ class Form(NamedTuple):
     parameter: str
     elements: int
     size: int
-
-
-class Feed:
-    """The bytes of several tensors on the CPU, read one after the other."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._left = [one.contiguous().view(-1).view(torch.uint8) for one in tensors if one.numel()]
-
-    def fill(self, _: int, window: torch.Tensor) -> None:
-        """Fill ``window`` with the bytes that come next."""
-        while window.numel():
-            count = min(self._left[0].numel(), window.numel())
-            window[:count].copy_(self._left[0][:count])
-            window, self._left[0] = window[count:], self._left[0][count:]
-            if not self._left[0].numel():
-                del self._left[0]
 
 
 def find_runs(
@@ -132,8 +117,8 @@ class Exchange:
         return bool(self._halves)
 
     def half(self, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A half of the shared area, of this host, as a flat tensor."""
-        return self._halves[index].view(dtype)
+        """A half of the area that this rank shares with the leader, as a flat tensor; empty: it shares none."""
+        return self._halves[index].view(dtype) if self.is_near else torch.empty(0, dtype=dtype)
 
     # ------------------------------------------------------- vectors
 
@@ -192,41 +177,38 @@ class Exchange:
     # ------------------------------------------------------- larger things
 
     def collect_bytes(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        forms: Sequence[Form],
-        take: Callable[[int, torch.Tensor], None] | None = None,
+        self, tensors: Mapping[str, torch.Tensor], forms: Sequence[Form], into: Bytes | None = None
     ) -> None:
         """Bring whole tensors to the leader, one after the other, window by window. Every rank calls it.
 
-        ``tensors``: by label, this rank's own part of each. ``take(at, window)``: as the leader, uint8 values that
-        begin ``at`` bytes from the first tensor's start. What all ranks hold whole only the leader gives."""
+        ``tensors``: by label, this rank's own part of each. ``into``: as the leader, the bytes that they become, one
+        after the other. What all ranks hold whole only the leader gives."""
         flat = {label: own.detach().reshape(-1).view(torch.uint8) for label, own in tensors.items()}
 
         def write(run: Run, target: torch.Tensor) -> None:
             target.copy_(run.mine.of(flat[run.name]))
 
         for turn, (at, size, spans) in enumerate(_windows(forms, self.half_bytes)):
-            window = self._window(turn % 2)[:size]
+            window = self.half(turn % 2, torch.uint8)[:size]
             self._collect(window, functools.partial(self._runs_to_give, spans, forms), write)
             self.group.wait_for_all()
-            if take is not None:
-                take(at, window)
+            if into is not None:
+                into[at : at + size] = window.numpy()
         self.group.wait_for_all()
 
     def spread_bytes(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        forms: Sequence[Form],
-        give: Callable[[int, torch.Tensor], None] | None = None,
+        self, tensors: Mapping[str, torch.Tensor], forms: Sequence[Form], whole: Mapping[str, torch.Tensor] | None
     ) -> None:
-        """The reverse: ``give(at, window)`` fills a window of the leader's, and every rank copies its own part into
-        ``tensors``."""
+        """The reverse: every rank copies its own part of the leader's tensors into ``tensors``. ``whole``: as the
+        leader, by label, all of each, on the CPU."""
         flat = {label: own.detach().view(-1).view(torch.uint8) for label, own in tensors.items()}
-        for turn, (at, size, spans) in enumerate(_windows(forms, self.half_bytes)):
-            window = self._window(turn % 2)[:size]
-            if give is not None:
-                give(at, window)
+        given = {label: one.contiguous().view(-1).view(torch.uint8) for label, one in (whole or {}).items()}
+        sizes = {form.label: form.size for form in forms}
+        for turn, (_, size, spans) in enumerate(_windows(forms, self.half_bytes)):
+            window = self.half(turn % 2, torch.uint8)[:size]
+            for span in spans if whole is not None else ():
+                part = given[span.name][span.start * sizes[span.name] : span.stop * sizes[span.name]]
+                window[span.offset : span.offset + part.numel()].copy_(part)
             self.group.wait_for_all()
             got, runs = self._spread(window, functools.partial(self._runs, spans, forms))
             for run in runs:
@@ -251,9 +233,6 @@ class Exchange:
     def _runs_to_give(self, spans: Sequence[Span], forms: Sequence[Form], parts: Mapping[str, TensorPart]) -> list[Run]:
         """What all ranks hold whole the leader gives."""
         return self._runs(spans, forms, _giving(parts), plain=self.group.leads and parts is self.parts)
-
-    def _window(self, index: int) -> torch.Tensor:
-        return self.half(index, torch.uint8) if self.is_near else torch.empty(0, dtype=torch.uint8)
 
     # ------------------------------------------------------- the area
 

@@ -35,14 +35,11 @@ class GroupFragments(ModelFragments):
     def snapshot(self, fragment: int) -> Vector:
         """As the leader: a copy of the fragment as it is in all ranks, float32[elements]. Raises GroupBroken."""
         self._exchange.group.tell_others(Command.SNAPSHOT, (fragment,))
-        return Vector(self._collect(fragment).clone())
-
-    def give_snapshot(self, fragment: int) -> None:
-        """As a follower: give this rank's part of a snapshot."""
-        self._collect(fragment)
+        return Vector(self.give_snapshot(fragment).clone())
 
     @torch.no_grad()
-    def _collect(self, fragment: int) -> torch.Tensor:
+    def give_snapshot(self, fragment: int) -> torch.Tensor:
+        """Give this rank's part of a snapshot. Returns the leader's vector, which then has all of it."""
         self.watch.check()
         views = self._by_place[fragment]
 
@@ -55,11 +52,10 @@ class GroupFragments(ModelFragments):
 
     def move(self, fragment: int, kind: Kind, new: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
         """As the leader: move the parameters of all ranks, as ``ModelFragments.move`` does. Raises GroupBroken."""
-        if kind in (Kind.KEEP, Kind.REBASE) and reference is None:
-            raise ValueError(f"{kind} needs the vector that is subtracted")
         subtracts = kind in (Kind.KEEP, Kind.REBASE)
         self._half(0, fragment).copy_(new.tensor)
-        if subtracts and reference is not None:
+        if subtracts:
+            assert reference is not None
             self._half(1, fragment).copy_(reference.tensor)
         self._exchange.group.tell_others(Command.MOVE, (fragment, KINDS.index(kind), subtracts), alpha=alpha)
         self.follow_move(fragment, kind, subtracts, alpha)
@@ -79,8 +75,6 @@ class GroupFragments(ModelFragments):
         self._exchange.group.wait_for_all()
 
     def _half(self, index: int, fragment: int) -> torch.Tensor:
-        if not self._exchange.is_near:
-            return torch.empty(0)
         return self._exchange.half(index)[: self.layout.elements(fragment)]
 
     def pinned(self, array: Floats) -> Vector:

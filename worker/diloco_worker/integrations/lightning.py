@@ -12,7 +12,7 @@ gives the merged model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,12 +48,7 @@ class LearnerCallback(pl.Callback):
         self._learner: Learner | None = None
         self._loop: FrameworkLoop | None = None
         self._stepped = 0
-        self._batches = _Batches(self)
-
-    @property
-    def batches(self) -> Iterable[Any]:
-        """What ``fit`` trains on."""
-        return self._batches
+        self.batches = _Batches(self)  # what ``fit`` trains on
 
     @property
     def learner(self) -> Learner:
@@ -88,7 +83,7 @@ class LearnerCallback(pl.Callback):
             for config in trainer.lr_scheduler_configs:
                 follow_progress(config.scheduler, self._learner, self._schedule_steps)
         self._stepped = trainer.global_step
-        self._batches.trainer = trainer
+        self.batches.trainer = trainer
         self._learner.__enter__()  # after Lightning's own handlers of signals: a drain comes before their exceptions
 
     def on_train_batch_end(

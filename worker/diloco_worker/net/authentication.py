@@ -38,18 +38,17 @@ class WorkerCredentials:
         credentials = await verify_syncer(self._newest, address, self._names)
         return credentials, credentials is not self._newest
 
-    def _read(self) -> Credentials:
-        if self._settings.join_token_file is not None:
-            return Credentials.from_token_file(self._settings.join_token_file)
-        return Credentials.from_directory(self._settings.credentials)
-
     def _reload(self) -> str:
         """What is wrong with the files; then those read before, if there are any, stay in use."""
+        settings = self._settings
         try:
-            fresh = self._read()
+            if settings.join_token_file is not None:
+                fresh = Credentials.from_token_file(settings.join_token_file)
+            else:
+                fresh = Credentials.from_directory(settings.credentials)
             try:
-                region = self._settings.region if self._settings.role == "learner" else None
-                self._names = own_learner(fresh.names(), self._settings.job.metadata.name, region)
+                region = settings.region if settings.role == "learner" else None
+                self._names = own_learner(fresh.names(), settings.job.metadata.name, region)
             except IdentityError as error:
                 raise CredentialsError(f"{fresh.directory}/tls.crt: {error}") from error
             self._newest = fresh

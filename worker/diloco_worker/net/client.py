@@ -163,7 +163,7 @@ class SyncerClient:
 
     def fetch_announced(self) -> None:
         """Without ``eager``: download the newest version of every fragment that is not here yet."""
-        self._call(self._connection.fetch_announced)
+        self._call(self._connection.start_transfer, Transfers.fetch_announced)
 
     def fetch_optimizer(self, limit: int) -> None:
         """Download the job checkpoint's inner optimizer state, at most ``limit`` bytes; ``StateDownloaded`` follows."""

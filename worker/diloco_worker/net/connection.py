@@ -392,7 +392,7 @@ class SyncerConnection:
     def _set_identity(self, slot: int, incarnation: int) -> None:
         self._incarnation = incarnation
         if self._transfers is not None:
-            self._transfers.set_identity(slot, incarnation)
+            self._transfers.channels.slot, self._transfers.channels.incarnation = slot, incarnation
 
     def _on_phase(self, phase: sync_pb2.Phase) -> None:
         if phase.name != sync_pb2.PHASE_UNSPECIFIED:
@@ -473,11 +473,6 @@ class SyncerConnection:
             self.inbox.put(push.answered(None, "", "its tenure is over"))
         else:
             self._transfers.push(push)
-
-    def fetch_announced(self) -> None:
-        """Download the newest version of every fragment that is not here yet."""
-        if self._transfers is not None:
-            self._transfers.fetch_announced()
 
     def start_transfer(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         """Run a method of ``Transfers`` as a task. Without a session nothing happens: who needs it asks again when

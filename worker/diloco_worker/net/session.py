@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpc import aio
@@ -142,8 +142,8 @@ class Session:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send_outbox(outbox, heartbeat_seconds, stamp))
             group.create_task(self._raise_when_ended())
-            async for message in self._messages():
-                handle(message)
+            while True:
+                handle(await self._receive())
 
     async def half_close(self) -> None:
         """Tell the syncer that nothing more follows: it then ends the stream, and ``run`` with it."""
@@ -184,10 +184,6 @@ class Session:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(due):
                         await outbox.changed.wait()
-
-    async def _messages(self) -> AsyncIterator[sync_pb2.SyncerMessage]:
-        while True:
-            yield await self._receive()
 
     async def _send(self, message: sync_pb2.LearnerMessage) -> bool:
         """Hand a message to the transport; False: this side has half-closed the stream."""

@@ -34,9 +34,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -72,12 +72,6 @@ _STATE_SECONDS = 60.0  # for which one whose session broke is kept, in a file; t
 _VERSION_TRIES = 4  # of one version in a session, newer ones included; the next one has new connections
 _INITIAL_TRIES = 4  # of version 0 in one session, beside those of each part
 _INITIAL_PAUSE = 0.25
-
-
-class Spawn(Protocol):
-    """``spawn(work, *arguments)`` runs a coroutine function as a task, until it ends or the session does."""
-
-    def __call__(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +124,14 @@ class TransferContext:
 @dataclass
 class Transfers:
     """The bulk transfers of one session. ``encoding`` is that of pushes; the client sets it when the syncer
-    names another. ``end_session(reason)`` makes the client connect anew. ``pinned_server``: the channels trust one
-    server certificate only."""
+    names another. ``spawn(work, *arguments)`` runs a coroutine function as a task, until it ends or the session does.
+    ``end_session(reason)`` makes the client connect anew. ``pinned_server``: the channels trust one server certificate
+    only."""
 
     context: TransferContext
     channels: BulkChannels
     encoding: str
-    spawn: Spawn
+    spawn: Callable[..., None]
     end_session: Callable[[str], None]
     pinned_server: bool = False
 
@@ -152,11 +147,6 @@ class Transfers:
         self._pushes: list[Push] = []
         self._pushing = Counter[Route]()
         self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
-
-    def set_identity(self, slot: int, incarnation: int) -> None:
-        """Upload in the name of this slot and incarnation from now on."""
-        self.channels.slot = slot
-        self.channels.incarnation = incarnation
 
     def set_shards(self, shards: Sequence[Shard]) -> None:
         """Exchange the bytes of fragments with these from now on, and of others with the syncer."""
@@ -198,7 +188,7 @@ class Transfers:
         if announcement.merged_version > announcement.version:
             raise limits.WireError(f"fragment {fragment}: a push merged after version {announcement.version} is named")
 
-    def fetch_announced(self) -> None:
+    async def fetch_announced(self) -> None:
         """Download the newest version of every fragment that is not here yet."""
         for fragment, announcement in self._announced.items():
             cached = self._cache.get(fragment)

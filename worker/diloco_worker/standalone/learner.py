@@ -66,7 +66,6 @@ class StandaloneLearner(TrainingLoop):
         model: torch.nn.Module,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         job: DiLoCoJob,
-        warning: str = "",
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(job.spec, model, Ranks() if ranks is None else ranks)
@@ -80,17 +79,6 @@ class StandaloneLearner(TrainingLoop):
         self._told_of_no_step = False
         self._began = 0.0
         self._compute_seconds = 0.0
-        if self._ranks.leads:
-            self._announce(warning)
-
-    def _announce(self, warning: str) -> None:
-        stop = self.job.spec.training.stop
-        log.warning(
-            "training alone: %s. Nothing is merged or saved; it stops after %s %s",
-            warning or "there is no syncer",
-            f"{stop.limit:,.0f}",
-            stop.kind,
-        )
 
     @classmethod
     def from_environment(
@@ -98,13 +86,20 @@ class StandaloneLearner(TrainingLoop):
         model: torch.nn.Module,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         environ: Mapping[str, str],
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> Self:
-        """With the job that DILOCO_ALONE_JOB names. Raises ConfigurationError."""
-        named = environ.get(ALONE_JOB)
-        cure = f"with the settings of {named}" if named else f"with default settings ({ALONE_JOB}=JOB.yaml: a job's)"
-        why = f"no job started this program (diloco run JOB.yaml does), {cure}"
-        return cls(model, optimizers, job_alone(environ), why, ranks=ranks)
+        """With the job that DILOCO_ALONE_JOB names, and a warning. Raises ConfigurationError."""
+        learner = cls(model, optimizers, job_alone(environ), ranks)
+        if ranks.leads:
+            named, stop = environ.get(ALONE_JOB), learner.job.spec.training.stop
+            log.warning(
+                "training alone: no job started this program (diloco run JOB.yaml does), %s. Nothing is merged or "
+                "saved; it stops after %s %s",
+                f"with the settings of {named}" if named else f"with default settings ({ALONE_JOB}=JOB.yaml: a job's)",
+                f"{stop.limit:,.0f}",
+                stop.kind,
+            )
+        return learner
 
     # ------------------------------------------------------------------ state
 

@@ -75,9 +75,6 @@ class RehearsalLearner(StandaloneLearner):
         self._before: dict[int, Floats] = {}  # fragments that are moved at the next boundary, as they were at this one
         self._moved: dict[int, tuple[Floats, Floats]] = {}  # the offsets of moves, and what they led to
 
-    def _announce(self, warning: str) -> None:
-        """Say nothing: the doctor does."""
-
     @property
     def draining(self) -> bool:
         """Whether the rehearsal is over."""

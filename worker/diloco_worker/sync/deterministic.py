@@ -27,19 +27,13 @@ def first_due(fragment: int, config: AdoptionConfig) -> int:
 
 
 class DeterministicMode:
-    """The schedule of one learner. Its methods are called when what they name has happened."""
+    """The schedule of one tenure. Its methods are called when what they name has happened."""
 
     def __init__(self, adoption: Adoption) -> None:
         self._adoption = adoption
         self._pushed_at: dict[int, int] = {}  # per fragment, the step of the push whose merge is not adopted yet
-        self._has_pushed: set[int] = set()  # fragments that were pushed or offered in this tenure
+        self._has_pushed: set[int] = set()  # fragments that were pushed or offered
         self._unmerged: dict[tuple[int, int], Push] = {}  # by fragment and sequence
-
-    def begin_tenure(self) -> None:
-        """Forget the pushes of the tenure before."""
-        self._pushed_at.clear()
-        self._has_pushed.clear()
-        self._unmerged.clear()
 
     def on_push(self, push: Push) -> None:
         """A push, or an offer, was made of the fragment as it is now."""

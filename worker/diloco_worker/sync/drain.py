@@ -93,9 +93,9 @@ def offer_everything(
     for p, offer in enumerate(offers):
         tokens = synchronizer.adoption.pending_tokens(p)
         if not offer.done and tokens:
-            given_up.append((p, tokens, offer.given_up or f"the job is {synchronizer.phase}"))
-    for p, tokens, why in given_up:
-        log.warning("fragment %d: %d tokens were not taken over: %s", p, tokens, why)
+            why = offer.given_up or f"the job is {synchronizer.phase}"
+            log.warning("fragment %d: %d tokens were not taken over: %s", p, tokens, why)
+            given_up.append((p, tokens, why))
     return given_up
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import xxhash
 
 from diloco_protocol.arrays.kernels import Bytes
 from diloco_worker.fragments import frozen_tensors, most_frozen_bytes
-from diloco_worker.group.exchange import Exchange, Feed, Form
+from diloco_worker.group.exchange import Exchange, Form
 from diloco_worker.group.ranks import Command
 from diloco_worker.named_parameters import local_tensor
 from diloco_worker.net.client import SyncerClient
@@ -87,12 +87,8 @@ class FrozenParameters:
         if self._exchange is None or not frozen:
             return None
         data, start = begin_file(frozen, {})
-
-        def write_window(at: int, window: torch.Tensor) -> None:
-            data[start + at : start + at + window.numel()] = window.numpy()
-
         self._exchange.group.tell_others(Command.FROZEN_OUT)
-        give_frozen(self._model, self._exchange, write_window)
+        give_frozen(self._model, self._exchange, data[start:])
         return data
 
 
@@ -113,19 +109,15 @@ def frozen_file(model: torch.nn.Module) -> Bytes | bytes:
 
 
 @torch.no_grad()
-def give_frozen(
-    model: torch.nn.Module, exchange: Exchange, take: Callable[[int, torch.Tensor], None] | None = None
-) -> None:
-    """Bring the frozen parameters to the leader, who takes them; every rank calls it."""
-    exchange.collect_bytes(_local(model), _forms(model), take)
+def give_frozen(model: torch.nn.Module, exchange: Exchange, into: Bytes | None = None) -> None:
+    """Bring the frozen parameters to the leader, who has them written ``into``; every rank calls it."""
+    exchange.collect_bytes(_local(model), _forms(model), into)
 
 
 @torch.no_grad()
-def take_frozen(
-    model: torch.nn.Module, exchange: Exchange, give: Callable[[int, torch.Tensor], None] | None = None
-) -> None:
-    """Put frozen parameters, which the leader gives, in place; every rank calls it."""
-    exchange.spread_bytes(_local(model), _forms(model), give)
+def take_frozen(model: torch.nn.Module, exchange: Exchange, whole: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Put frozen parameters, which the leader gives ``whole``, in place; every rank calls it."""
+    exchange.spread_bytes(_local(model), _forms(model), whole)
 
 
 def _local(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -160,7 +152,7 @@ def load_frozen(model: torch.nn.Module, data: Any, exchange: Exchange | None = N
             )
     if exchange is not None:
         exchange.group.tell_others(Command.FROZEN_IN)
-        take_frozen(model, exchange, Feed([tensors[name] for name in frozen]).fill)
+        take_frozen(model, exchange, tensors)
         return
     for name, parameter in frozen.items():
         parameter.data.copy_(tensors[name])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from diloco_protocol.arrays.kernels import Bytes
-from diloco_worker.group.exchange import Exchange, Feed, Form
+from diloco_worker.group.exchange import Exchange, Form
 from diloco_worker.group.ranks import Command
 from diloco_worker.named_parameters import local_tensor
 from diloco_worker.net.tensor_file import begin_file
@@ -51,13 +51,9 @@ def collect_state(
         for label, t in tensors.items()
     ]
     data, start = begin_file(tensors, metadata, folder)
-
-    def write_window(at: int, window: torch.Tensor) -> None:
-        data[start + at : start + at + window.numel()] = window.numpy()
-
     with _whole("given"):
         exchange.group.tell_others(Command.STATE_OUT, forms=forms)
-        exchange.collect_bytes({label: local_tensor(tensor) for label, tensor in tensors.items()}, forms, write_window)
+        exchange.collect_bytes({label: local_tensor(tensor) for label, tensor in tensors.items()}, forms, data[start:])
     return data
 
 
@@ -75,18 +71,18 @@ def spread_state(rows: _Rows, groups: Mapping[str, Number], inner: InnerOptimize
     """As the leader: put a state in place in all ranks. ``rows``: by parameter and key, whole tensors on the CPU, and
     numbers; ``groups``: the numbers of the optimizers' groups. Raises WorkerError if the ranks have parted."""
     words: dict[str, dict[str, Any]] = {}
-    flat = []
+    whole = {}
     for name, row in rows.items():
         words[name] = {}
         for key, value in row.items():
             if isinstance(value, torch.Tensor):
                 words[name][key] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
-                flat.append(value)
+                whole[f"{name}{SEPARATOR}{key}"] = value
             else:
                 words[name][key] = value
     with _whole("taken"):
         exchange.group.tell_others(Command.STATE_IN, rows=words, groups=dict(groups))
-        take_state(words, groups, inner, exchange, whole=flat)
+        take_state(words, groups, inner, exchange, whole=whole)
 
 
 @contextlib.contextmanager
@@ -106,10 +102,10 @@ def take_state(
     groups: Mapping[str, Number],
     inner: InnerOptimizers,
     exchange: Exchange,
-    whole: list[torch.Tensor] | None = None,
+    whole: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Put this rank's part of a state in place of its own. ``rows``: by parameter and key, a number, or a tensor's
-    dtype and shape; ``whole``: as the leader, the tensors in the same order."""
+    dtype and shape; ``whole``: as the leader, the tensors by label."""
     inner.clear_state()  # first: there may be no room for both
     parameters = inner.parameters()
     made: dict[str, dict[str, Any]] = {}
@@ -131,7 +127,7 @@ def take_state(
                 made[name][key] = own[label] = torch.empty(shape, dtype=dtype, device=home_of(key, parameter, group))
             elements = made[name][key].numel()
             forms.append(Form(label, name if sharded else "", elements, dtype.itemsize))
-    exchange.spread_bytes(own, forms, None if whole is None else Feed(whole).fill)
+    exchange.spread_bytes(own, forms, whole)
     inner.restore_rows(made, groups)
 
 

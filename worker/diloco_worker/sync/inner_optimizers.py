@@ -102,7 +102,7 @@ class InnerOptimizers:
             parameter, optimizer, _ = parameters[name]
             optimizer.state[parameter] = row
         for label, value in groups.items():
-            if (found := self._group(label)) is not None:
+            if (found := self.find_group_number(label)) is not None:
                 index, group, key = found
                 group[key] = type(group[key])(value)
                 self._changed[index].add(key)
@@ -154,11 +154,8 @@ class InnerOptimizers:
                 found.update({f"{index}.{at}.{key}": numbers[key] for key in self._changed[index] & numbers.keys()})
         return found
 
-    def has_group_number(self, label: str) -> bool:
-        """Whether there is a number of that label."""
-        return self._group(label) is not None
-
-    def _group(self, label: str) -> tuple[int, dict[str, Any], str] | None:
+    def find_group_number(self, label: str) -> tuple[int, dict[str, Any], str] | None:
+        """Where the number of that label is: the optimizer's index, the group and the key. None: there is none."""
         match = re.fullmatch(r"(\d{1,4})\.(\d{1,6})\.(\w{1,64})", label)
         if match is None or int(match[1]) >= len(self.all):
             return None

@@ -13,10 +13,9 @@ Adafactor), or is a square of one of them (as of Shampoo). Beside a quantised te
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,20 +124,13 @@ def snapshot(
     copied = torch.cuda.current_stream(gpu).record_event()
 
     def encode() -> Bytes:
-        with _beside_training(gpu, copied):
+        # Not between training's kernels: another thread's current stream is the training thread's, the default one.
+        stream = torch.cuda.Stream(gpu)
+        stream.wait_event(copied)
+        with torch.cuda.stream(stream):
             return write_tensors(tensors, metadata, folder)
 
     return encode
-
-
-@contextlib.contextmanager
-def _beside_training(gpu: torch.device, copied: torch.cuda.Event) -> Iterator[None]:
-    """A context in which copies from ``gpu`` run on a stream of their own, after ``copied``, and not between training's
-    kernels: another thread's current stream is the same default stream as the training thread's."""
-    stream = torch.cuda.Stream(gpu)
-    stream.wait_event(copied)
-    with torch.cuda.stream(stream):
-        yield
 
 
 def clear_state(inner: InnerOptimizers) -> None:
@@ -175,7 +167,7 @@ def restore(data: Any, inner: InnerOptimizers) -> None:
     groups: dict[str, Number] = {}
     for label, value in [*tensors.items(), *numbers.items()]:
         name, _, key = label.rpartition(SEPARATOR)
-        if not name and not isinstance(value, torch.Tensor) and inner.has_group_number(key):
+        if not name and not isinstance(value, torch.Tensor) and inner.find_group_number(key) is not None:
             if key.rpartition(".")[2] not in _CHOSEN:
                 groups[key] = value
         elif name in parameters and key.isidentifier():

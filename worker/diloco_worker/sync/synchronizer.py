@@ -101,7 +101,6 @@ class Synchronizer:
         self.slot = -1
         self.slot_tokens = 0  # of the slot, when the tenure began
         self.phase: str = JobPhase.WAITING
-        self.message = ""
         self.tenure = 0  # counts tenures; a batch drawn in an earlier one is not trained
         self.guard = BoundaryGuard()  # around all that counts, moves parameters or takes snapshots
         self.push_answers: dict[tuple[int, int], PushAnswered] = {}  # by fragment and sequence; for the drain
@@ -185,27 +184,24 @@ class Synchronizer:
         with self.guard:
             self.adoption.on_step(tokens, compute_seconds)
             self._handover.count_step()
-            self._run_boundary()
+            self.run_boundary()
             if self.seated:
                 self._handover.write_checkpoint(self.base_versions)
 
     def run_boundary(self) -> None:
         """Do what is due between two steps. Raises WorkerError if the learner cannot go on."""
         with self.guard:
-            self._run_boundary()
-
-    def _run_boundary(self) -> None:
-        self._read_inbox()
-        moved = self._adopt()
-        if not self._draining and self.seated and self.adoption.complete:
-            if self._deterministic is not None:
-                self._push_due(self._deterministic)
-            else:
-                self._answer_pulls()
-        if self._handover.is_waiting:
-            self._handover.apply_when_ready(self.base_versions())
-        if moved or self.client.report_wanted:
-            self.send_report()
+            self._read_inbox()
+            moved = self._adopt()
+            if not self._draining and self.seated and self.adoption.complete:
+                if self._deterministic is not None:
+                    self._push_due(self._deterministic)
+                else:
+                    self._answer_pulls()
+            if self._handover.is_waiting:
+                self._handover.apply_when_ready(self.base_versions())
+            if moved or self.client.report_wanted:
+                self.send_report()
 
     def await_ready(self) -> None:
         """Run boundaries until the next step may be made, or until ``must_stop``."""
@@ -262,7 +258,6 @@ class Synchronizer:
                 if message.phase != self.phase:
                     log.info("the job is %s: %s", message.phase, message.message)
                 self.phase = message.phase
-                self.message = message.message
             case Lease():
                 if self.prefetcher is not None:
                     self.prefetcher.add_lease(message)
@@ -332,7 +327,7 @@ class Synchronizer:
         self.slot_tokens = seat.slot_tokens
         self.adoption.begin_tenure(seat.slot_step, seat.tenure)
         if self._deterministic is not None:
-            self._deterministic.begin_tenure()
+            self._deterministic = DeterministicMode(self.adoption)
         self._bases = [None] * len(self._bases)
         self._snapshots.clear()
         self._offered.clear()
@@ -471,9 +466,10 @@ class Synchronizer:
     def adopt_outstanding(self, seconds: float) -> None:
         """Deterministic mode, at the own stop: wait at most so long for the merges of all pushes on their way, and
         adopt them fragment by fragment, as they would have been."""
-        schedule = self._deterministic
         end = time.monotonic() + seconds
-        while schedule and time.monotonic() < end and not self.stopping() and self.phase not in ENDED_PHASES:
+        while time.monotonic() < end and not self.stopping() and self.phase not in ENDED_PHASES:
+            schedule = self._deterministic
+            assert schedule is not None
             for fragment in range(len(self.layout)):
                 if schedule.adoption_step(fragment) is not None and fragment in self._downloaded:
                     with self.guard:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
+from diloco_protocol.common import files
 from diloco_protocol.spec.load import JobError
 from diloco_worker.data.directories import directory_or_name
 from diloco_worker.errors import job_error
@@ -33,7 +32,7 @@ def local_directory(source: str, directory: Path | None = None) -> str:
 
 
 def _fetched(uri: str) -> Path:
-    """The URI's files in the cache. Two processes may copy at once: a directory is renamed in whole."""
+    """The URI's files in the cache. Two processes may copy at once: a directory is there in whole."""
     import fsspec
 
     workdir = os.environ.get("DILOCO_WORKDIR")
@@ -51,19 +50,12 @@ def _fetched(uri: str) -> Path:
         names = [n for n in filesystem.find(root, maxdepth=1) if n.endswith(_SUFFIXES)]
         if not names:
             raise job_error(FIELD, uri, "holds no config.json and no safetensors weights")
-        temporary = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=cache))
-        try:
+        with files.create_directory(target) as temporary:
             for name in names:
                 filesystem.get_file(name, str(temporary / name.rsplit("/", 1)[-1]))
-            try:
-                temporary.rename(target)
-            except OSError:
-                if not target.is_dir():  # else another process was first, with the same files
-                    raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except JobError:
         raise
     except Exception as e:  # a driver of fsspec may raise its client's own classes
-        raise job_error(FIELD, uri, f"could not be copied: {type(e).__name__}: {e}") from e
+        if not target.is_dir():  # else another process was first, with the same files
+            raise job_error(FIELD, uri, f"could not be copied: {type(e).__name__}: {e}") from e
     return target

@@ -61,8 +61,6 @@ def test_split_ends_where_it_ends() -> None:
         with pytest.raises(IndexError):
             part[bad]
     assert len(Part.of(10, 0.0, held_out=False)) == 10
-    with pytest.raises(ValueError, match="below 1"):
-        Part.of(10, 1.0, held_out=False)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32 - 1))

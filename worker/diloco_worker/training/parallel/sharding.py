@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from diloco_protocol.spec.job_spec import JobSpec
 from diloco_worker.core.stall_rule import FIRST_STEP
 from diloco_worker.errors import job_error
-from diloco_worker.group.exchange import Exchange, Feed, Form
+from diloco_worker.group.exchange import Exchange, Form
 from diloco_worker.group.placement import find_parts
 from diloco_worker.group.ranks import Group, claim_rank
 from diloco_worker.named_parameters import local_tensor
@@ -107,7 +107,7 @@ def build_model(
     if any(isinstance(one, torch.Tensor) and one.is_meta for part in model.modules() for one in vars(part).values()):
         model = build()  # it has values that are neither parameters nor buffers
     model = prepare_blocks(model, spec)
-    whole = [held.detach() for held in _held_tensors(model).values()] if group.leads else []
+    whole = {name: held.detach() for name, held in _held_tensors(model).items()} if group.leads else None
     model = shard_model(model, mesh, where, dtype)
     _spread_values(model, whole, group)
     group.close()
@@ -119,8 +119,8 @@ def _held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _spread_values(model: nn.Module, whole: Sequence[torch.Tensor], group: Group) -> None:
-    """Give every rank what it holds of the leader's values, ``whole``: those of ``_held_tensors``, in its order."""
+def _spread_values(model: nn.Module, whole: Mapping[str, torch.Tensor] | None, group: Group) -> None:
+    """Give every rank what it holds of the leader's values, ``whole``: those of ``_held_tensors``."""
     named, held = dict(model.named_parameters()), _held_tensors(model)
     forms = [
         Form(name, name if name in named else "", tensor.numel(), tensor.element_size())
@@ -128,7 +128,7 @@ def _spread_values(model: nn.Module, whole: Sequence[torch.Tensor], group: Group
     ]
     exchange = Exchange(group, find_parts(named, group.leads), _WINDOW_BYTES)
     own = {name: local_tensor(tensor) for name, tensor in held.items()}
-    exchange.spread_bytes(own, forms, Feed(whole).fill if group.leads else None)
+    exchange.spread_bytes(own, forms, whole)
 
 
 def make_mesh(spec: JobSpec, where: torch.device, ranks: int) -> DeviceMesh:
