@@ -123,17 +123,14 @@ def place_job(spec: JobSpec, cluster: str | None) -> Placement:
     return Placement(False, (), f"{said}, and this one is called {cluster}: nothing of the job runs here")
 
 
-def find_unsupported(spec: JobSpec) -> list[str]:
-    """Sentences about what the spec allows and this version of the operator does not do; empty: nothing."""
-    found = []
-    if spec.syncer.tls.mode == "auto":
-        named = (spec.syncer.tls.secret_name is not None, spec.learners.credentials.secret_name is not None)
-        fields = ("syncer.tls.secretName", "learners.credentials.secretName")
-        if named[0] != named[1]:
-            given, missing, who = (*fields, "learners") if named[0] else (*fields[::-1], "the syncer")
-            must = f"{who} must hold a certificate of the same authority"
-            found.append(f"spec.{missing}: is required where {given} is given: {must}")
-    return found
+def find_unsupported(spec: JobSpec) -> str:
+    """What the spec allows and this version of the operator does not do, in words; empty: nothing."""
+    named = (spec.syncer.tls.secret_name is not None, spec.learners.credentials.secret_name is not None)
+    if spec.syncer.tls.mode != "auto" or named[0] == named[1]:
+        return ""
+    fields = ("syncer.tls.secretName", "learners.credentials.secretName")
+    given, missing, who = (*fields, "learners") if named[0] else (*fields[::-1], "the syncer")
+    return f"spec.{missing}: is required where {given} is given: {who} must hold a certificate of the same authority"
 
 
 def digest(value: Any) -> str:

@@ -30,13 +30,10 @@ def about(key: Key) -> dict[str, str]:
     return {"namespace": key[0], "job": key[1]}
 
 
-class _Known(logging.Filter):
-    """Without what kopf says of attempts and of its own ends: kube/api.py and app.py log that in one line."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.name.startswith("kopf"):
-            return False
-        return not (record.name == "asyncio" and "request_cancel_callback" in record.getMessage())
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what kopf says of attempts and of its own ends: kube/api.py and app.py log that in one line."""
+    of_an_end = record.name == "asyncio" and "request_cancel_callback" in record.getMessage()
+    return not record.name.startswith("kopf") and not of_an_end
 
 
 def configure(form: str, level: str, stream: TextIO | None = None) -> None:
@@ -44,7 +41,7 @@ def configure(form: str, level: str, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines({"role": "operator"}, ("namespace", "job")) if form == "json" else Text())
     if level != "DEBUG":
-        handler.addFilter(_Known())
+        handler.addFilter(_is_news)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("diloco_operator").setLevel(level)
     logging.getLogger("diloco_protocol").setLevel(level)

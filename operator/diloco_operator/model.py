@@ -312,11 +312,14 @@ class Call:
     ended: tuple[str, str] | None = None
 
 
+EventType = Literal["Normal", "Warning"]
+
+
 @dataclass(frozen=True, slots=True)
 class EventWanted:
     """One Kubernetes Event about the job, sent after the status is written."""
 
-    type: Literal["Normal", "Warning"]
+    type: EventType
     reason: str  # CamelCase
     message: str  # a sentence for people
 

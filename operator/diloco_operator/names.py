@@ -75,10 +75,13 @@ def shards_service(job: str) -> Ref:
     return Ref("Service", f"{job}-syncer-shards")
 
 
-def shard_of(job: str, ref: Ref) -> int | None:
-    """The shard whose Deployment this is; None: it is another object."""
-    number = ref.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() and ref == shard_deployment(job, int(number)) else None
+def role_of(job: str, ref: Ref) -> tuple[str, str]:
+    """The role of the pods that an object makes, and their place as ``labels`` has it; empty: they have none."""
+    name = ref.name.removeprefix(f"{job}-")
+    if ref.kind == "StatefulSet":
+        return "learner", name
+    shard = name.removeprefix("syncer-shard-")
+    return (SHARD, shard) if shard != name else (name, "")
 
 
 def evaluator_deployment(job: str) -> Ref:
@@ -114,7 +117,7 @@ def labels(job: str, role: str, place: str | None = None) -> dict[str, str]:
         LABEL_JOB: job,
         LABEL_ROLE: role,
     }
-    return found | ({LABEL_SHARD if role == SHARD else LABEL_REGION: place} if place is not None else {})
+    return found | ({LABEL_SHARD if role == SHARD else LABEL_REGION: place} if place else {})
 
 
 def owner_reference(job: str, uid: str) -> Object:

@@ -150,11 +150,8 @@ def all_manifests(job: Job, settings: PlanSettings = SETTINGS, live: Object | No
     release = Release("1", None, "diloco-syncer:1", "diloco-worker:1")
     for ref in manifests.pod_holders(job, here):
         spec = manifests.render_pod_holder(job, here, ref, release, settings=settings)
-        found.append(
-            manifests.pod_holder_manifest(
-                job, ref, spec, job.generation, origin=None, replicas=2 if ref.kind == "StatefulSet" else 1
-            )
-        )
+        rendering = manifests.Rendering(job.generation, spec)
+        found.append(manifests.pod_holder_manifest(job, ref, rendering, 2 if ref.kind == "StatefulSet" else 1))
     return found
 
 

@@ -89,7 +89,6 @@ class Reflector:
 
     def __post_init__(self) -> None:
         self._version = ""  # to watch from; empty: list first
-        self._lists = 0
         self._unreadable = False  # the last answer, and that was logged
         self._reply: Any = None  # the watch under way
         self._stopped = threading.Event()
@@ -168,8 +167,7 @@ class Reflector:
                 self.changed(jobs)
         self.cached_at = began
         self._version = version
-        self._lists += 1
-        if self._lists > 1:
+        if self.synced:
             self.metrics.watch_restarts.labels(self.kind.plural).inc()
         self.synced = True
         self.state_changed(self)

@@ -17,7 +17,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_operator import names
 from diloco_operator.job import Job, Placement
@@ -62,6 +62,15 @@ class Origin:
     asked: str | None  # spec.release then
     template: str  # pods.template_inputs
     program: str  # what the program reads when it starts, pods.*_inputs
+
+
+class Rendering(NamedTuple):
+    """The spec of an object that holds pods, as it was rendered for a generation of the job. ``origin`` None: what it
+    was made of is not known."""
+
+    generation: int
+    spec: Object
+    origin: Origin | None = None
 
 
 @dataclass(slots=True)
@@ -198,7 +207,7 @@ def _shards_service(job: Job) -> Object:
 
 def _syncer_service(job: Job, shard: int | None = None) -> Object:
     """The Service by which learners reach the syncer, or one of its shards that have pods."""
-    role, place = ("syncer", None) if shard is None else (names.SHARD, str(shard))
+    role, place = ("syncer", "") if shard is None else (names.SHARD, str(shard))
     ref = names.syncer_service(job.name) if shard is None else names.shard_service(job.name, shard)
     endpoint = job.spec.syncer.endpoint
     port: Object = {"name": "sync", "port": SYNC_PORT, "targetPort": "sync", "protocol": "TCP"}
@@ -216,7 +225,7 @@ def _syncer_service(job: Job, shard: int | None = None) -> Object:
     }
     spec = {
         "type": "ClusterIP" if endpoint.type == "External" else endpoint.type,
-        "selector": {LABEL_JOB: job.name, LABEL_ROLE: role, **({} if place is None else {LABEL_SHARD: place})},
+        "selector": {LABEL_JOB: job.name, LABEL_ROLE: role, **({LABEL_SHARD: place} if place else {})},
         "ports": [port],
         **{key: value for key, value in more.items() if value is not None},
     }
@@ -332,36 +341,37 @@ def shard_deployments(job: Job, here: Placement) -> list[Ref]:
 
 def render_pod_holder(job: Job, here: Placement, ref: Ref, release: Release, settings: PlanSettings) -> Object:
     """The spec of an object that holds pods, rendered from the job as it is now, without replicas."""
-    if ref == names.syncer_deployment(job.name):
-        return _deployment(_of_role(job, "syncer"), pods.syncer_template(job, release.syncer, settings))
-    if (shard := names.shard_of(job.name, ref)) is not None:
-        selector = {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: names.SHARD, LABEL_SHARD: str(shard)}}
-        return _deployment(selector, pods.shard_template(job, shard, release.syncer, settings))
-    if ref == names.evaluator_deployment(job.name):
-        return _deployment(_of_role(job, "evaluator"), pods.evaluator_template(job, release.worker, settings))
-    region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
-    return {
-        "serviceName": names.region_service(job.name, region.name).name,
-        "podManagementPolicy": "Parallel",
-        "updateStrategy": {"type": "OnDelete"},
-        "revisionHistoryLimit": 2,
-        "selector": {"matchLabels": _learners(job, region.name)},
-        "template": pods.learner_template(job, region, release.worker, settings),
-    }
+    role, place = names.role_of(job.name, ref)
+    if role == "learner":
+        region = next(r for r in here.regions if r.name == place)
+        return {
+            "serviceName": names.region_service(job.name, place).name,
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "OnDelete"},
+            "revisionHistoryLimit": 2,
+            "selector": {"matchLabels": _learners(job, place)},
+            "template": pods.learner_template(job, region, release.worker, settings),
+        }
+    selector = _of_role(job, role)
+    if role == names.SHARD:
+        selector["matchLabels"][LABEL_SHARD] = place
+        template = pods.shard_template(job, place, release.syncer, settings)
+    elif role == "syncer":
+        template = pods.syncer_template(job, release.syncer, settings)
+    else:
+        template = pods.evaluator_template(job, release.worker, settings)
+    return {"strategy": {"type": "Recreate"}, "revisionHistoryLimit": 2, "selector": selector, "template": template}
 
 
 def origin_of(job: Job, here: Placement, ref: Ref, release: str) -> Origin:
     """What ``render_pod_holder`` would make an object of now."""
-    spec = job.spec
-    if ref == names.syncer_deployment(job.name) or names.shard_of(job.name, ref) is not None:
-        role = "syncer" if ref == names.syncer_deployment(job.name) else names.SHARD
-        return Origin(release, spec.release, pods.template_inputs(spec, role), pods.syncer_inputs(spec))
-    if ref == names.evaluator_deployment(job.name):
-        return Origin(release, spec.release, pods.template_inputs(spec, "evaluator"), pods.evaluator_inputs(spec))
-    region = next(r for r in here.regions if names.stateful_set(job.name, r.name) == ref)
-    return Origin(
-        release, spec.release, pods.template_inputs(spec, "learner", region), pods.learner_inputs(spec, region.name)
-    )
+    spec, (role, place) = job.spec, names.role_of(job.name, ref)
+    region = next((r for r in here.regions if r.name == place), None)
+    if role == "learner":
+        program = pods.learner_inputs(spec, place)
+    else:
+        program = pods.evaluator_inputs(spec) if role == "evaluator" else pods.syncer_inputs(spec)
+    return Origin(release, spec.release, pods.template_inputs(spec, role, region), program)
 
 
 def with_program_inputs(spec: Object, program: str) -> Object:
@@ -371,51 +381,35 @@ def with_program_inputs(spec: Object, program: str) -> Object:
     return found
 
 
-def _deployment(selector: Object, template: Object) -> Object:
-    return {"strategy": {"type": "Recreate"}, "revisionHistoryLimit": 2, "selector": selector, "template": template}
-
-
-def stored_rendering(live: Mapping[str, Any] | None) -> tuple[int, Object] | None:
-    """The generation that a live object was rendered for, and the rendering; None: the object does not say."""
+def stored_rendering(live: Mapping[str, Any] | None) -> Rendering | None:
+    """The rendering of a live object; None: the object does not say."""
     annotations = ((live or {}).get("metadata") or {}).get("annotations") or {}
     try:
-        generation = int(annotations[GENERATION])
-        rendered = json.loads(annotations[RENDERED])
+        generation, spec = int(annotations[GENERATION]), json.loads(annotations[RENDERED])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return (generation, rendered) if isinstance(rendered, dict) and "template" in rendered else None
-
-
-def stored_origin(live: Mapping[str, Any] | None) -> Origin | None:
-    """What the rendering of a live object was made of; None: the object does not say."""
-    annotations = ((live or {}).get("metadata") or {}).get("annotations") or {}
+    if not isinstance(spec, dict) or "template" not in spec:
+        return None
     try:
-        return Origin(**json.loads(annotations[ORIGIN]))
+        return Rendering(generation, spec, Origin(**json.loads(annotations[ORIGIN])))
     except (KeyError, TypeError, ValueError, RecursionError):
-        return None
+        return Rendering(generation, spec)
 
 
-def pod_holder_manifest(
-    job: Job, ref: Ref, spec: Object, generation: int, origin: Origin | None, replicas: int
-) -> Object:
-    """The manifest of an object that holds pods. ``spec``: rendered from ``origin`` (None: not known), and right for
-    that generation of the job."""
-    role, place, shard = "learner", ref.name.removeprefix(f"{job.name}-"), names.shard_of(job.name, ref)
-    if shard is not None:
-        role, place = names.SHARD, str(shard)
-    elif ref.kind == "Deployment":
-        role, place = place, ""
-    manifest = _object(job, ref, role, {"spec": {**spec, "replicas": replicas}}, place=place or None)
+def pod_holder_manifest(job: Job, ref: Ref, rendering: Rendering, replicas: int) -> Object:
+    """The manifest of an object that holds pods."""
+    role, place = names.role_of(job.name, ref)
+    manifest = _object(job, ref, role, {"spec": {**rendering.spec, "replicas": replicas}}, place=place)
     manifest["metadata"]["annotations"] |= {
-        GENERATION: str(generation),
-        RENDERED: json.dumps(spec, sort_keys=True, separators=(",", ":")),
+        GENERATION: str(rendering.generation),
+        RENDERED: json.dumps(rendering.spec, sort_keys=True, separators=(",", ":")),
     }
-    if origin is not None:
-        manifest["metadata"]["annotations"][ORIGIN] = json.dumps(asdict(origin), sort_keys=True)
+    if rendering.origin is not None:
+        manifest["metadata"]["annotations"][ORIGIN] = json.dumps(asdict(rendering.origin), sort_keys=True)
     return manifest
 
 
-def _object(job: Job, ref: Ref, role: str, body: Object, place: str | None = None) -> Object:
+def _object(job: Job, ref: Ref, role: str, body: Object, place: str = "") -> Object:
     """``place``: as in ``names.labels``."""
     return {
         "apiVersion": BY_NAME[ref.kind].api_version,

@@ -55,7 +55,7 @@ _REQUESTS = {
     "evaluator": {"cpu": "100m", "memory": "512Mi"},
 }
 _LABELS = frozenset(
-    {*names.labels("", "", ""), LABEL_SHARD, LABEL_POD_INDEX, names.POD_REVISION}
+    {*names.labels("", "", "any"), LABEL_SHARD, LABEL_POD_INDEX, names.POD_REVISION}
     | {"statefulset.kubernetes.io/pod-name", "pod-template-hash"}
 )
 
@@ -162,16 +162,16 @@ def syncer_template(job: Job, image: str, settings: PlanSettings) -> Object:
     return _template(job, "syncer", container, volumes, patches=patches, inputs=syncer_inputs(spec))
 
 
-def shard_template(job: Job, shard: int, image: str, settings: PlanSettings) -> Object:
+def shard_template(job: Job, shard: str, image: str, settings: PlanSettings) -> Object:
     """The pod template of one of the syncer's shards. It has no probes: who shows no certificate at its port is a
     stranger, and a shard that hangs loses its stream."""
     spec = job.spec.syncer
     assert spec.shard_pods is not None
     address = f"{names.shards_service(job.name).name}.{job.namespace}.svc:{SHARDS_PORT}"
-    container, volumes = _syncer_program(job, image, settings, {"--shard": str(shard), "--syncer": address})
+    container, volumes = _syncer_program(job, image, settings, {"--shard": shard, "--syncer": address})
     patches = [_defaults(settings), spec.pod_template, spec.shard_pods.pod_template]
     inputs = syncer_inputs(job.spec)
-    return _template(job, names.SHARD, container, volumes, patches=patches, inputs=inputs, place=str(shard))
+    return _template(job, names.SHARD, container, volumes, patches=patches, inputs=inputs, place=shard)
 
 
 def _syncer_program(
@@ -244,13 +244,7 @@ def evaluator_template(job: Job, image: str, settings: PlanSettings) -> Object:
 
 
 def _template(
-    job: Job,
-    role: str,
-    container: Object,
-    volumes: list[_Volume],
-    patches: list[Object],
-    inputs: str,
-    place: str | None = None,
+    job: Job, role: str, container: Object, volumes: list[_Volume], patches: list[Object], inputs: str, place: str = ""
 ) -> Object:
     """``place``: as in ``names.labels``."""
     base: Object = {

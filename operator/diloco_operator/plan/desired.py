@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from diloco_operator import names
 from diloco_operator.model import AwaitedSuccessor, Delete, Object, Ref, SecretWanted
 from diloco_operator.objects import manifests
-from diloco_operator.objects.manifests import Origin, Release, Scale
+from diloco_operator.objects.manifests import Release, Rendering, Scale
 from diloco_operator.plan import lifecycle
 from diloco_operator.plan.lifecycle import LifecycleDecision
 from diloco_operator.plan.pod_status import newest_message
@@ -61,8 +61,9 @@ def find_held_edit(view: View) -> str:
     if release.operator == view.settings.release:
         return ""
     for ref in manifests.pod_holders(view.job, view.here):
-        before, origin = manifests.stored_rendering(view.live(ref)), manifests.stored_origin(view.live(ref))
-        if before is None or origin is None or before[0] == view.job.generation or origin.asked != release.asked:
+        before = manifests.stored_rendering(view.live(ref))
+        origin = before.origin if before is not None and before.generation != view.job.generation else None
+        if origin is None or origin.asked != release.asked:
             continue
         now = manifests.origin_of(view.job, view.here, ref, view.settings.release)
         if origin.template != now.template and origin.release != view.settings.release:
@@ -94,7 +95,8 @@ def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> D
     job, here, settings = view.job, view.here, view.settings
     ended = decision.stage in ("finishing", "complete", "failing", "failed")
     if not refused:
-        out.secrets = manifests.wanted_secrets(job, here, _missing_secrets(view))
+        missed = frozenset(pod.obstacle.secret for pod in view.pods if pod.obstacle is not None)
+        out.secrets = manifests.wanted_secrets(job, here, missed)
         for manifest in manifests.manifests_without_pods(job, here, settings):
             out.apply.append(_as_it_was(view, manifest) if ended else manifest)
         if here.syncer:
@@ -108,9 +110,9 @@ def desired_objects(view: View, decision: LifecycleDecision, refused: bool) -> D
         if view.live(ref) is None and not _ready_for(view, ref):
             out.more = True
             continue
-        generation, spec, origin = _rendering(view, decision, ref, ended or refused, out=out)
+        rendering = _rendering(view, decision, ref, ended or refused, out=out)
         replicas = _replicas(view, decision.scale, ref) if here.anything else view.replicas(ref) or 0
-        manifest = manifests.pod_holder_manifest(job, ref, spec, generation, origin=origin, replicas=replicas)
+        manifest = manifests.pod_holder_manifest(job, ref, rendering, replicas)
         if _needs_nudge(view, ref):
             manifest["metadata"]["annotations"][NUDGED] = str(int(view.now // NUDGE_SECONDS))
         out.apply.append(manifest)
@@ -127,11 +129,8 @@ def objects_to_try(view: View) -> DesiredObjects:
     claim = manifests.claim_manifest(job, view.live(names.claim(job.name))) if here.syncer else None
     out = DesiredObjects(tries=[claim] if claim is not None else [])
     for ref in manifests.pod_holders(job, here):
-        spec, origin = _render(view, ref, None, None)
         replicas = _replicas(view, scale, ref)
-        out.tries.append(
-            manifests.pod_holder_manifest(job, ref, spec, job.generation, origin=origin, replicas=replicas)
-        )
+        out.tries.append(manifests.pod_holder_manifest(job, ref, _render(view, ref, None), replicas))
     return out
 
 
@@ -162,26 +161,22 @@ def _rendered(view: View) -> list[Ref]:
     return [ref for ref in view.observed.objects if manifests.stored_rendering(view.live(ref)) is not None]
 
 
-def _rendering(
-    view: View, decision: LifecycleDecision, ref: Ref, frozen: bool, out: DesiredObjects
-) -> tuple[int, Object, Origin | None]:
-    """The generation, the rendering and its origin to apply. Changes the view's memory. While pods are taken down, what
-    they were made of stays: it is of no use to them, and a fault in it must not keep them."""
-    live, generation = view.live(ref), view.job.generation
-    before, origin = manifests.stored_rendering(live), manifests.stored_origin(live)
+def _rendering(view: View, decision: LifecycleDecision, ref: Ref, frozen: bool, out: DesiredObjects) -> Rendering:
+    """The rendering to apply. Changes the view's memory. While pods are taken down, what they were made of stays: it is
+    of no use to them, and a fault in it must not keep them."""
+    before, (role, _) = manifests.stored_rendering(view.live(ref)), names.role_of(view.job.name, ref)
     if before is not None and (frozen or decision.stage in ("suspending", "restarting")):
-        return *before, origin
-    fresh, made_of = _render(view, ref, before, origin)
-    if before is None or before[1] == fresh:
-        return generation, fresh, made_of
-    is_syncer = ref == names.syncer_deployment(view.job.name)
-    if out.syncer_waits and (is_syncer or names.shard_of(view.job.name, ref) is not None):
-        return *before, origin
+        return before
+    fresh = _render(view, ref, before)
+    if before is None or before.spec == fresh.spec:
+        return fresh
+    if out.syncer_waits and role in ("syncer", names.SHARD):
+        return before
     if ref.kind == "Deployment" and view.replicas(ref):
         view.memory.own_deletions |= {pod.uid for pod in view.pods if view.holder_of(pod) == ref}
-        if is_syncer and decision.training:
+        if role == "syncer" and decision.training:
             view.memory.successors.setdefault("syncer", AwaitedSuccessor(view.now, ""))
-    return generation, fresh, made_of
+    return fresh
 
 
 def _syncer_waits(view: View) -> bool:
@@ -189,40 +184,38 @@ def _syncer_waits(view: View) -> bool:
     other release, nor other settings, than their syncer's; the first shard's is as those of all."""
     shards = manifests.shard_deployments(view.job, view.here)
     for ref in [names.syncer_deployment(view.job.name), *shards[:1]] if view.here.syncer else []:
-        live = view.live(ref)
-        before = manifests.stored_rendering(live)
+        before = manifests.stored_rendering(view.live(ref))
         if before is not None:
-            fresh, _ = _render(view, ref, before, manifests.stored_origin(live))
-            if fresh != before[1] and syncer_change_waits(view, before[1], fresh):
+            fresh = _render(view, ref, before).spec
+            if fresh != before.spec and syncer_change_waits(view, before.spec, fresh):
                 return True
     return False
 
 
-def _render(view: View, ref: Ref, before: tuple[int, Object] | None, origin: Origin | None) -> tuple[Object, Origin]:
+def _render(view: View, ref: Ref, before: Rendering | None) -> Rendering:
     """The rendering that the job asks for now: the one before, where it was made of the same."""
-    release, own = job_release(view), own_release(view)
+    generation, release, own = view.job.generation, job_release(view), own_release(view)
     now = manifests.origin_of(view.job, view.here, ref, own.operator)
+    origin = before.origin if before is not None else None
     if before is not None and origin is not None and origin.asked == now.asked:
         # What this release reads of the job may be more than what that read: digests are taken for what they are now.
-        same_job = before[0] == view.job.generation
+        same_job = before.generation == generation
         kept = replace(now, release=origin.release)
         if same_job or origin.template == now.template:
             if same_job or origin.program == now.program:
-                return before[1], kept
-            return manifests.with_program_inputs(before[1], now.program), kept
+                return Rendering(generation, before.spec, kept)
+            return Rendering(generation, manifests.with_program_inputs(before.spec, now.program), kept)
     # A template goes with the image of the release that made it.
     made_by = release if release.operator == own.operator else own
-    return manifests.render_pod_holder(view.job, view.here, ref, made_by, settings=view.settings), now
+    spec = manifests.render_pod_holder(view.job, view.here, ref, made_by, settings=view.settings)
+    return Rendering(generation, spec, now)
 
 
 def _replicas(view: View, scale: Scale, ref: Ref) -> int:
-    job = view.job.name
-    if ref == names.syncer_deployment(job) or names.shard_of(job, ref) is not None:
-        return scale.syncer
-    if ref == names.evaluator_deployment(job):
-        return scale.evaluator
-    region = ref.name.removeprefix(f"{job}-")
-    return scale.learners.get(region, 0) * view.group_pods(region)
+    role, region = names.role_of(view.job.name, ref)
+    if role == "learner":
+        return scale.learners.get(region, 0) * view.group_pods(region)
+    return scale.evaluator if role == "evaluator" else scale.syncer
 
 
 def _needs_nudge(view: View, ref: Ref) -> bool:
@@ -230,12 +223,6 @@ def _needs_nudge(view: View, ref: Ref) -> bool:
     there = [pod for pod in view.pods if view.holder_of(pod) == ref and not pod.over]
     failed = newest_message(view.observed.cluster_events, ref, "FailedCreate")
     return bool(failed) and len(there) < (view.replicas(ref) or 0)
-
-
-def _missing_secrets(view: View) -> frozenset[str]:
-    """Secrets of which a pod's obstacle says that they are not there."""
-    found = (pod.obstacle.secret for pod in view.pods if pod.obstacle is not None)
-    return frozenset(name for name in found if name)
 
 
 # ------------------------------------------------------------------ what is not wanted any more
@@ -261,8 +248,6 @@ def _prune(view: View, decision: LifecycleDecision, keep: set[Ref], out: Desired
         left = [pod for pod in view.pods if region and pod.role == "learner" and pod.region == region]
         rendering = manifests.stored_rendering(live)
         if ref.kind == "StatefulSet" and left and rendering is not None:
-            generation, spec = rendering
-            origin = manifests.stored_origin(live)
-            out.apply.append(manifests.pod_holder_manifest(view.job, ref, spec, generation, origin=origin, replicas=0))
+            out.apply.append(manifests.pod_holder_manifest(view.job, ref, rendering, 0))
         elif not left or ref.kind == "StatefulSet":
             out.deletes.append(Delete(ref, live["metadata"]["uid"], "the job does not ask for it any more"))

@@ -167,10 +167,10 @@ def _failed(view: View, failure: str) -> LifecycleDecision:
     # One call that failed does not mean that nobody can be told: learners that hear of the failure end in good order.
     silent = not view.here.syncer or view.unanswered_seconds >= ANSWER_PATIENCE
     told = view.job_phase == JobPhase.FAILED or silent
-    since = view.now if failure else view.condition_since("Failed")
+    since = None if failure else seconds_of(view.condition("Failed").get("lastTransitionTime"))
     # What an earlier turn has taken down stays down, whatever the next call brings.
     gone = has_drained(view)
-    down = told or gone or view.now - since > FAIL_SECONDS
+    down = told or gone or (since is not None and view.now - since > FAIL_SECONDS)
     found = LifecycleDecision("failed" if down and not _has_pods(view, "learner") else "failing")
     found.drain = drain_of(view) if gone else ASKED if not down else _drained(view, JobPhase.FAILED)
     found.scale = _ended_scale(view) if down else full_scale(view)
@@ -240,12 +240,11 @@ def _suspended(view: View) -> LifecycleDecision:
                 "SyncerReady), or set suspendPolicy: Anyway to remove the pods without it."
             )
         found.stalled = "NotSaved" if late else ""
-    elif unanswered >= UNREACHABLE_SECONDS:
-        found.drain = NOT_SAVED
-        found.message = _explain_not_saved(f": the syncer did not answer for {UNREACHABLE_SECONDS:.0f} s")
     else:
-        found.drain = NOT_SAVED
-        found.message = _explain_not_saved(f": the syncer was not done within {SUSPEND_SECONDS:.0f} s")
+        why = f"was not done within {SUSPEND_SECONDS:.0f} s"
+        if unanswered >= UNREACHABLE_SECONDS:
+            why = f"did not answer for {UNREACHABLE_SECONDS:.0f} s"
+        found.drain, found.message = NOT_SAVED, _explain_not_saved(f": the syncer {why}")
     if found.drain == NOT_SAVED and danger is not None:
         found.message += f" {danger.message}"
     return found

@@ -252,15 +252,12 @@ def _refusal(view: View) -> tuple[str, str] | None:
     """Reason and message of why the job is not taken as it stands; None: it is."""
     if not view.here.anything:
         return "NotPlaced", view.here.elsewhere[0].upper() + view.here.elsewhere[1:] + "."
-    missing = find_unsupported(view.job.spec)
-    if missing:
-        return "Unsupported", "; ".join(missing) + "."
-    contradictions = pods.template_refusals(view.job.spec)
-    if contradictions:
+    if unsupported := find_unsupported(view.job.spec):
+        return "Unsupported", f"{unsupported}."
+    if contradictions := pods.template_refusals(view.job.spec):
         return "PodTemplate", "; ".join(map(str, contradictions)) + "."
-    reshaped = find_reshaped_learners(view)
-    if reshaped:
-        return "Unsupported", reshaped + "."
+    if reshaped := find_reshaped_learners(view):
+        return "Unsupported", f"{reshaped}."
     held = find_held_edit(view)
     return ("UpgradeNeeded", held[0].upper() + held[1:]) if held else None
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from diloco_operator import names
 from diloco_operator.job import seconds_of
 from diloco_operator.model import ClusterEvent, Object, Ref
+from diloco_protocol.common.program_errors import shorten
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME, LABEL_POD_INDEX, LABEL_REGION, LABEL_ROLE, LABEL_SHARD
 
 _IMAGE = frozenset(
@@ -51,7 +52,6 @@ _SHUT_DOWN = ("Preempting", "Shutdown", "NodeShutdown", "Terminated")
 _ABSENT = re.compile(r'\b(secret|configmap)s? "([^"]+)" not found')
 _KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
 OUT_OF_MEMORY = "OOMKilled"
-MAX_MESSAGE_CHARS = 300
 NAMED = 10  # in a message
 _MESSAGE = re.compile(r'"message": ?("(?:[^"\\]|\\.)*")\}$')
 
@@ -122,9 +122,7 @@ class Pod:
     created: float | None
     node: str
     terminating: bool
-    deleted_at: (
-        float | None
-    )  # when it was told to terminate, by the API server's clock; None: it does not, or not known
+    deleted_at: float | None  # when it was told to terminate, by the API server's clock; None: not, or not known
     leaves_at: float | None  # end of its grace period; None: it does not terminate
     ready: bool
     running: bool  # its main container
@@ -270,7 +268,7 @@ def _end(terminated: Mapping[str, Any]) -> ContainerExit:
 def shorten_last_line(text: str) -> str:
     """The last line that is not empty, shortened; of a JSON log line its message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return shortened(_message(lines[-1])) if lines else ""
+    return shorten(_message(lines[-1])) if lines else ""
 
 
 def _message(line: str) -> str:
@@ -283,12 +281,6 @@ def _message(line: str) -> str:
         return str(json.loads(found[1]))
     except ValueError:
         return line
-
-
-def shortened(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
-    """One line of at most ``limit`` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def list_names(names: list[str]) -> str:
@@ -333,9 +325,9 @@ def _obstacle(
     if scheduled is not None and scheduled.get("status") == "False":
         message = scheduled.get("message") or newest("FailedScheduling") or "no node takes it"
         if scheduled.get("reason") == "SchedulingGated":
-            return Obstacle("Unschedulable", f"it waits for its scheduling gates: {shortened(message)}")
+            return Obstacle("Unschedulable", f"it waits for its scheduling gates: {shorten(message)}")
         claim = "persistentvolumeclaim" in message.lower()
-        return Obstacle("VolumeUnavailable" if claim else "Unschedulable", f"no node takes it: {shortened(message)}")
+        return Obstacle("VolumeUnavailable" if claim else "Unschedulable", f"no node takes it: {shorten(message)}")
     for init in status.get("initContainerStatuses") or []:
         found = _waiting(init, (init.get("state") or {}).get("waiting"), f"init container {init.get('name')}")
         if found is not None:
@@ -351,7 +343,7 @@ def _obstacle(
     for reasons, kind, said in _EVENTS:
         message = newest(*reasons)
         if message:
-            return Obstacle(kind, f"{said}: {shortened(message)}{_cure(message)}", _missing_secret(message))
+            return Obstacle(kind, f"{said}: {shorten(message)}{_cure(message)}", _missing_secret(message))
     return None
 
 
@@ -362,7 +354,7 @@ def _crash(last: ContainerExit | None, ends: int) -> Obstacle:
 
 def _waiting(container: Mapping[str, Any], waiting: Mapping[str, Any] | None, subject: str) -> Obstacle | None:
     reason = str((waiting or {}).get("reason", ""))
-    message = shortened(str((waiting or {}).get("message") or reason))
+    message = shorten(str((waiting or {}).get("message") or reason))
     prefix = f"{subject}: " if subject else ""
     if reason in _IMAGE:
         image = container.get("image", "")

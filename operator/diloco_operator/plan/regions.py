@@ -19,11 +19,12 @@ from diloco_operator.model import Fact, Object, Ref
 from diloco_operator.objects.manifests import stored_rendering
 from diloco_operator.plan import refusals
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
-from diloco_operator.plan.pod_status import Pod, merge_equal, newest_message, shortened
+from diloco_operator.plan.pod_status import Pod, merge_equal, newest_message
 from diloco_operator.plan.pods.groups import find_first_end
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.view import View
+from diloco_protocol.common.program_errors import shorten
 from diloco_protocol.spec.cluster import RegionSpec
 from diloco_protocol.vocabulary import LABEL_JOB, TRAINING_PHASES, SlotState
 
@@ -54,7 +55,7 @@ class RegionReport:
         cause = "; ".join(causes[:CAUSES])
         if len(causes) > CAUSES:
             cause += f"; and {len(causes) - CAUSES} more"
-        cause = shortened(cause, 2000)
+        cause = shorten(cause, 2000)
         row = {"name": region.name, **row, "cause": cause}
         if region.cluster is not None:
             row["cluster"] = region.cluster
@@ -75,14 +76,11 @@ def report_regions(view: View, decision: LifecycleDecision, rolled: Rollout, nod
     _remember_newest_pods(view)
     out = RegionReport()
     here = {region.name for region in view.here.regions}
-    before = {row.get("name"): row for row in view.job.status.get("regions") or []}
     for region in view.job.spec.regions:
         if region.name in here:
-            _report_region_here(
-                view, region, decision, rolled, nodes=nodes, before=before.get(region.name) or {}, out=out
-            )
+            _report_region_here(view, region, decision, rolled, nodes=nodes, out=out)
         elif view.here.syncer:
-            _report_region_elsewhere(view, region, decision, before.get(region.name) or {}, out=out)
+            _report_region_elsewhere(view, region, decision, out)
     return out
 
 
@@ -93,19 +91,13 @@ def is_lost(view: View, region: str, since: float) -> bool:
 
 
 def _report_region_here(
-    view: View,
-    region: RegionSpec,
-    decision: LifecycleDecision,
-    rolled: Rollout,
-    nodes: NodeLosses,
-    before: Object,
-    out: RegionReport,
+    view: View, region: RegionSpec, decision: LifecycleDecision, rolled: Rollout, nodes: NodeLosses, out: RegionReport
 ) -> None:
     wanted = decision.scale.learners.get(region.name, 0)
     pods = [view.learners.get(view.place(region.name, i)) for i in range(wanted)]
     there = [pod for pod in pods if pod is not None]
     if view.here.syncer:
-        taking = _in_quorum(view, region, decision, before)
+        taking = _in_quorum(view, region, decision)
     else:
         taking = min(sum(view.taking_part(pod) for pod in there), region.learners)
     ready = sum(pod.ready and pod.alive for pod in there)
@@ -122,7 +114,7 @@ def _report_region_here(
     absent += [(pod.name, nodes.reasons[pod.name]) for pod in excess if pod.name in nodes.reasons]
     rolling = [rolled.regions[region.name]] if region.name in rolled.regions else []
     causes = rolling + merge_equal(absent)
-    lost = _lost_since(view, region, decision, before, taking=taking)
+    lost, before = _lost_since(view, region, decision, taking), view.region_row(region.name)
     states = (
         ("Lost", lost is not None and is_lost(view, region.name, lost)),
         ("RolloutStopped", region.name in rolled.stopped),
@@ -141,11 +133,9 @@ def _report_region_here(
     out.add(region, row, causes, lost, image_of(view, names.stateful_set(view.job.name, region.name), "learner"))
 
 
-def _report_region_elsewhere(
-    view: View, region: RegionSpec, decision: LifecycleDecision, before: Object, out: RegionReport
-) -> None:
-    taking = _in_quorum(view, region, decision, before)
-    lost = _lost_since(view, region, decision, before, taking=taking)
+def _report_region_elsewhere(view: View, region: RegionSpec, decision: LifecycleDecision, out: RegionReport) -> None:
+    taking = _in_quorum(view, region, decision)
+    lost = _lost_since(view, region, decision, taking)
     causes = ["no learner there is heard"] if lost is not None else []
     known = any(slot.region == region.name and slot.process for slot in view.slots)
     waiting = decision.training and view.document is not None and lost is None and not known
@@ -162,18 +152,18 @@ def _report_region_elsewhere(
     out.add(region, row, causes, lost, image_of(view, names.stateful_set(view.job.name, region.name), "learner"))
 
 
-def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision, before: Object) -> int:
+def _in_quorum(view: View, region: RegionSpec, decision: LifecycleDecision) -> int:
     """How many learners of the region the syncer has in the quorum. While it cannot be asked, the number of
     the last status stands, so that an operator that restarts changes nothing."""
     if view.document is None and decision.learners_stay:
-        return min(int(before.get("inQuorum") or 0), region.most_learners)
+        return min(int(view.region_row(region.name).get("inQuorum") or 0), region.most_learners)
     return sum(slot.region == region.name and slot.in_quorum for slot in view.slots)
 
 
 def image_of(view: View, ref: Ref, container: str) -> str:
     """The image of a container of an object that holds pods, as rendered; empty: not known."""
     found = stored_rendering(view.live(ref))
-    template = (found[1].get("template") or {}) if found is not None else {}
+    template = (found.spec.get("template") or {}) if found is not None else {}
     containers = (template.get("spec") or {}).get("containers") or []
     return next((str(c.get("image", "")) for c in containers if c.get("name") == container), "")
 
@@ -230,10 +220,10 @@ def _explain_pod(view: View, region: RegionSpec, ordinal: int, place: str, pod: 
 
 def _explain_session(view: View, pod: Pod) -> str:
     """Why a learner that runs does not take part; ``pod``: the one that leads it."""
-    refused = _explain_refusal(view, pod)
-    if refused:
-        return refused
-    slot = view.slot_of(pod)
+    asked, slot = view.observed.learners.get(pod.name), view.slot_of(pod)
+    refused = refusals.current_refusal(asked.document) if asked is not None and asked.document is not None else None
+    if refused is not None:
+        return refusals.refusal_sentence(*refused)
     if slot is not None and slot.state == SlotState.LOST and pod.ready:
         return "it runs, but the syncer does not hear it"
     return _explain_not_joined(view, pod)
@@ -264,12 +254,6 @@ def _explain_not_joined(view: View, pod: Pod) -> str:
     return f"it runs, but has not joined the syncer: its log says why (kubectl logs {pod.name}){unless}"
 
 
-def _explain_refusal(view: View, pod: Pod) -> str:
-    asked = view.observed.learners.get(pod.name)
-    refused = refusals.current_refusal(asked.document) if asked is not None and asked.document is not None else None
-    return "" if refused is None else refusals.refusal_sentence(*refused)
-
-
 def _remember_newest_pods(view: View) -> None:
     """Keep when the newest pod of each StatefulSet and Deployment was created, for the time when it is gone. Both this
     time and an Event's are of the cluster's own clocks, in whole seconds."""
@@ -290,7 +274,7 @@ def explain_not_made(view: View, ref: Ref) -> str:
     message = newest_message(view.observed.cluster_events, ref, "FailedCreate", since=since)
     if not message:
         return ""
-    said = f"its pod cannot be created: {shortened(message)}"
+    said = f"its pod cannot be created: {shorten(message)}"
     if "exceeded quota" in message:
         said += "; raise the namespace's quota, or ask for less (fewer learners, smaller requests)"
     return said
@@ -299,11 +283,10 @@ def explain_not_made(view: View, ref: Ref) -> str:
 # ------------------------------------------------------------------ the region as a whole
 
 
-def _lost_since(
-    view: View, region: RegionSpec, decision: LifecycleDecision, before: Object, taking: int
-) -> float | None:
+def _lost_since(view: View, region: RegionSpec, decision: LifecycleDecision, taking: int) -> float | None:
     """Since when no learner of a region is heard that was heard before; None: one is, or it is not known.
     The time is read back from the status, so that an operator that restarts goes on with it."""
+    before = view.region_row(region.name)
     known = seconds_of(before.get("lostSince"))
     if not decision.training or not view.here.syncer:
         return None

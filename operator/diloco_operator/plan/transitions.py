@@ -14,10 +14,10 @@ the transition of ``Topic.QUORUM`` from ``met`` to ``few``: the Event ``QuorumLo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from diloco_operator.job import digest
-from diloco_operator.model import EventWanted, Object, PlanMemory, Topic
+from diloco_operator.model import EventType, EventWanted, Object, PlanMemory, Topic
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.conditions.decide import TurnFindings, explain_small_resources
 from diloco_operator.plan.conditions.region_conditions import DRAINED
@@ -65,14 +65,7 @@ class EventLog:
         self.is_new = not memory.reported and memory.last_counted_failure is None
 
     def transition(
-        self,
-        topic: Topic,
-        before: str,
-        now: str,
-        kind: Literal["Normal", "Warning"],
-        reason: str,
-        message: str,
-        subject: str = "",
+        self, topic: Topic, before: str, now: str, kind: EventType, reason: str, message: str, subject: str = ""
     ) -> None:
         """A topic's subject goes from state ``before`` to ``now``. There is an Event if the states differ,
         ``reason`` is not empty, and none was sent of that state before."""
@@ -175,7 +168,7 @@ def _report_fault(event_log: EventLog, kind: str, before: Mapping[str, Any], now
         return
     message, hub = str(now.get("message")), kind == "HubReachable"
     over = {"HubReachable": "HubReachable", "RegionLost": "RegionBack"}.get(kind, f"{kind}Over")
-    events: dict[str, tuple[Literal["Normal", "Warning"], str, str]] = {
+    events: dict[str, tuple[EventType, str, str]] = {
         "drained": ("Normal", "HubDrained", message),
         "fault": ("Warning", "HubUnreachable" if hub else kind, message),
         "": ("Normal", over if before else "", FAULT_OVER[kind] or message),
@@ -237,7 +230,7 @@ def _report_regions(view: View, event_log: EventLog, found: TurnFindings, status
         event_log.transition(Topic.REGION_SCALE, str(was), str(wanted), "Normal", reason, message, name)
         was_state = str(old.get("state")) if old.get("state") in ROLLING else ""
         state = str(row["state"]) if row["state"] in ROLLING else ""
-        kind: Literal["Normal", "Warning"] = "Warning" if state == "RolloutStopped" else "Normal"
+        kind: EventType = "Warning" if state == "RolloutStopped" else "Normal"
         reason = "RolledOut" if was_state and not state and row["state"] != "Lost" else ""
         message = f"Every learner of region {name} has the changed template."
         if state == "RolloutStopped":
@@ -299,7 +292,7 @@ def _report_end(view: View, event_log: EventLog, before: Mapping[str, Any], now:
 
     old, new = "deleting" if view.job.status.get("phase") == "Deleting" else state(before), state(now)
     lost = new == "Suspended" and now["Suspended"]["reason"] == NOT_SAVED
-    kind: Literal["Normal", "Warning"] = "Warning" if new == "Failed" or lost else "Normal"
+    kind: EventType = "Warning" if new == "Failed" or lost else "Normal"
     reason, message = {
         "suspending": ("Suspending", now.get("Suspended", {}).get("message", "")),
         "": ("Resumed", "The job continues.")

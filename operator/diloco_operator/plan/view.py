@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from diloco_operator import names
-from diloco_operator.job import Job, Placement, seconds_of
+from diloco_operator.job import Job, Placement
 from diloco_operator.model import Fact, Object, Observed, PlanMemory, PlanSettings, Ref, Timer
 from diloco_operator.plan import pod_status
 from diloco_operator.plan.pod_status import Pod
@@ -106,10 +106,6 @@ class View:
     def learners(self) -> dict[str, Pod]:
         """The leading pod of each learner, which alone has a session with the syncer, by name."""
         return {name: pod for name, pod in self.learner_pods.items() if pod.rank == 0}
-
-    def learners_of(self, region: str) -> list[Pod]:
-        """The leading pods of a region's learners."""
-        return [pod for pod in self.learners.values() if pod.region == region]
 
     @cached_property
     def _groups(self) -> dict[tuple[str, int], list[Pod]]:
@@ -294,10 +290,13 @@ class View:
 
     def condition(self, kind: str) -> dict[str, Any]:
         """A condition as the job's status has it; empty: it has none of that type."""
-        for condition in self.job.status.get("conditions") or []:
-            if condition.get("type") == kind:
-                return dict(condition)
-        return {}
+        rows = self.job.status.get("conditions") or []
+        return next((dict(row) for row in rows if row.get("type") == kind), {})
+
+    def region_row(self, region: str) -> Object:
+        """A region's row as the job's status has it; empty: it has none of that name."""
+        rows = self.job.status.get("regions") or []
+        return next((row for row in rows if row.get("name") == region), {})
 
     def steady(self, kind: str, message: str) -> str:
         """The message that the condition has already, where this one differs in numbers and numbered files alone."""
@@ -307,11 +306,6 @@ class View:
     def is_true(self, kind: str) -> bool:
         """Whether the job's status has the condition as True."""
         return self.condition(kind).get("status") == "True"
-
-    def condition_since(self, kind: str) -> float:
-        """The condition's lastTransitionTime; now, if there is none."""
-        since = seconds_of(self.condition(kind).get("lastTransitionTime"))
-        return self.now if since is None else since
 
     @property
     def begun(self) -> bool:

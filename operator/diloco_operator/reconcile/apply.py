@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diloco_operator.informer.cache import Cache
@@ -78,120 +78,117 @@ def is_in_order(wanted: Object, live: Object, memory: ApplyMemory, now: float) -
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Applier:
-    """Applies manifests for jobs."""
+    """Applies manifests for one job. ``live``: its objects as the cache has them."""
 
-    def __init__(self, api: Api, cache: Cache) -> None:
-        self._api = api
-        self._cache = cache
+    api: Api
+    cache: Cache
+    key: Key
+    uid: str
+    live: Mapping[Ref, Object]
+    memory: ApplyMemory
 
-    async def apply(
-        self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory
-    ) -> dict[Ref, ApplyError]:
-        """Apply what is not in order. ``live``: the job's objects as the cache has them. Returns what could
-        not be; raises ApiError where the API server answers nobody."""
+    async def apply(self, manifests: Sequence[Object]) -> dict[Ref, ApplyError]:
+        """Apply what is not in order. Returns what could not be; raises ApiError where the API server answers
+        nobody."""
         now = time.monotonic()
         apply_errors: dict[Ref, ApplyError] = {}
         pending: list[Object] = []
         for manifest in manifests:
             wanted, ref = marked(manifest), ref_of(manifest)
-            there = live.get(ref)
-            if there is not None and not is_ours(ref, there, key[1], uid):
-                apply_errors[ref] = _conflict(ref, there, key[1])
-            elif there is None or not is_in_order(wanted, there, memory, now):
-                failed = _recent_failure(wanted, memory, now)
+            there = self.live.get(ref)
+            if there is not None and not self._is_ours(ref, there):
+                apply_errors[ref] = _conflict(ref, there, self.key[1])
+            elif there is None or not is_in_order(wanted, there, self.memory, now):
+                failed = _recent_failure(wanted, self.memory, now)
                 if failed is None:
                     pending.append(wanted)
                 else:
                     apply_errors[ref] = failed
         if not pending:
             return apply_errors
-        held, faults = await self._try_dry(key, uid, pending, live, memory=memory, now=now)
+        held, faults = await self._try_dry(pending, now)
         apply_errors |= {apply_error.ref: apply_error for apply_error in faults}
         for wanted in pending:
             ref = ref_of(wanted)
             if ref not in held and ref not in apply_errors:
-                apply_error = await self._one(key, uid, wanted, live.get(ref), memory=memory, now=now)
+                apply_error = await self._one(wanted, self.live.get(ref), now)
                 if apply_error is not None:
                     apply_errors[ref] = apply_error
-            _remember_failure(wanted, apply_errors.get(ref), memory, now)
+            _remember_failure(wanted, apply_errors.get(ref), self.memory, now)
         return apply_errors
 
-    async def find_faults(
-        self, key: Key, uid: str, manifests: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory
-    ) -> tuple[ApplyError, ...]:
+    async def find_faults(self, manifests: Sequence[Object]) -> tuple[ApplyError, ...]:
         """What is wrong with objects that are not to be made yet. What was found is true until something else is
         wanted, a fault for ``TRY_AGAIN_SECONDS``. What may pass by itself is none."""
         wanted = [marked(manifest) for manifest in manifests]
-        known = memory.tried.get(digest({"all": wanted}))
+        known = self.memory.tried.get(digest({"all": wanted}))
         if not wanted or (known is not None and not known[0]):
             return ()
-        faults = await self._try_all(key, uid, wanted, live, memory=memory, now=time.monotonic())
+        faults = await self._try_all(wanted, time.monotonic())
         return tuple([fault for fault in faults if fault.reason in LASTING])
 
-    async def _one(
-        self, key: Key, uid: str, wanted: Object, there: Object | None, memory: ApplyMemory, now: float
-    ) -> ApplyError | None:
+    def _is_ours(self, ref: Ref, there: Object) -> bool:
+        return is_ours(ref, there, self.key[1], self.uid)
+
+    async def _one(self, wanted: Object, there: Object | None, now: float) -> ApplyError | None:
         ref = ref_of(wanted)
         kind, cached = BY_NAME[ref.kind], there is not None
         try:
-            there = there or await self._api.get(kind, key[0], ref.name)
-            if there is not None and not is_ours(ref, there, key[1], uid):
-                return _conflict(ref, there, key[1])
+            there = there or await self.api.get(kind, self.key[0], ref.name)
+            if there is not None and not self._is_ours(ref, there):
+                return _conflict(ref, there, self.key[1])
             why = "it is not there" if there is None else ", ".join(differences(wanted, there)) or "rendered anew"
-            made = await self._api.apply(kind, _addressed(wanted, there))
+            made = await self.api.apply(kind, _addressed(wanted, there))
         except ApiError as error:
             if cached and _is_gone(error):
-                return await self._one(key, uid, wanted, None, memory=memory, now=now)
-            return await apply_error_of(self._api, ref, error)
-        self._cache.put(kind, made)
+                return await self._one(wanted, None, now)
+            return await apply_error_of(self.api, ref, error)
+        self.cache.put(kind, made)
         if there is None or _version(made) != _version(there):
-            log.info("%s %s applied (%s)", *ref, why, extra=about(key))
+            log.info("%s %s applied (%s)", *ref, why, extra=about(self.key))
         if differences(wanted, made):
-            memory.unchanged_by_apply[ref] = (_annotation(wanted, APPLIED) or "", state(made), now)
+            self.memory.unchanged_by_apply[ref] = (_annotation(wanted, APPLIED) or "", state(made), now)
         return None
 
-    async def _try_dry(
-        self, key: Key, uid: str, pending: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory, now: float
-    ) -> tuple[set[Ref], tuple[ApplyError, ...]]:
+    async def _try_dry(self, pending: Sequence[Object], now: float) -> tuple[set[Ref], tuple[ApplyError, ...]]:
         """The dry run of pod-carrying objects of a new generation: what is held back, and the faults."""
         with_pods = [wanted for wanted in pending if wanted["kind"] in WITH_PODS]
-        new = [wanted for wanted in with_pods if _is_new(wanted, live.get(ref_of(wanted)))]
+        new = [wanted for wanted in with_pods if _is_new(wanted, self.live.get(ref_of(wanted)))]
         if not new:
             return set(), ()
-        faults = await self._try_all(key, uid, new, live, memory=memory, now=now)
+        faults = await self._try_all(new, now)
         if not any(fault.reason in LASTING for fault in faults):
             return set(), faults
         # The old programs go on with the old settings: these would reach them at their next restart.
         held = {ref_of(wanted) for wanted in pending if wanted["kind"] in WITH_PODS or wanted["kind"] == "ConfigMap"}
         return held, faults
 
-    async def _try_all(
-        self, key: Key, uid: str, new: Sequence[Object], live: dict[Ref, Object], memory: ApplyMemory, now: float
-    ) -> tuple[ApplyError, ...]:
+    async def _try_all(self, new: Sequence[Object], now: float) -> tuple[ApplyError, ...]:
         """The faults that dry runs find, or have found a short while ago."""
         what = digest({"all": new})
-        faults, at = memory.tried.get(what, ((), now - 2 * TRY_AGAIN_SECONDS))
+        faults, at = self.memory.tried.get(what, ((), now - 2 * TRY_AGAIN_SECONDS))
         if now - at > TRY_AGAIN_SECONDS:
-            faults = tuple([e for wanted in new if (e := await self._dry(key, uid, wanted, live)) is not None])
+            faults = tuple([e for wanted in new if (e := await self._dry(wanted)) is not None])
             if all(fault.reason in LASTING for fault in faults):
-                memory.tried = {what: (faults, now)}
+                self.memory.tried = {what: (faults, now)}
             for fault in faults:
-                log.warning("%s %s would be refused: %s", *fault.ref, fault.message, extra=about(key))
+                log.warning("%s %s would be refused: %s", *fault.ref, fault.message, extra=about(self.key))
         return faults
 
-    async def _dry(self, key: Key, uid: str, wanted: Object, live: dict[Ref, Object]) -> ApplyError | None:
+    async def _dry(self, wanted: Object) -> ApplyError | None:
         ref = ref_of(wanted)
         kind = BY_NAME[ref.kind]
         try:
-            there = live.get(ref)
+            there = self.live.get(ref)
             if there is None:
-                there = await self._api.get(kind, key[0], ref.name)
-                if there is not None and not is_ours(ref, there, key[1], uid):
+                there = await self.api.get(kind, self.key[0], ref.name)
+                if there is not None and not self._is_ours(ref, there):
                     return None  # the conflict is found, and said, where it is applied
-            await self._api.apply(kind, _addressed(wanted, there), dry_run=True)
+            await self.api.apply(kind, _addressed(wanted, there), dry_run=True)
         except ApiError as error:
-            return await apply_error_of(self._api, ref, error)
+            return await apply_error_of(self.api, ref, error)
         return None
 
 

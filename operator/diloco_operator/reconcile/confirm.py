@@ -37,9 +37,13 @@ async def keep_confirmed(api: Api, cache: Cache, key: Key, seen: Observed, calls
 
 
 async def _still_holds(api: Api, cache: Cache, key: Key, call: Call, same: bool) -> bool:
-    if call.method == ControlMethod.ANNOUNCE:
+    if call.ended is None:
         return same
-    return call.ended is None or await _has_ended(api, cache, key, *call.ended)
+    name, process = call.ended
+    pod = await api.get(POD, key[0], name)
+    if pod is not None:
+        cache.put(POD, pod)
+    return process_has_ended(pod, process)
 
 
 async def _is_same_job(api: Api, cache: Cache, key: Key, seen: Observed) -> bool:
@@ -50,13 +54,6 @@ async def _is_same_job(api: Api, cache: Cache, key: Key, seen: Observed) -> bool
     cache.put(JOB, job)
     before, now = seen.job["metadata"], job["metadata"]
     return all(before.get(name) == now.get(name) for name in ("uid", "generation", "deletionTimestamp"))
-
-
-async def _has_ended(api: Api, cache: Cache, key: Key, name: str, process: str) -> bool:
-    pod = await api.get(POD, key[0], name)
-    if pod is not None:
-        cache.put(POD, pod)
-    return process_has_ended(pod, process)
 
 
 async def read_anew(api: Api, cache: Cache, key: Key, seen: Observed) -> None:

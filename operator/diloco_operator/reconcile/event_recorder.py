@@ -21,7 +21,7 @@ from diloco_operator.kube.kinds import EVENT, JOB
 from diloco_operator.logs import about
 from diloco_operator.model import EventWanted, Key, Object
 from diloco_operator.names import MANAGER
-from diloco_operator.plan.pod_status import shortened
+from diloco_protocol.common.program_errors import shorten
 from diloco_protocol.vocabulary import DOMAIN
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class EventRecorder:
             },
             "type": event.type,
             "reason": event.reason,
-            "message": shortened(event.message, MAX_NOTE),
+            "message": shorten(event.message, MAX_NOTE),
             "source": {"component": MANAGER},
             "reportingComponent": f"{DOMAIN}/{MANAGER}",
             "reportingInstance": self._instance[:128],

@@ -116,7 +116,6 @@ class Reconciler:
     plan_job: PlanFunction = planning.plan_job
 
     def __post_init__(self) -> None:
-        self._applier = Applier(self.api, self.cache)
         self._event_reader = EventReader(self.api)
         self._records: dict[Key, Record] = {}
 
@@ -173,8 +172,7 @@ class Reconciler:
         missing = any(ref_of(manifest) not in seen.objects for manifest in plan.apply)
         if missing and not await self._still_there(key, uid):
             return AT_ONCE_SECONDS
-        record.status.planned(plan.status)
-        self._count(record, plan.status)
+        self._remember_status(record, plan.status)
         done = await self._carry_out(key, record, seen, plan, target=target)
         apply_errors = tuple(done.apply_errors)
         root = self.keys.key
@@ -232,17 +230,15 @@ class Reconciler:
             may_make = await self._trying(done, job_ref, self._finalizer(key, seen.job, True))
         if may_make:
             await self._make_secrets(key, record, seen, plan, apply_errors=done.apply_errors)
-            applied = await self._applier.apply(key, record.uid, plan.apply, seen.objects, record.applied)
-            done.apply_errors += applied.values()
-            done.apply_errors += await self._applier.find_faults(
-                key, record.uid, plan.tries, seen.objects, record.applied
-            )
+            applier = Applier(self.api, self.cache, key, record.uid, live=seen.objects, memory=record.applied)
+            done.apply_errors += (await applier.apply(plan.apply)).values()
+            done.apply_errors += await applier.find_faults(plan.tries)
         if target is not None and self.keys.key is not None:
             calling = self._call(key, target[1], self.keys.key.control_key(record.uid), seen, calls=plan.calls)
             await self._trying(done, job_ref, calling)
         for delete in plan.deletes:
             await self._trying(done, delete.ref, self._delete(key, delete))
-        writing = write_status(self.api, self.cache, key, record.uid, written=record.status)
+        writing = write_status(self.api, self.cache, key, record.uid, wanted=plan.status, written=record.status)
         await self._trying(done, job_ref, writing)
         await self.events.record(key, seen.job, record.events, seen.now)
         if plan.delete_job:
@@ -336,9 +332,10 @@ class Reconciler:
         uids |= {Ref(POD.name, pod["metadata"]["name"]): str(pod["metadata"]["uid"]) for pod in seen.pods}
         return await self._event_reader.about(key[0], key[1], waits, uids, seen.now)
 
-    def _count(self, record: Record, status: dict[str, Any] | None) -> None:
+    def _remember_status(self, record: Record, status: dict[str, Any] | None) -> None:
         if status is None:
             return
+        record.status.unwritten = status
         record.phase = str(status.get("phase") or "")
         total = int((status.get("replacements") or {}).get("total") or 0)
         if record.replacements is not None and total > record.replacements:

@@ -32,14 +32,7 @@ class Written:
     """What is remembered of one job's status."""
 
     at: float = -1e9  # monotonic, of the last write
-    wanted: dict[str, Any] | None = None
     unwritten: dict[str, Any] | None = None  # planned, and not in the API server yet
-
-    def planned(self, status: dict[str, Any] | None) -> None:
-        """The plan's status; None: it leaves it as it is."""
-        self.wanted = status
-        if status is not None:
-            self.unwritten = status
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,13 +53,15 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     return patch
 
 
-async def write_status(api: Api, cache: Cache, key: Key, uid: str, written: Written) -> None:
-    """Write ``written.wanted`` if there is reason to. Raises ApiError."""
-    if written.wanted is None:
+async def write_status(
+    api: Api, cache: Cache, key: Key, uid: str, wanted: dict[str, Any] | None, written: Written
+) -> None:
+    """Write the status that is wanted (None: it stays as it is) if there is reason to. Raises ApiError."""
+    if wanted is None:
         return
     job = cache.get(JOB, *key)
     for left in reversed(range(TRIES)):
-        patch = _patch(job, written) if job is not None and job["metadata"]["uid"] == uid else None
+        patch = _patch(job, wanted, written.at) if job is not None and job["metadata"]["uid"] == uid else None
         if patch is None:
             break
         try:
@@ -84,16 +79,15 @@ async def write_status(api: Api, cache: Cache, key: Key, uid: str, written: Writ
     written.unwritten = None
 
 
-def _patch(job: Object, written: Written) -> Object | None:
+def _patch(job: Object, wanted: Mapping[str, Any], written_at: float) -> Object | None:
     """The patch; None: there is nothing to write now."""
-    wanted = written.wanted or {}
     there = job.get("status") or {}
     patch = merge_patch(there, wanted)
     if not patch:
         return None
     # Of what is written alone: what is empty in two ways, as a report that is over, is no difference for ever.
     before, now = {key: there.get(key) for key in patch}, {key: wanted.get(key) for key in patch}
-    if not differs_beyond_progress(before, now) and time.monotonic() - written.at < PROGRESS_SECONDS:
+    if not differs_beyond_progress(before, now) and time.monotonic() - written_at < PROGRESS_SECONDS:
         return None
     meta = job["metadata"]
     return {"metadata": {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]}, "status": patch}

@@ -59,7 +59,7 @@ NOT_ASKED = "this pod has not been asked yet"
 class _Kept(Generic[D]):
     """An answer, small."""
 
-    __slots__ = ("_answer", "_small", "pod")
+    __slots__ = ("_small", "answer", "pod")
 
     def __init__(self, pod: str, answer: ProgramAnswer[D]) -> None:
         self.pod = pod  # UID
@@ -67,17 +67,13 @@ class _Kept(Generic[D]):
         self._small: tuple[type[D], bytes] | None = None
         if document is not None:
             self._small = type(document), zlib.compress(document.model_dump_json().encode(), 1)
-        self._answer = replace(answer, document=None)
-
-    @property
-    def failing_since(self) -> float | None:
-        return self._answer.failing_since
+        self.answer = replace(answer, document=None)  # all but its document
 
     def load(self) -> ProgramAnswer[D]:
         if self._small is None:
-            return self._answer
+            return self.answer
         model, blob = self._small
-        return replace(self._answer, document=model.model_validate_json(zlib.decompress(blob)))
+        return replace(self.answer, document=model.model_validate_json(zlib.decompress(blob)))
 
 
 class _NotLeading(Exception):
@@ -97,7 +93,6 @@ class _Job:
     learner_targets: dict[str, tuple[str, str]] = field(default_factory=dict)
     report: Report | None = None
     report_wanted: bool = True
-    phase: str = ""
 
 
 @dataclass
@@ -173,13 +168,12 @@ class SyncerPoller:
         }
         return syncer, learners, job.report
 
-    async def call(self, key: Key, syncer_ip: str, control_key: bytes, calls: Iterable[Call]) -> int:
-        """Control calls, one after another; how many came through. What did not is logged; after a first one
-        that nobody answers the rest is left for another turn."""
-        done = 0
+    async def call(self, key: Key, syncer_ip: str, control_key: bytes, calls: Iterable[Call]) -> None:
+        """Control calls, one after another. What does not come through is logged; after a first one that nobody
+        answers the rest is left for another turn."""
         for call in calls:
             try:
-                await self._control(key[0], syncer_ip, control_key, call.method, body=call.body, may_be_sent=self.leads)
+                await self._control(key[0], syncer_ip, control_key, call.method, body=call.body, changes=True)
             except _NotLeading:
                 break
             except ControlError as error:
@@ -187,9 +181,7 @@ class SyncerPoller:
                 if error.kind == "unreachable":
                     break
             else:
-                done += 1
                 log.debug("told the syncer: %s %s", call.method, _words(call.body), extra=about(key))
-        return done
 
     async def close(self) -> None:
         """Stop asking."""
@@ -241,13 +233,11 @@ class SyncerPoller:
             document = read_document(StatusDocument, answer)
         except (ControlError, DocumentError) as failed:
             error = str(failed)[:500]
-        since: float | None = None
-        if document is None:
-            before = job.syncer.failing_since if job.syncer is not None else None
-            since = before if before is not None else time.monotonic()
-            if before is None:
-                log.info("the syncer does not answer: %s", error, extra=about(key))
-        elif job.syncer is not None and job.syncer.failing_since is not None:
+        before = job.syncer.answer.failing_since if job.syncer is not None else None
+        since = None if document is not None else time.monotonic() if before is None else before
+        if since is not None and before is None:
+            log.info("the syncer does not answer: %s", error, extra=about(key))
+        elif since is None and before is not None:
             log.info("the syncer answers again", extra=about(key))
         job.syncer = _Kept(pod, ProgramAnswer(document, error, asked_at, since))
         if document is None:
@@ -263,18 +253,13 @@ class SyncerPoller:
                 log.info("the report cannot be read yet: %s", failed, extra=about(key))
 
     async def _control(
-        self,
-        namespace: str,
-        ip: str,
-        key: bytes,
-        method: str,
-        body: dict[str, Any],
-        may_be_sent: Callable[[], bool] = lambda: True,
+        self, namespace: str, ip: str, key: bytes, method: str, body: dict[str, Any], changes: bool = False
     ) -> dict[str, Any]:
+        """``changes``: only the leader may make this call."""
         client = ControlClient(join_address(ip, CONTROL_PORT), key, MAX_STATUS)
         outcome = "failed"
         async with self._places(namespace), self._free:
-            if not may_be_sent():  # asked here, since it may have waited for a place
+            if changes and not self.leads():  # asked here, since it may have waited for a place
                 raise _NotLeading
             began = time.monotonic()
             try:
@@ -303,12 +288,9 @@ class SyncerPoller:
                 outcome, error = "unreachable", f"{type(failed).__name__}: {failed}"[:300]
             self.metrics.syncer_calls.labels("learner-status", outcome).inc()
             self.metrics.syncer_seconds.observe(time.monotonic() - began)
-        since: float | None = None
-        if document is None:
-            before = job.learners.get(name)
-            same = before is not None and before.pod == pod
-            since = before.failing_since if before is not None and same else None
-            since = since if since is not None else time.monotonic()
+        kept = job.learners.get(name)
+        before = kept.answer.failing_since if kept is not None and kept.pod == pod else None
+        since = None if document is not None else time.monotonic() if before is None else before
         job.learners[name] = _Kept(pod, ProgramAnswer(document, error, asked_at, since))
 
 

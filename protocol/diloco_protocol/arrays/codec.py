@@ -65,30 +65,21 @@ def encoded_bytes(encoding: str, elements: int) -> int:
     return 2 * _blocks(elements) + -(-elements // per_byte)
 
 
-def encode(values: Float32s, encoding: str, out: Bytes | None = None, *, threads: int = 1) -> Bytes:
-    """Encode a contiguous float32 vector; returns uint8[encoded_bytes(encoding, n)].
-
-    ``out``: written and returned instead of a new array. Raises CodecError.
-    """
+def encode(values: Float32s, encoding: str, *, threads: int = 1) -> Bytes:
+    """Encode a contiguous float32 vector; returns uint8[encoded_bytes(encoding, n)]. Raises CodecError."""
     _check_vector(values, "values", np.float32)
     n = values.size
-    size = encoded_bytes(encoding, n)
-    if out is None:
-        out = np.empty(size, np.uint8)
-    _check_vector(out, "out", np.uint8, size, writable=True)
+    out = np.empty(encoded_bytes(encoding, n), np.uint8)
     if encoding == "float32":
         out[:] = values.view(np.uint8)
         return out
     if encoding == "bfloat16":
-        target = _aligned(out.view(np.uint16))
-        kernels.run(codec_kernels.encode_bfloat16, n, threads, values.view(np.uint32), target, align=BLOCK)
-        _give_back(target, out)
+        halves = out.view(np.uint16)
+        kernels.run(codec_kernels.encode_bfloat16, n, threads, values.view(np.uint32), halves, align=BLOCK)
         return out
     count = _blocks(n)
-    scales = _aligned(out[: 2 * count].view(np.uint16))
-    packed = out[2 * count :]
+    scales, packed = out[: 2 * count].view(np.uint16), out[2 * count :]
     kernels.run(codec_kernels.ENCODERS[encoding], count, threads, values, values.view(np.uint32), scales, packed)
-    _give_back(scales, out[: 2 * count])
     return out
 
 
@@ -226,11 +217,6 @@ def _blocks(elements: int) -> int:
 def _aligned(halves: UInt16s) -> UInt16s:
     """Kernels want aligned arrays, and a slice of a received buffer may begin anywhere."""
     return halves if halves.flags.aligned else halves.copy()
-
-
-def _give_back(halves: UInt16s, out: Bytes) -> None:
-    if not np.may_share_memory(halves, out):
-        out[:] = halves.view(np.uint8)
 
 
 def _check_vector(

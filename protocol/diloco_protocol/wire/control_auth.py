@@ -108,9 +108,6 @@ class NonceCache:
             raise CallRefused("too many control calls in the last two minutes; try again later")
         self._seen[nonce] = now_ms + 2 * WINDOW_MS
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
 
 def verify_call(key: bytes, call: sync_pb2.SignedCall, nonces: NonceCache, now_ms: int | None = None) -> None:
     """Return if the call is believed, raise ``CallRefused`` otherwise.

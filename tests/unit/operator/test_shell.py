@@ -102,21 +102,18 @@ def job_with(status: dict[str, Any]) -> Object:
 def test_progress_waits_and_everything_else_does_not() -> None:
     there = {"phase": "Running", "progress": {"tokens": 1}, "syncer": {"epoch": 1, "step": 5}}
     moved = {"phase": "Running", "progress": {"tokens": 2}, "syncer": {"epoch": 1, "step": 9}}
-    lately = status_writer.Written(at=time.monotonic(), wanted=moved)
-    assert status_writer._patch(job_with(there), lately) is None
-    long_ago = status_writer.Written(at=time.monotonic() - status_writer.PROGRESS_SECONDS - 1, wanted=moved)
-    assert status_writer._patch(job_with(there), long_ago) == {
+    lately = time.monotonic()
+    assert status_writer._patch(job_with(there), moved, lately) is None
+    assert status_writer._patch(job_with(there), moved, lately - status_writer.PROGRESS_SECONDS - 1) == {
         "metadata": {"resourceVersion": "7", "uid": "u"},
         "status": {"progress": {"tokens": 2}, "syncer": {"step": 9}},
     }
-    restarted = status_writer.Written(at=time.monotonic(), wanted={**moved, "syncer": {"epoch": 2, "step": 9}})
-    assert status_writer._patch(job_with(there), restarted) is not None
-    same = status_writer.Written(wanted=there)
-    assert status_writer._patch(job_with(there), same) is None
-    resumed = status_writer.Written(at=time.monotonic(), wanted=moved)
-    assert status_writer._patch(job_with({**there, "drain": "Saved"}), resumed) is not None
-    continued = status_writer.Written(at=time.monotonic(), wanted={**moved, "report": {}})
-    assert status_writer._patch(job_with({**there, "report": {"message": ""}}), continued) is None
+    restarted = {**moved, "syncer": {"epoch": 2, "step": 9}}
+    assert status_writer._patch(job_with(there), restarted, lately) is not None
+    assert status_writer._patch(job_with(there), there, -1e9) is None
+    assert status_writer._patch(job_with({**there, "drain": "Saved"}), moved, lately) is not None
+    continued = {**moved, "report": {}}
+    assert status_writer._patch(job_with({**there, "report": {"message": ""}}), continued, lately) is None
 
 
 # ------------------------------------------------------------------ refusals

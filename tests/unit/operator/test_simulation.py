@@ -537,12 +537,13 @@ def trust_the_lease_for_too_long(patch: Patch) -> None:
 def render_when_the_generation_changes(patch: Patch) -> None:
     """Objects are rendered by this release's templates, with the images that the job has, whenever it is edited."""
 
-    def render(view: View, ref: Any, before: Any, origin: Any) -> Any:
-        if before is not None and before[0] == view.job.generation:
-            return before[1], origin
+    def render(view: View, ref: Any, before: Any) -> Any:
+        if before is not None and before.generation == view.job.generation:
+            return before
         now = manifests.origin_of(view.job, view.here, ref, view.settings.release)
         release = desired.job_release(view)
-        return manifests.render_pod_holder(view.job, view.here, ref, release, settings=view.settings), now
+        spec = manifests.render_pod_holder(view.job, view.here, ref, release, settings=view.settings)
+        return manifests.Rendering(view.job.generation, spec, now)
 
     patch.setattr(desired, "_render", render)
 

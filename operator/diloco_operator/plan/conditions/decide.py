@@ -13,12 +13,13 @@ from diloco_operator.plan import durability, lifecycle, refusals
 from diloco_operator.plan.conditions import hub_conditions, region_conditions
 from diloco_operator.plan.conditions.condition_set import ConditionSet
 from diloco_operator.plan.lifecycle import STAGE_WORDS, LifecycleDecision
-from diloco_operator.plan.pod_status import OUT_OF_MEMORY, Pod, merge_equal, newest_message, shortened
+from diloco_operator.plan.pod_status import OUT_OF_MEMORY, Pod, merge_equal, newest_message
 from diloco_operator.plan.pods.memory_need import memory_need_text
 from diloco_operator.plan.pods.node_loss import NodeLosses
 from diloco_operator.plan.pods.rollout import Rollout
 from diloco_operator.plan.regions import RegionReport, explain_not_made, is_lost
 from diloco_operator.plan.view import ANSWER_PATIENCE, View
+from diloco_protocol.common.program_errors import shorten
 from diloco_protocol.common.quantities import parse_quantity
 from diloco_protocol.resources import even_sizes, find_shortages
 from diloco_protocol.vocabulary import CONTROL_PORT, FINISHING_PHASES, JOB_REFUSED_REASONS, JobPhase, SyncerExit
@@ -178,7 +179,7 @@ def _explain_unfit(view: View, pod: Pod) -> str:
 
 def _decide_answering(view: View, pod: Pod, out: ConditionSet) -> None:
     asked, document = view.observed.syncer, view.document
-    error = shortened(asked.error) if asked is not None else "it could not be asked"
+    error = shorten(asked.error) if asked is not None else "it could not be asked"
     if document is not None and document.store_problem:
         problem = f"{document.store_problem[0].upper()}{document.store_problem[1:]}"
         out.set("SyncerReady", False, "StoreProblem", view.steady("SyncerReady", f"{problem}.{_volume_cure(view)}"))
@@ -229,7 +230,7 @@ def _describe_claim(view: View, pod: Pod) -> str:
     if live is None or (live.get("status") or {}).get("phase") != "Pending":
         return ""
     message = newest_message(view.observed.cluster_events, ref)
-    why = f": {shortened(message)}" if message else ""
+    why = f": {shorten(message)}" if message else ""
     return f" (claim {ref.name} is not bound{why}; syncer.storage names its class and size)"
 
 
@@ -260,7 +261,7 @@ def _decide_quorum_met(view: View, found: TurnFindings, out: ConditionSet) -> No
         out.set("QuorumMet", True, "Met", f"{_learners_are(active)} active, a merge needs {required}.")
     elif view.job_phase == JobPhase.WAITING:
         message = f"{_learners_are(active)} active; training starts, or continues, with {required} (sync.quorum)."
-        said = f" The syncer: {shortened(view.document.message, 1000)}." if view.document.message else ""
+        said = f" The syncer: {shorten(view.document.message, 1000)}." if view.document.message else ""
         out.set("QuorumMet", False, "Gathering", message + said)
     elif view.job_phase in FINISHING_PHASES:
         message = f"The stop is reached; {_learners_are(active)} active, and each offers its last work and leaves."
@@ -288,7 +289,7 @@ def describe_apply_errors(apply_errors: Sequence[ApplyError]) -> list[str]:
     """Failed writes in sentences with their fixes, equal ones in one."""
     said: dict[Failure, list[tuple[str, str]]] = {}
     for error in _sorted(apply_errors):
-        message = shortened(error.message, 1000).rstrip(".")
+        message = shorten(error.message, 1000).rstrip(".")
         said.setdefault(error.reason, []).append((f"{error.ref.kind} {error.ref.name}".rstrip(), message))
     # Each name that is taken has a cure of its own.
     merged = {

@@ -18,8 +18,9 @@ from diloco_operator.model import Fact
 from diloco_operator.objects.manifests import sync_address
 from diloco_operator.plan import refusals
 from diloco_operator.plan.conditions.condition_set import ConditionSet
-from diloco_operator.plan.pod_status import list_names, shortened
+from diloco_operator.plan.pod_status import list_names
 from diloco_operator.plan.view import View
+from diloco_protocol.common.program_errors import shorten
 from diloco_protocol.spec.job import SyncerSettings
 from diloco_protocol.vocabulary import JobPhase, JoinRefusal
 
@@ -34,7 +35,7 @@ def decide_region_conditions(view: View, stage: tuple[str, str] | None, out: Con
     refused = _find_refusals(view)
     _decide_hub_reachable(view, stage, refused, out)
     drifted = sorted(message for word, message in refused if word == JoinRefusal.SPEC_DRIFT)
-    said = shortened("; ".join(drifted), 1000).rstrip(".")
+    said = shorten("; ".join(drifted), 1000).rstrip(".")
     message = f"{said}. {refusals.cure_of_refusal(view.job, JoinRefusal.SPEC_DRIFT)}" if drifted else ""
     out.set_fault("SpecDrift", "FieldsDiffer", message, over="SameJob")
     _decide_settings_differ(view, out)
@@ -59,7 +60,7 @@ def _decide_hub_reachable(
         out.set("HubReachable", True, "Connected", f"Learners here are connected to {address}.")
     elif refused:
         word, said = min(refused, key=lambda one: (refusals.refusal_rank(one[0]), one))
-        message = f"{address}: {shortened(said).rstrip('.')}. {refusals.cure_of_refusal(view.job, word)}"
+        message = f"{address}: {shorten(said).rstrip('.')}. {refusals.cure_of_refusal(view.job, word)}"
         out.set("HubReachable", False, refusals.condition_reason(word), message.strip())
     elif hub_has_drained(view):
         out.set(
@@ -71,7 +72,7 @@ def _decide_hub_reachable(
         )
     elif tried := [page for page in view.pages if page.tried]:
         said = min((page.message for page in tried if page.message), default="")
-        message = f"{address}: {shortened(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
+        message = f"{address}: {shorten(said or 'no learner is connected').rstrip('.')}. {refusals.UNREACHED}"
         out.set("HubReachable", False, refusals.condition_reason(""), message)
     elif view.pages:
         out.set("HubReachable", "Unknown", "Preparing", "Learners here are loading data and model; then they connect.")

@@ -54,8 +54,10 @@ def handle_lost_nodes(view: View) -> NodeLosses:
     memory.force_deletions = [t for t in memory.force_deletions if view.clock - t < WINDOW_SECONDS]
     for pod in view.pods:
         if pod.node and not pod.over:
-            _handle_pod(view, pod, out)
-            if not _is_told(view, pod, in_status) and out.reasons.pop(pod.name, None) is not None:
+            said = _handle_pod(view, pod, out)
+            if said and _is_told(view, pod, in_status):
+                out.reasons[pod.name] = said
+            elif said:
                 out.wake_in = min(out.wake_in, TOLD_AFTER_SECONDS - view.seconds(Fact.NODE_LOST, pod.node))
     for fact in (Fact.NODE_MISSING, Fact.NODE_LOST):
         memory.timers.keep(fact, {pod.node for pod in view.pods})
@@ -95,7 +97,8 @@ def _status_text(view: View) -> str:
     return " ".join(causes + [str(row.get("message", "")) for row in view.job.status.get("conditions") or []])
 
 
-def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
+def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> str:
+    """What status says of the pod for its node; empty: nothing."""
     policy = view.job.spec.node_loss
     lost = node_lost_since(view, pod.node)
     seen = view.observe(Fact.NODE_LOST, pod.node, holds=lost is not None)
@@ -104,50 +107,37 @@ def _handle_pod(view: View, pod: Pod, out: NodeLosses) -> None:
         "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute)"
     )
     if lost is None:
-        if view.observed.nodes is None and view.stuck(pod):
-            out.reasons[pod.name] = (
-                f"it should have ended, but its node {pod.node} has not reported that; this operator may not "
-                "read nodes, so it cannot tell whether the node is lost"
-            )
-        return
+        if view.observed.nodes is not None or not view.stuck(pod):
+            return ""
+        return (
+            f"it should have ended, but its node {pod.node} has not reported that; this operator may not "
+            "read nodes, so it cannot tell whether the node is lost"
+        )
     said = f"{_lost_words(pod.node)}{rfc3339(lost)}"
     if policy.policy == "Wait":
-        out.reasons[pod.name] = f"{said}, and nodeLoss.policy is Wait: {cures}, or set ForceDelete"
-        return
-    if not pod.terminating:
-        out.reasons[pod.name] = said
-        return
-    assert pod.leaves_at is not None
+        return f"{said}, and nodeLoss.policy is Wait: {cures}, or set ForceDelete"
+    if pod.leaves_at is None:
+        return said
     waits = max(pod.leaves_at - view.now, policy.after_seconds - seen)
-    may_move = pod.role == "syncer" or not (volume := _own_volume(view, pod))
     if waits > 0:
-        out.reasons[pod.name] = f"{said}; it is force-deleted at {rfc3339(math.ceil(view.now + waits))}"
         out.wake_in = min(out.wake_in, waits)
-    elif not may_move:
-        out.reasons[pod.name] = (
-            f"{said}; it is not force-deleted, because only one node may write its volume {volume}: {cures}"
-        )
-    elif len(view.memory.force_deletions) >= BUDGET:
-        out.reasons[pod.name] = (
+        return f"{said}; it is force-deleted at {rfc3339(math.ceil(view.now + waits))}"
+    if pod.role != "syncer" and (volume := _own_volume(view, pod)):
+        return f"{said}; it is not force-deleted, because only one node may write its volume {volume}: {cures}"
+    if len(view.memory.force_deletions) >= BUDGET:
+        out.wake_in = min(out.wake_in, view.memory.force_deletions[0] + WINDOW_SECONDS - view.clock)
+        return (
             f"{said}; {BUDGET} pods were force-deleted within {WINDOW_SECONDS / 60:.0f} minutes, which is the "
             f"limit, so this one waits: {cures}"
         )
-        out.wake_in = min(out.wake_in, view.memory.force_deletions[0] + WINDOW_SECONDS - view.clock)
-    elif not view.may_act():
-        out.reasons[pod.name] = said
-    else:
+    if view.may_act():
         view.memory.force_deletions.append(view.clock)
         view.memory.own_deletions.add(pod.uid)
         why = f"{said} (nodeLoss.policy ForceDelete)"
         out.deletes.append(Delete(Ref("Pod", pod.name), pod.uid, why, force=True))
-        out.events.append(
-            EventWanted(
-                "Warning",
-                "PodForceDeleted",
-                f"Pod {pod.name} is force-deleted: {said}. Its successor may start elsewhere.",
-            )
-        )
-        out.reasons[pod.name] = said
+        told = f"Pod {pod.name} is force-deleted: {said}. Its successor may start elsewhere."
+        out.events.append(EventWanted("Warning", "PodForceDeleted", told))
+    return said
 
 
 def _own_volume(view: View, pod: Pod) -> str:

@@ -72,32 +72,31 @@ def advance_rollout(view: View) -> Rollout:
         said = f"a changed template is rolled out, {len(total) - len(old)} of {len(total)} learners have it"
         if stopped:
             out.stopped[region.name] = stopped
-        if waits or not old:
-            out.regions[region.name] = f"{said}; {waits}" if waits else said
-            continue
         there = [pod for pod in old if all(node_lost_since(view, one.node) is None for one in view.members(pod))]
-        if not there:
-            out.regions[region.name] = f"{said}; the others' nodes are lost"
-            continue
-        pod = _choose_next(view, there)
-        healthy = _may_be_in_quorum(view, pod)
-        if healthy and budget <= 0:
-            out.regions[region.name] = f"{said}; {_explain_no_budget(view)}"
-            continue
-        if not view.may_act():
-            out.regions[region.name] = said
-            continue
-        budget -= 1 if healthy else 0
-        suffix = ""
-        if healthy and _all_are_needed(view):
-            suffix = f"; every learner is needed (sync.quorum is {view.required}), so the job holds until it is back"
-        out.regions[region.name] = f"{said}; {pod.name} is restarted now{suffix}"
-        view.memory.successors.setdefault(pod.name, AwaitedSuccessor(view.now, ""))
-        restarted.add((region.name, pod.ordinal))
-        out.deletes += delete_learner(view, pod, "its template has changed")
-        out.events.append(
-            EventWanted("Normal", "RollingOut", f"Learner {pod.name} is restarted with a changed template{suffix}.")
-        )
+        pod = _choose_next(view, there) if there else None
+        healthy = pod is not None and _may_be_in_quorum(view, pod)
+        if waits or not old:
+            why = waits
+        elif pod is None:
+            why = "the others' nodes are lost"
+        elif healthy and budget <= 0:
+            why = _explain_no_budget(view)
+        elif not view.may_act():
+            why = ""
+        else:
+            budget -= healthy
+            suffix = ""
+            if healthy and _all_are_needed(view):
+                suffix = (
+                    f"; every learner is needed (sync.quorum is {view.required}), so the job holds until it is back"
+                )
+            why = f"{pod.name} is restarted now{suffix}"
+            view.memory.successors.setdefault(pod.name, AwaitedSuccessor(view.now, ""))
+            restarted.add((region.name, pod.ordinal))
+            out.deletes += delete_learner(view, pod, "its template has changed")
+            told = f"Learner {pod.name} is restarted with a changed template{suffix}."
+            out.events.append(EventWanted("Normal", "RollingOut", told))
+        out.regions[region.name] = f"{said}; {why}" if why else said
     return out
 
 
@@ -110,8 +109,8 @@ def _outdated_pods(view: View, region: str) -> list[Pod]:
     wanted = view.wanted(region)
     return [
         pod
-        for pod in view.learners_of(region)
-        if pod.alive and 0 <= pod.ordinal < wanted
+        for pod in view.learners.values()
+        if pod.region == region and pod.alive and 0 <= pod.ordinal < wanted
         if any(one.alive and one.revision and one.revision != newest for one in view.members(pod))
     ]
 
@@ -145,7 +144,7 @@ def _revision(view: View, region: str) -> str:
     """The revision of the region's StatefulSet for the job's present generation; empty: not known yet."""
     live = view.live(names.stateful_set(view.job.name, region))
     found = stored_rendering(live)
-    if live is None or found is None or found[0] != view.job.generation:
+    if live is None or found is None or found.generation != view.job.generation:
         return ""
     status = live.get("status") or {}
     if int(status.get("observedGeneration") or 0) < int(live["metadata"].get("generation") or 0):

@@ -37,7 +37,8 @@ def find_broken_by_silence(view: View) -> dict[str, Pod]:
     Changes the view's memory.
     """
     memory = view.memory
-    memory.silent_places -= {pod.name for pod in view.learners.values() if _is_back(view, pod)}
+    there = [pod for pod in view.learners.values() if pod.uid not in memory.own_deletions]
+    memory.silent_places -= {pod.name for pod in there if view.taking_part(pod)}
     unheard = _time_silences(view)
     if not unheard or _counts_down(view):
         return {}
@@ -50,10 +51,10 @@ def find_broken_by_silence(view: View) -> dict[str, Pod]:
         silent = [place for place in places if unheard.get(place, 0.0) > patience]
         if not silent or memory.silent_places.intersection(places):
             continue
-        others = [view.learners.get(place) for place in places if place not in unheard]
-        there = [other for other in others if other is not None and not view.stuck(other)]
+        heard = [view.learners.get(place) for place in places if place not in unheard]
+        others = [other for other in heard if other is not None and not view.stuck(other)]
         pod = view.learners[silent[0]]
-        if all(view.taking_part(other) for other in there) and _others_are_heard(view, pod, there):
+        if all(view.taking_part(other) for other in others) and _others_are_heard(view, pod, others):
             found[region.name] = pod
     return found
 
@@ -67,11 +68,6 @@ def is_heard(view: View, pod: Pod) -> bool:
 def _slot_is_heard(view: View, slot: SlotRow) -> bool:
     seconds = slot.heard_seconds_ago
     return slot.held and (seconds is None or seconds <= view.job.spec.sync.heartbeat.timeout_seconds)
-
-
-def _is_back(view: View, pod: Pod) -> bool:
-    """Whether the pod is not one that was taken for its silence, and takes part."""
-    return pod.uid not in view.memory.own_deletions and view.taking_part(pod)
 
 
 def _time_silences(view: View) -> dict[str, float]:

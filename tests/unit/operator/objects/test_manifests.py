@@ -14,7 +14,7 @@ from diloco_operator import names
 from diloco_operator.job import Job, place_job, read_job
 from diloco_operator.model import PlanSettings, Ref
 from diloco_operator.objects import manifests, pods
-from diloco_operator.objects.manifests import Release
+from diloco_operator.objects.manifests import Release, Rendering
 from diloco_protocol.spec.load import job_from_json
 from diloco_protocol.vocabulary import LABEL_POD_INDEX
 from operator_world import job_object
@@ -38,7 +38,7 @@ def everything(given: Job, settings: PlanSettings = SETTINGS) -> dict[Ref, dict[
     found += [claim] if claim is not None and here.syncer else []
     for ref in manifests.pod_holders(given, here):
         spec = manifests.render_pod_holder(given, here, ref, RELEASE, settings=settings)
-        found.append(manifests.pod_holder_manifest(given, ref, spec, 1, origin=None, replicas=1))
+        found.append(manifests.pod_holder_manifest(given, ref, Rendering(1, spec), 1))
     return {Ref(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -613,10 +613,12 @@ def test_what_was_rendered_can_be_read_back() -> None:
     ref = names.stateful_set("job", "local")
     spec = manifests.render_pod_holder(given, place_job(given.spec, None), ref, RELEASE, settings=SETTINGS)
     origin = manifests.origin_of(given, place_job(given.spec, None), ref, "1")
-    manifest = manifests.pod_holder_manifest(given, ref, spec, 7, origin=origin, replicas=3)
-    assert manifests.stored_origin(manifest) == origin and manifests.stored_origin({"metadata": {}}) is None
-    assert manifests.stored_rendering(manifest) == (7, spec) and manifest["spec"]["replicas"] == 3
+    manifest = manifests.pod_holder_manifest(given, ref, Rendering(7, spec, origin), 3)
+    assert manifests.stored_rendering(manifest) == Rendering(7, spec, origin) and manifest["spec"]["replicas"] == 3
     assert "replicas" not in spec
+    for broken in ("", "[]", "{", '{"a": 1}'):
+        manifest["metadata"]["annotations"][names.ORIGIN] = broken
+        assert manifests.stored_rendering(manifest) == Rendering(7, spec, None)
     for broken in ("", "[]", "{", '{"a": 1}'):
         manifest["metadata"]["annotations"][names.RENDERED] = broken
         assert manifests.stored_rendering(manifest) is None

@@ -11,6 +11,7 @@ from diloco_operator.model import ClusterEvent
 from diloco_operator.plan import pod_status
 from diloco_operator.plan.pod_status import ContainerExit
 from diloco_protocol.common import logs
+from diloco_protocol.common.program_errors import MAX_ERROR_CHARS
 from diloco_protocol.vocabulary import ENDS_FOR_RESUME
 
 
@@ -275,7 +276,7 @@ def test_the_plain_facts() -> None:
 
 def test_the_last_line_is_one_short_line() -> None:
     assert pod_status.shorten_last_line("a\n\n  b  \n") == "b" and pod_status.shorten_last_line("\n") == ""
-    assert len(pod_status.shorten_last_line("x" * 5000)) == pod_status.MAX_MESSAGE_CHARS
+    assert len(pod_status.shorten_last_line("x" * 5000)) == MAX_ERROR_CHARS
 
 
 def test_last_words_of_a_json_log_are_its_message() -> None:

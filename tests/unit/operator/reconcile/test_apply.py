@@ -66,7 +66,7 @@ class Stubborn(ScriptedApi):
 
 def applied(api: Any, wanted: Object, memory: ApplyMemory, seen: Object | None) -> dict[Ref, Any]:
     there = {} if seen is None else {ref_of(wanted): seen}
-    return asyncio.run(Applier(api, Cache()).apply(KEY, UID, [wanted], there, memory))
+    return asyncio.run(Applier(api, Cache(), KEY, UID, live=there, memory=memory).apply([wanted]))
 
 
 @pytest.mark.promise("An object that does not belong to the job is never sent, whether or not the cache knows it")
@@ -159,11 +159,11 @@ def test_what_a_waiting_job_would_be_refused_is_found_and_nothing_is_made(
     """Over 800 s. What is in order is not asked again, a lasting fault rarely."""
     api, memory, seconds = Judging(status, message), ApplyMemory(), iter(range(0, 800, 20))
     monkeypatch.setattr(apply, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    applier: Any = Applier(api, Cache())  # type: ignore[arg-type]
+    applier: Any = Applier(api, Cache(), KEY, UID, live={}, memory=memory)  # type: ignore[arg-type]
     for _ in range(40):
-        faults = asyncio.run(applier.find_faults(KEY, UID, [stateful_set("1")], {}, memory))
+        faults = asyncio.run(applier.find_faults([stateful_set("1")]))
         assert [fault.reason for fault in faults] == told
-        assert asyncio.run(applier.find_faults(KEY, UID, [], {}, memory)) == ()
+        assert asyncio.run(applier.find_faults([])) == ()
     assert api.tries == tries and api.there is None
 
 
