@@ -47,7 +47,10 @@ def both_ways(encoding: str, values: np.ndarray, threads: int, rounds: int) -> l
     other = torch_encode(tensor, encoding)
     read = common.reading([values], threads)
     pairs = {
-        "encode": (lambda: codec.encode(values, encoding, threads=threads), lambda: torch_encode(tensor, encoding)),
+        "encode": (
+            lambda: codec.encode(values, encoding, encoded, threads=threads),
+            lambda: torch_encode(tensor, encoding),
+        ),
         "decode": (
             lambda: codec.decode(encoded, encoding, values.size, decoded, threads=threads),
             lambda: torch_decode(*other, encoding),

@@ -65,11 +65,17 @@ def encoded_bytes(encoding: str, elements: int) -> int:
     return 2 * _blocks(elements) + -(-elements // per_byte)
 
 
-def encode(values: Float32s, encoding: str, *, threads: int = 1) -> Bytes:
-    """Encode a contiguous float32 vector; returns uint8[encoded_bytes(encoding, n)]. Raises CodecError."""
+def encode(values: Float32s, encoding: str, out: Bytes | None = None, *, threads: int = 1) -> Bytes:
+    """Encode a contiguous float32 vector; returns uint8[encoded_bytes(encoding, n)].
+
+    ``out``: written and returned instead of a new array; its address is even. Raises CodecError.
+    """
     _check_vector(values, "values", np.float32)
     n = values.size
-    out = np.empty(encoded_bytes(encoding, n), np.uint8)
+    size = encoded_bytes(encoding, n)
+    if out is None:
+        out = np.empty(size, np.uint8)
+    _check_vector(out, "out", np.uint8, size, writable=True)
     if encoding == "float32":
         out[:] = values.view(np.uint8)
         return out

@@ -210,6 +210,9 @@ def test_any_kind_of_buffer_at_any_address(encoding: str, monkeypatch: pytest.Mo
     odd = memoryview(b"x" + data)[1:]
     for buffer in (data, bytearray(data), memoryview(data), odd, np.frombuffer(odd, np.uint8)):
         np.testing.assert_array_equal(codec.decode(buffer, encoding, 1000), expected)
+    target = np.zeros(encoded.size, np.uint8)
+    assert codec.encode(values, encoding, target) is target
+    np.testing.assert_array_equal(target, encoded)
     values.setflags(write=False)
     np.testing.assert_array_equal(codec.encode(values, encoding), encoded)
     out = np.empty(1000, np.float32)
@@ -224,7 +227,9 @@ def test_wrong_arguments_are_named() -> None:
         codec.encode(values.astype(np.float64), "int8")
     with pytest.raises(codec.CodecError, match="values: not contiguous"):
         codec.encode(normal(20)[::2], "int8")
-    with pytest.raises(codec.CodecError, match="out: 9 elements, and 10 are needed"):
+    with pytest.raises(codec.CodecError, match="out: 9 elements, and 12 are needed"):
+        codec.encode(values, "int8", np.empty(9, np.uint8))
+    with pytest.raises(codec.CodecError, match="out: 9 elements"):
         codec.decode(codec.encode(values, "int8"), "int8", 10, np.empty(9, np.float32))
     with pytest.raises(codec.CodecError, match="residual: 9 elements"):
         codec.encode_with_feedback(values, values[:9], "int8")
