@@ -22,6 +22,7 @@ from diloco_syncer.store.records import Array
 from diloco_syncer.store.restore import StoreUnusable
 from diloco_syncer.store.tape import TapeError
 from diloco_syncer.version_tags import Announced, VersionTags, content_digest
+from diloco_worker.core.leases import Leases
 from syncer_simulation.learners import Ids, Learner
 from syncer_simulation.shell_world import CONTROL_KEY, Life, ShellSetup, SyncerProcesses
 
@@ -105,7 +106,7 @@ class ShellWorld(SyncerProcesses):
                     self.announce(learner, p, ev.MergedPush())
         if seat is not None:
             if not (seat.continuing and learner.seat is not None):
-                learner.leases.clear()
+                learner.leases = Leases(self.setup.seed, max(1, self.setup.sequences))
             learner.leases.reconcile(seat.leases)
             if self.setup.peer_states and not seat.continuing and self.core.initialised:
                 self.at(0.2, lambda: self.want_state(connection))
