@@ -11,6 +11,7 @@ from collections import Counter
 from diloco_protocol.wire.records import Lease, Seat
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.books.leases import LeaseBook
+from diloco_worker.core.leases import Leases
 from syncer_simulation.core_world import World, settle
 from syncer_simulation.learners import Learner, Setup
 from syncer_simulation.oracle import Oracle
@@ -44,7 +45,7 @@ class LeaseWorld(World):
     def seated(self, learner: Learner, seat: Seat | None, merged: tuple[ev.MergedPush, ...]) -> None:
         if seat is not None:
             if not (seat.continuing and learner.seat is not None):
-                learner.leases.clear()
+                learner.leases = Leases(self.setup.seed, max(1, self.setup.sequences))
             self.oracle.take_seat(seat, learner.process)
             for lease in seat.leases:
                 self.check_holders(learner, lease)
