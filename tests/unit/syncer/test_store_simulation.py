@@ -51,7 +51,7 @@ def test_syncers_on_a_disk_that_forgets_lose_nothing() -> None:
 
 def test_a_succeeded_syncer_leaves_the_tape_of_a_volume_alone() -> None:
     """Its record was durable before its successor began, and its line would have come after."""
-    assert run_world(replace(DISK, doubles=0.5, seed=910122), DiskWorld)["doubles"]
+    assert run_world(replace(DISK, doubles=0.5, seed=3), DiskWorld)["doubles"]
 
 
 @pytest.mark.promise(
