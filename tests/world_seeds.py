@@ -39,14 +39,18 @@ RECORDED: dict[str, dict[str, range]] = {
         "SHARDED": range(12),
     },
     "workers": dict.fromkeys(
-        ("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING", "SCHEDULED", "DRAWN"), range(5)
+        (
+            *("LINKS", "RESTARTS", "GOING_BACK", "STANDING_BY", "LEAVING"),
+            *("SCHEDULED", "SHARDED", "SCHEDULED_SHARDS", "DRAWN"),
+        ),
+        range(5),
     ),
     "operator": {"FAULTS": range(12), "LIVES": range(12), "GROUPS": range(12), "SHARDED": range(12)},
 }
 NIGHTLY = {
     "operator": ("LIVES", "GROUPS", "SHARDED"),
     "shell": ("DISK", "FLIPPED", "BUCKET"),
-    "workers": ("SCHEDULED",),
+    "workers": ("SCHEDULED", "SCHEDULED_SHARDS"),
 }
 """Settings in which worlds still fail now and then, or of which few were run yet: only `make nightly` draws them, and a
 run that names them."""

@@ -254,6 +254,8 @@ class Tree:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)  # no session: a new one would have the priority of a foreground program
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, also where both are ignored
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             self._run_pytest([*words, "--hypothesis-profile=unshrunk", *tests], output)
         start, status = time.monotonic(), None
         try:

@@ -22,6 +22,7 @@ from diloco_protocol.wire import channels, sync_pb2
 from diloco_protocol.wire.bulk_calls import BulkCall, BulkConnection
 from diloco_protocol.wire.byte_stream import ByteStream, StreamBroken
 from diloco_protocol.wire.limits import WireError
+from diloco_syncer.server.bulk import BulkServer
 from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.store.base import HigherEpoch
 from diloco_syncer.store.checkpoint import RecordMadeMeanwhile
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from syncer_simulation.worker_world import WorkerWorld
 
 _EOF: Any = aio.EOF  # type: ignore[attr-defined]  # its stubs lack the name
+LONGER_THAN_HEADERS = 900  # bytes
 AHEAD = 2  # messages that a writer may have on their way
 ENDS_THE_PROCESS = (HigherEpoch, RecordMadeMeanwhile, TapeError, StoreUnusable, OSError)  # which is judged by that
 
@@ -152,6 +154,8 @@ class Context:
 
 class Call:
     """A call as its caller has it."""
+
+    shard = None  # sessions are the syncer's own
 
     def __init__(self, channel: Channel, method: str, timeout: float | None) -> None:
         self.channel, self.method, self.life = channel, method, channel.life
@@ -317,7 +321,7 @@ class VirtualStream(ByteStream):
             await self._outward.await_room()
             if self.closed or self._outward.cut:
                 raise StreamBroken("the connection broke")
-            self._outward.send(bytes(piece), len(piece))
+            self._outward.send(self._connection.carry(bytes(piece)), len(piece))
             note(len(piece))
 
     def has_ended(self) -> bool:
@@ -330,10 +334,10 @@ class VirtualStream(ByteStream):
 
 
 class VirtualConnection:
-    """A bulk connection of a process to the syncer that serves when it is made."""
+    """A bulk connection of a process to the syncer that serves when it is made, or to one of its shards."""
 
-    def __init__(self, process: WorkerProcess) -> None:
-        self.world, self.link = process.world, process.link
+    def __init__(self, process: WorkerProcess, shard: int | None) -> None:
+        self.world, self.link, self.shard = process.world, process.link, shard
         self.life = self.world.newest
         self._up, self._down = Pipe(self.world, self.link), Pipe(self.world, self.link)
         self.near = VirtualStream(self, self._up, self._down)
@@ -342,15 +346,16 @@ class VirtualConnection:
         self.world.at(self.world.random.uniform(0.0, self.link.seconds), self._begin)
 
     def _begin(self) -> None:
-        if self.life is None or not self.life.serving:
+        found = self.world.find_bulk_server(self)
+        if found is None:
             self.sever(0.0)
         elif not self._down.cut:
-            self.life.loop.create_task(self._serve())
+            loop, server = found
+            loop.create_task(self._serve(server))
 
-    async def _serve(self) -> None:
-        assert self.life is not None and self.life.syncer is not None
+    async def _serve(self, server: BulkServer) -> None:
         try:
-            await self.life.syncer.bulk.serve_calls(self._far, Peer())
+            await server.serve_calls(self._far, Peer())
         except (StreamBroken, WireError, *ENDS_THE_PROCESS):
             pass
         except Exception as error:
@@ -358,6 +363,14 @@ class VirtualConnection:
             raise
         finally:
             self._far.close()
+
+    def carry(self, piece: bytes) -> bytes:
+        """The bytes as they come: of a payload, which is longer than any header here, a bit may have turned."""
+        if len(piece) < LONGER_THAN_HEADERS or not self.world.chance(self.world.setup.flips):
+            return piece
+        self.world.seen["bits that turned"] += 1
+        place = self.world.random.randrange(len(piece))
+        return piece[:place] + bytes([piece[place] ^ 1 << self.world.random.randrange(8)]) + piece[place + 1 :]
 
     def close_end(self, stream: VirtualStream) -> None:
         """One side has closed: the other one reads what is on its way, and then that it is over."""
@@ -381,13 +394,13 @@ class VirtualConnection:
 class HeardConnection(BulkConnection):
     """The product's connection over a virtual one; the world hears of its calls, and breaks some."""
 
-    def __init__(self, process: WorkerProcess) -> None:
+    def __init__(self, process: WorkerProcess, shard: int | None) -> None:
         super().__init__(self._connect_virtually)
-        self.process, self.world = process, process.world
+        self.process, self.world, self._shard = process, process.world, shard
         self.virtual: VirtualConnection | None = None
 
     async def _connect_virtually(self) -> ByteStream:
-        self.virtual = VirtualConnection(self.process)
+        self.virtual = VirtualConnection(self.process, self._shard)
         return self.virtual.near
 
     async def begin(self, **what: Any) -> BulkCall:
@@ -407,10 +420,12 @@ class HeardUpload(BulkCall):
         self.process, self.world = connection.process, connection.world
         assert connection.virtual is not None
         self._virtual = connection.virtual
+        self._offset = header.offset
         self._answer_lost = self.world.hear_upload(self, header)
 
     async def write(self, part: memoryview, note: Callable[[int], None] = lambda count: None) -> None:
-        self.world.hear_bytes(self, part)
+        self.world.hear_bytes(self, self._offset, part)
+        self._offset += len(part)
         await super().write(part, note)
 
     async def read_reply(self) -> sync_pb2.BulkReply:

@@ -24,10 +24,10 @@ from diloco_syncer.server.tls.connection_limits import Peer
 from diloco_syncer.shards.messages import OfferSpooled, VersionMade, read_message, write_message
 from diloco_syncer.shards.shard import Shard
 from diloco_syncer.syncer import Syncer
-from syncer_simulation.calls import ENDS_THE_PROCESS
+from syncer_simulation.calls import ENDS_THE_PROCESS, VirtualConnection
 from syncer_simulation.processes import ProcessLoop
 from syncer_simulation.shell_sessions import ShellWorld
-from syncer_simulation.shell_world import CALM, Life, ShellSetup
+from syncer_simulation.shell_world import CALM, Life, ShellSetup, SyncerProcesses
 
 LATE = 0.05  # seconds that a message takes, at most
 
@@ -43,7 +43,7 @@ class ShardedSetup(ShellSetup):
 class Wire:
     """One direction between a syncer and a shard: messages come in order, each after a while, while both live."""
 
-    def __init__(self, world: ShardedWorld, loop: ProcessLoop, take: Callable[[Any], Any]) -> None:
+    def __init__(self, world: ShardProcesses, loop: ProcessLoop, take: Callable[[Any], Any]) -> None:
         self._world, self._loop, self._take = world, loop, take
         self._come: deque[bytes] = deque()
         self._newest = 0.0
@@ -75,11 +75,12 @@ class Wire:
 class VirtualShard:
     """The process of one shard, from its connection to the syncer on."""
 
-    def __init__(self, world: ShardedWorld, life: Life, syncer: Syncer, index: int) -> None:
+    def __init__(self, world: ShardProcesses, life: Life, syncer: Syncer, index: int) -> None:
         assert syncer.shards is not None
         coordinator = syncer.shards
         self._world, self.life, self.syncer, self.index = world, life, syncer, index
         self.loop = ProcessLoop(world.at, lambda: world.now)
+        self.connections: list[VirtualConnection] = []  # of learners
         world.loops.append(self.loop)
         self.up = Wire(world, life.loop, lambda message: coordinator.take_message(index, self.down, message))
         self.shard = Shard(
@@ -105,12 +106,14 @@ class VirtualShard:
     def kill(self) -> None:
         self.up.cut = self.down.cut = True
         self.loop.kill()
+        for connection in self.connections:
+            connection.sever(0.0)
 
 
 class WorldCallers:
     """Who moves bytes, as the world has it: of pushes alone."""
 
-    def __init__(self, world: ShardedWorld, life: Life) -> None:
+    def __init__(self, world: ShardProcesses, life: Life) -> None:
         self._world, self._life = world, life
 
     async def find_sender(self, header: sync_pb2.UploadHeader, peer: Peer, called: str) -> Caller:
@@ -120,7 +123,9 @@ class WorldCallers:
         raise CallerRefused(TransferRefusal.NOT_JOINED, "join first")
 
 
-class ShardedWorld(ShellWorld):
+class ShardProcesses(SyncerProcesses):
+    """Syncers of which each has shards."""
+
     setup: ShardedSetup
 
     def __init__(self, setup: ShardedSetup) -> None:
@@ -147,10 +152,7 @@ class ShardedWorld(ShellWorld):
         self.config = replace(self.config, shards=count)
 
     def begin_shards(self, life: Life, syncer: Syncer) -> None:
-        if syncer.shards is None:
-            return
-        syncer.shards.callers = WorldCallers(self, life)  # type: ignore[assignment]
-        for row in syncer.shards.shards:
+        for row in () if syncer.shards is None else syncer.shards.shards:
             self.begin_shard(life, syncer, row.index)
 
     def begin_shard(self, life: Life, syncer: Syncer, index: int) -> None:
@@ -211,6 +213,13 @@ class ShardedWorld(ShellWorld):
             loop.kill()
         else:
             self.failures.append(error)
+
+
+class ShardedWorld(ShardProcesses, ShellWorld):
+    def begin_shards(self, life: Life, syncer: Syncer) -> None:
+        if syncer.shards is not None:
+            syncer.shards.callers = WorldCallers(self, life)  # type: ignore[assignment]
+        super().begin_shards(life, syncer)
 
     # ------------------------------------------------------------ pushes
 

@@ -45,19 +45,32 @@ class Rows(torch.nn.Module):
 
 
 class Marker(torch.optim.Optimizer):
-    """Takes 1 from the place of the step that is made. Its state counts the steps."""
+    """Takes 1 from the place of the step that is made. Its state counts the steps, and has their places."""
 
     def __init__(self, model: Rows) -> None:
         super().__init__(model.parameters(), {})
         self.place = -1
+        self.steps = 0  # made here
+        self.adopted = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.check_state()
+        self.steps += 1
         for group in self.param_groups:
             for row in group["params"]:
                 row[self.place] -= 1.0
                 state = self.state[row]
                 state["step"] = state.get("step", torch.zeros(())) + 1.0
+                state.setdefault("places", torch.zeros(PLACES))[self.place] = 1.0
+
+    def check_state(self) -> None:
+        """A state, also one of a peer's that came in parts, is of one moment of one learner."""
+        states = [self.state[row] for group in self.param_groups for row in group["params"] if row in self.state]
+        for state in states:
+            assert float(state["places"].sum()) == float(state["step"]) == float(states[0]["step"])
+            assert bool((state["places"] == states[0]["places"]).all()), "a state of several moments"
+        self.adopted |= bool(states) and float(states[0]["step"]) > self.steps
 
 
 class WorkerLoop(ProcessLoop):
@@ -118,6 +131,7 @@ class WorkerProcess:
         self.alive, self.left, self.told_to_end = True, False, False
         self.given_up: list[tuple[int, int, str]] = []
         self.known: dict[int, Announcement] = {}  # by fragment, the newest that this session has told
+        self.verdicts: set[tuple[int, int]] = set()  # on pushes, by fragment and sequence
         self.answers: dict[tuple[int, int], int] = {}  # of this session's pulls, by fragment and round: the sequence
         self.learner: Learner | None = None
         self.error: WorkerError | None = None
@@ -163,6 +177,7 @@ class WorkerProcess:
                 work.park(self.speed)
                 optimizer.place, tokens = world.begin_step(self)
                 optimizer.step()
+                world.seen["steps with a peer's state"] += optimizer.adopted
                 world.oracle.train_sequences(learner._used)
                 learner.after_step(tokens)
 
@@ -227,6 +242,9 @@ def virtual_threads(world: WorkerWorld) -> Iterator[None]:
     def channel(self: Credentials, address: str, options: object = ()) -> Channel:
         return Channel(_own_process())
 
+    def connect(credentials: object, address: str, shard: int | None) -> HeardConnection:
+        return HeardConnection(_own_process(), shard)
+
     def push(self: SyncerClient, made: transfers.Push) -> None:
         world.check_push(_own_process(), made.plan)
         push_as_ever(self, made)
@@ -237,7 +255,7 @@ def virtual_threads(world: WorkerWorld) -> Iterator[None]:
     changes += [(client, "SimpleQueue", threads.SimpleQueue), (learner_module, "offer_everything", offer)]
     changes += [(device, "be_deterministic", lambda: None)]  # torch's own settings, of the whole process
     changes += [(transfers, "return_free_memory", lambda: None), (Credentials, "aio_channel", channel)]
-    changes += [(connection, "bulk_connection", lambda *whom: HeardConnection(_own_process()))]
+    changes += [(connection, "bulk_connection", connect)]
     changes += [(asyncio, "new_event_loop", new_loop), (asyncio, "set_event_loop", lambda loop: None)]
     with ExitStack() as stack:
         for owner, name, value in changes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from diloco_worker.core.adoption import Rule
 from syncer_simulation.settings import Kind
+from syncer_simulation.sharded_workers import ShardedWorkerSetup, ShardedWorkerWorld
 from syncer_simulation.shell_world import settle_shell
 from syncer_simulation.worker_world import WorkerSetup, WorkerWorld
 
@@ -47,7 +48,7 @@ def of_workers(setup: WorkerSetup) -> Kind[WorkerSetup, WorkerWorld]:
 
 
 def drawn_workers(seed: int) -> WorkerSetup:
-    """A job of any size and encodings, over fast links and slow ones, whose syncer lives or does not."""
+    """A job of any size and encodings, over links that are fast, slow or change bits; its syncer lives or does not."""
     rng = random.Random(seed)
     slots = rng.randint(1, 4)
     return replace(
@@ -64,6 +65,8 @@ def drawn_workers(seed: int) -> WorkerSetup:
         up=rng.choice(["float32", "bfloat16", "int8", "int4"]),
         down=rng.choice(["float32", "bfloat16", "delta-int8", "delta-int4"]),
         feedback=rng.random() < 0.5,
+        part_bytes=rng.choice([0, 1000]),
+        flips=rng.choice([0.0, 0.02]),
     )
 
 
@@ -87,6 +90,17 @@ def drawn_scheduled(seed: int) -> WorkerSetup:
     )
 
 
+def drawn_shards(seed: int) -> ShardedWorkerSetup:
+    """As ``drawn_workers``, with shards, which crash alone and with the syncer."""
+    drawn = asdict(drawn_workers(seed))
+    return ShardedWorkerSetup(**drawn | {"fragments": random.Random(seed).randint(1, drawn["every"])})
+
+
+def drawn_scheduled_shards(seed: int) -> ShardedWorkerSetup:
+    """As ``drawn_scheduled``, with shards."""
+    return ShardedWorkerSetup(**asdict(drawn_scheduled(seed)))
+
+
 def settle_scheduled(world: WorkerWorld) -> None:
     settle_shell(world)
     world.check_schedule()
@@ -99,5 +113,7 @@ WORKERS: dict[str, Kind[WorkerSetup, WorkerWorld]] = {
     "STANDING_BY": of_workers(STANDING_BY),
     "LEAVING": of_workers(LEAVING),
     "SCHEDULED": Kind(drawn_scheduled, WorkerWorld, settle_scheduled, 600.0),
+    "SHARDED": Kind(drawn_shards, ShardedWorkerWorld, settle_shell, 600.0),
+    "SCHEDULED_SHARDS": Kind(drawn_scheduled_shards, ShardedWorkerWorld, settle_scheduled, 600.0),
     "DRAWN": Kind(drawn_workers, WorkerWorld, settle_shell, 600.0),
 }

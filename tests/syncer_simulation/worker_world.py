@@ -11,11 +11,11 @@ store.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -27,19 +27,21 @@ from diloco_protocol.arrays.layout import Layout
 from diloco_protocol.spec.job import DiLoCoJob
 from diloco_protocol.spec.load import parse_job
 from diloco_protocol.vocabulary import ENDED_PHASES, JobPhase, PushRefusal, TransferRefusal
-from diloco_protocol.wire import channels, convert, sync_pb2
+from diloco_protocol.wire import channels, convert, limits, sync_pb2
 from diloco_protocol.wire.records import Announcement, Held, PushHeader, PushPlan
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.config import CoreConfig
 from diloco_syncer.core.merging import push_checks
+from diloco_syncer.server.bulk import BulkServer
 from diloco_syncer.store.records import Floats, MergeRecord
 from diloco_syncer.syncer import Syncer
 from diloco_worker.fragments import build_layout
 from diloco_worker.settings import RefusedError
 from syncer_simulation import threads
-from syncer_simulation.calls import Call, HeardUpload
+from syncer_simulation.calls import Call, HeardUpload, VirtualConnection
 from syncer_simulation.learners import Ids, Learner
 from syncer_simulation.oracle import Oracle
+from syncer_simulation.processes import ProcessLoop
 from syncer_simulation.shell_world import BEGUN, CALM, TOLD, Life, ShellSetup, SyncerProcesses
 from syncer_simulation.worker_process import PLACES, Rows, WorkerProcess, virtual_threads
 
@@ -84,12 +86,23 @@ class WorkerSetup(ShellSetup):
     old_jobs: float = 0.0  # share of the processes whose job file has another encoding than the syncer's
     deterministic: bool = False  # a job in that mode, whose learners and slots live
     timeout: float = 3.0  # seconds after which a silent learner is given up
+    part_bytes: int = 0  # of a transfer, at most; 0: as it is
+    flips: float = 0.0  # share of the pieces of a payload, each with a checksum, in which a bit turns on the way
     faithful: bool = False  # nothing breaks: who is told to end offers everything, and the syncer reads that it leaves
 
 
 # Of honest learners, as long as the store has lost nothing: refused because something else came first.
 UNLUCKY = {PushRefusal.OTHER_ROUND, PushRefusal.ALREADY_MERGED, PushRefusal.ENDED, PushRefusal.FENCED}
 UNLUCKY |= {TransferRefusal.NOT_JOINED, TransferRefusal.BUSY}
+
+
+@dataclass
+class HeardPush:
+    """What a learner has uploaded of a push. ``come``: by where they begin, the bytes of each piece."""
+
+    header: PushHeader
+    data: bytearray
+    come: dict[int, int] = field(default_factory=dict)
 
 
 class RowsOracle(Oracle):
@@ -117,7 +130,8 @@ class WorkerWorld(SyncerProcesses):
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.step_ids: list[tuple[str, int]] = []  # by place
-        self.uploads: dict[HeardUpload, tuple[PushHeader, bytearray]] = {}
+        self.uploads: dict[HeardUpload, HeardPush] = {}
+        self.heard: dict[tuple[str, PushHeader], HeardPush] = {}  # by process
         super().__init__(setup)
         self.oracle = RowsOracle(self)
         config = CoreConfig.from_job(self.job)
@@ -150,7 +164,11 @@ class WorkerWorld(SyncerProcesses):
         clocks = mock.patch.multiple(time, sleep=threads.sleep, time_ns=nanoseconds)
         # The parameters are marks of steps, which begin at 0, and no model: their sizes mean nothing.
         sizes = mock.patch.object(push_checks, "MOST_GROWTH", math.inf)
-        with virtual_threads(self), clocks, sizes:
+        parts: Any = contextlib.nullcontext()
+        if most := self.setup.part_bytes:
+            names = ("MAX_PART_BYTES", "MAX_UPLOAD_PART_BYTES", "MIN_PART_BYTES")
+            parts = mock.patch.multiple(limits, **dict.fromkeys(names, most))
+        with virtual_threads(self), clocks, sizes, parts:
             try:
                 super().run(limit)
             finally:
@@ -289,7 +307,7 @@ class WorkerWorld(SyncerProcesses):
             if said.WhichOneof("kind") != "report":
                 self.note(f"{call.channel.process} says {said.WhichOneof('kind')}")
 
-    @contextmanager
+    @contextlib.contextmanager
     def _noting_failures(self) -> Iterator[None]:
         try:
             yield
@@ -302,16 +320,20 @@ class WorkerWorld(SyncerProcesses):
         if not header.HasField("push"):
             return False
         with self._noting_failures():
-            self.uploads[call] = convert.push_header(header), bytearray()
+            said = convert.push_header(header)
+            new = HeardPush(said, bytearray(header.total_bytes))
+            self.uploads[call] = self.heard.setdefault((header.process, said), new)
             self.note(f"{call.process} pushes {header.push.fragment}/{header.push.sequence} for {header.push.round}")
             return self.chance(self.setup.lost_answers)
 
-    def hear_bytes(self, call: HeardUpload, part: memoryview) -> None:
-        """A learner uploads bytes."""
-        if call in self.uploads:
+    def hear_bytes(self, call: HeardUpload, offset: int, part: memoryview) -> None:
+        """A learner uploads bytes, of which the first is this one of the payload."""
+        if (push := self.uploads.get(call)) is not None:
             with self._noting_failures():
-                self.uploads[call][1].extend(part)
-                self._read_push(*self.uploads[call])
+                push.data[offset : offset + len(part)] = part
+                push.come[offset] = len(part)
+                if sum(push.come.values()) == len(push.data):
+                    self._read_push(push.header, push.data)
 
     def check_push(self, process: WorkerProcess, plan: PushPlan) -> None:
         """A learner has made a push. A pull has one answer, and none is of work that is known to be merged."""
@@ -319,7 +341,9 @@ class WorkerWorld(SyncerProcesses):
             return
         try:
             before = process.answers.setdefault((plan.fragment, plan.round), plan.sequence)
-            assert before == plan.sequence, f"{process} answers a pull twice: {plan}, and {before}"
+            again = before != plan.sequence and self.is_without_verdict(process, plan.fragment, before)
+            assert before == plan.sequence or again, f"{process} answers a pull twice: {plan}, and {before}"
+            process.answers[plan.fragment, plan.round] = plan.sequence
             known = process.known.get(plan.fragment)
             merged = known is not None and min(known.version, known.merged_version) > plan.base_version
             repeated = self.setup.deterministic  # whatever it has not adopted, in each new session: a header tells it
@@ -328,9 +352,12 @@ class WorkerWorld(SyncerProcesses):
             self.failures.append(error)
             raise
 
+    def is_without_verdict(self, process: WorkerProcess, fragment: int, sequence: int) -> bool:
+        """Whether the session goes on although this push of it will have no verdict."""
+        return False
+
     def _read_push(self, header: PushHeader, data: bytearray) -> None:
-        if len(data) != codec.encoded_bytes(header.encoding, PLACES):
-            return
+        assert len(data) == codec.encoded_bytes(header.encoding, PLACES)
         values = codec.decode(bytes(data), header.encoding, PLACES)
         ids = self.ids_at(np.flatnonzero(values > 0.5))
         tokens = sum(self.tokens_of[step] for step in ids)
@@ -347,13 +374,16 @@ class WorkerWorld(SyncerProcesses):
                 call.channel.process.known[news.fragment] = news
 
     def hear_reply(self, call: HeardUpload, reply: sync_pb2.UploadReply) -> None:
-        """A learner hears the answer to an upload."""
+        """A learner hears the answer to an upload, or to a part of one."""
         upload = self.uploads.pop(call, None)
-        if upload is None:
+        if upload is None or (reply.accepted and reply.reason == TransferRefusal.PARTIAL):
             return
-        header = upload[0]
+        if reply.reason == PushRefusal.BAD_CHECKSUM and self.setup.flips:
+            return  # no verdict: it is sent again
+        header = upload.header
         with self._noting_failures():
             self.note(f"{call.process} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}")
+            call.process.verdicts.add((header.fragment, header.sequence))
             taken = reply.accepted or reply.reason == PushRefusal.REPEATED
             if header.round == 0 and taken:
                 self.oracle.acknowledged[header.id] = header, self.oracle.ids_of[header.id]
@@ -406,5 +436,10 @@ class WorkerWorld(SyncerProcesses):
         """The syncer's end of all its connections is closed."""
         for process in self.processes:
             for call in list(process.link.calls):
-                if call.life is life:
+                if call.life is life and call.shard is None:
                     call.sever(0.0)
+
+    def find_bulk_server(self, connection: VirtualConnection) -> tuple[ProcessLoop, BulkServer] | None:
+        """Who serves a bulk connection, on its loop; None: nobody listens."""
+        life = connection.life
+        return None if life is None or life.syncer is None or not life.serving else (life.loop, life.syncer.bulk)

@@ -415,7 +415,7 @@ async def download(
             await ask(channel, part)
         if part.digest.intdigest() != part.checksum:
             part.begin_anew()
-            raise ChecksumError("the checksum of a downloaded part is wrong")
+            raise TransferError("download: a part's checksum is wrong", retry=True)
         part.done = True
 
     async def ask(channel: Channel, part: Part) -> None:

@@ -48,6 +48,7 @@ def test_a_learner_lives_with_its_link_and_leaves_well() -> None:
         ("RESTARTS", ("kills", "breaks", "crashes", "doubles", "hand-overs", "suspensions", "outages")),
         ("GOING_BACK", ("kills", "breaks", "losses", "wipes")),
         ("LEAVING", ("left well",)),
+        ("SHARDED", ("kills", "breaks", "crashes", "shard crashes", "untold", "connections to shards in vain")),
         ("DRAWN", ("kills", "breaks", "crashes", "doubles")),
     ],
 )
@@ -62,8 +63,9 @@ def test_the_library_lives_with_what_happens(kind: str, happened: tuple[str, ...
 )
 @pytest.mark.slow
 def test_a_deterministic_job_keeps_its_schedule() -> None:
-    seen = simulate("SCHEDULED", range(20))
-    assert min(seen[what] for what in ("breaks", "stalls", "crashes", "doubles", "hand-overs")) > 0, seen
+    for kind, own in (("SCHEDULED", "doubles"), ("SCHEDULED_SHARDS", "shard crashes")):
+        seen = simulate(kind, range(20))
+        assert min(seen[what] for what in (own, "breaks", "stalls", "crashes", "hand-overs")) > 0, seen
 
 
 @pytest.mark.slow
