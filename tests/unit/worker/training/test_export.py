@@ -178,7 +178,7 @@ class TestUse:
     def test_each_token_goes_through_the_model_once(self, tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        of = job({**LLAMA, "max_position_embeddings": 128})
+        of = job({**LLAMA, "max_position_embeddings": 128, "use_cache": False})
         model, tensors = trained(of)
         config: Any = model.config
         assert config.use_cache is False
