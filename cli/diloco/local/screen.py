@@ -171,13 +171,14 @@ def blocked_by(status: StatusDocument | None) -> str:
         return ""
     if status.store_problem:
         return status.store_problem
-    away = [row for row in status.shards if not row.serving and row.fragments]
+    begun = status.phase != JobPhase.WAITING  # before, shards may have nothing to serve yet
+    away = [row for row in status.shards if begun and not row.serving and row.fragments]
     failing = [row for row in status.shards if row.failures >= SHARD_FAILING]
     if named := away or failing:
-        shards = " and ".join(str(row.shard) for row in named)
-        words = " is away: its fragments wait" if away else f" has failed {named[0].failures} times in a row"
-        why = next((f" ({row.message})" for row in named if row.message), "")
-        return f"shard {shards} of the syncer{words}{why}"
+        shards = f"shard{'s' * (len(named) > 1)} {' and '.join(str(row.shard) for row in named)} of the syncer"
+        are, have, their = ("is", "has", "its") if len(named) == 1 else ("are", "have", "their")
+        words = f"{are} away: {their} fragments wait" if away else f"{have} failed {named[0].failures} times in a row"
+        return f"{shards} {words}{next((f' ({row.message})' for row in named if row.message), '')}"
     return status.message if status.phase in (JobPhase.WAITING, JobPhase.HOLDING) else ""
 
 

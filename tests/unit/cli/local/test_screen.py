@@ -105,6 +105,11 @@ def test_a_shard_that_is_away_or_fails_again_and_again_is_named_with_why() -> No
     assert blocked_by(view(shards=[there, away]).status) == (
         "shard 1 of the syncer is away: its fragments wait (signal 9 ended its process)"
     )
+    both = view(shards=[shard_row(0, serving=False), away])
+    assert blocked_by(both.status) == (
+        "shards 0 and 1 of the syncer are away: their fragments wait (signal 9 ended its process)"
+    )
+    assert "shard" not in blocked_by(view(phase="waiting", shards=[there, away]).status), "they may be beginning"
     unneeded = shard_row(2, fragments=[], serving=False)
     assert not blocked_by(view(shards=[there, unneeded]).status), "before version 0, and beyond the fragments"
     failing = shard_row(0, failures=3, message="its process ended with exit code 1")
