@@ -6,15 +6,21 @@ a merge is under way at most moments.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from runs import Run, check_ledger
 
@@ -269,3 +275,86 @@ def test_sigterm_drops_nothing(start: Callable[..., Run]) -> None:
     check_ledger(report, FRAGMENTS)
     assert all(row["reasons"].keys() <= {"overlap"} for row in report["ledger"]), report["ledger"]
     assert report["tokens"]["dropped"] <= 0.01 * report["tokens"]["trained"]
+
+
+def shard_processes(run: Run) -> dict[int, psutil.Process]:
+    """By number, as far as they have started."""
+    found = {}
+    for process in run.children():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "--shard" in words:
+                found[int(words[words.index("--shard") + 1])] = process
+    return found
+
+
+def shards_of(run: Run) -> list[dict[str, Any]]:
+    """The status's rows; empty: no syncer answers."""
+    with contextlib.suppress(OSError, ValueError):
+        address = json.loads((run.workdir / "address.json").read_text())["http"]
+        with urllib.request.urlopen(f"http://{address}/status", timeout=5) as answer:
+            return list(json.load(answer)["shards"])
+    return []
+
+
+def all_serve(run: Run, killed: int) -> bool:
+    """Whether all shards serve, and none of them is the process that was killed."""
+    there = shard_processes(run)
+    alive = len(there) == SHARDS and killed not in {process.pid for process in there.values()}
+    return alive and [row["serving"] for row in shards_of(run)] == [True] * SHARDS
+
+
+SHARDS = 4
+SHARD_KILL_SECONDS = float(os.environ.get("SHARD_KILL_SECONDS", "150"))
+
+
+@pytest.mark.promise(
+    "Shards and their syncer are killed again and again under load: the ledger is exact, and fragments of other shards "
+    "are merged as often as before for each step"
+)
+@pytest.mark.timeout(400 + int(3 * SHARD_KILL_SECONDS))
+def test_shards_and_their_syncer_are_killed_again_and_again(
+    start: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SHARD_KILL_SECONDS=600 is ten minutes of it."""
+    rng = random.Random(35)
+    words = ("--set", f"syncer.shards={SHARDS}", "--set", "sync.staleness.maxSteps=100000")
+    run = start(*words, text=JOB.format(stop=f"seconds: {SHARD_KILL_SECONDS:.0f}"))
+    run.waits_for("first-merge")
+    owner = {p: row["shard"] for row in shards_of(run) for p in row["fragments"]}
+    gone: list[tuple[int, float, float]] = []  # shards, from when to when they were away
+    syncers = 0
+    end = time.time() + SHARD_KILL_SECONDS - 30
+    while time.time() < end:
+        time.sleep(rng.uniform(4, 8))  # of training, with everybody there
+        killed, moment = rng.randrange(SHARDS), time.time()
+        process = shard_processes(run)[killed]
+        with_syncer = rng.random() < 0.2
+        victim = process.parent() if with_syncer else process
+        assert victim is not None
+        victim.kill()
+        run.until(partial(all_serve, run, process.pid), "all shards")
+        syncers += with_syncer
+        gone += [] if with_syncer else [(killed, moment, time.time())]
+    assert run.ends() == 0, run.everything()
+    report = run.report()
+    assert report["outcome"] == "complete" and report["syncer"]["restarts"] == syncers
+    check_ledger(report, FRAGMENTS)
+    store = DirectoryStore(run.workdir / "store")
+    assert tape_reader.verify(store) == report["merges"] and audit_store(store, "kills").holds
+    assert report["final_loss"] < report["initial_loss"] - 1
+
+    # Merges for each step of a learner, of a quarter of the fragments: while a shard is away, and in all.
+    merges = [(line["fragment"], line["time"]) for line in tape_reader.read(store)]
+    steps = sorted(time for times in step_times(run).values() for time in times)
+    usual = len(merges) / len(steps) / SHARDS
+    others = sum(any(owner[p] != shard and a <= t < b for shard, a, b in gone) for p, t in merges)
+    own = sum(any(owner[p] == shard and a + 1 <= t < b - 1 for shard, a, b in gone) for p, t in merges)
+    made = sum(any(a <= t < b for _, a, b in gone) for t in steps)
+    with capsys.disabled():
+        away = sum(b - a for _, a, b in gone)
+        print(
+            f"\n{len(gone)} shards killed, {away:.0f} s away in all, and {syncers} syncers; meanwhile {others} merges "
+            f"of other shards' fragments in {made} steps, {others / made / (SHARDS - 1) / usual:.2f} of the usual"
+        )
+    assert own == 0 and others / made / (SHARDS - 1) >= 0.7 * usual
