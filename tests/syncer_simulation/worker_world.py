@@ -132,6 +132,7 @@ class WorkerWorld(SyncerProcesses):
         self.step_ids: list[tuple[str, int]] = []  # by place
         self.uploads: dict[HeardUpload, HeardPush] = {}
         self.heard: dict[tuple[str, PushHeader], HeardPush] = {}  # by process
+        self.whole: dict[tuple[str, int, int], PushHeader] = {}  # by process, fragment and sequence, the last one
         super().__init__(setup)
         self.oracle = RowsOracle(self)
         config = CoreConfig.from_job(self.job)
@@ -334,6 +335,7 @@ class WorkerWorld(SyncerProcesses):
                 push.come[offset] = len(part)
                 if sum(push.come.values()) == len(push.data):
                     self._read_push(push.header, push.data)
+                    self.whole[call.process.process, push.header.fragment, push.header.sequence] = push.header
 
     def check_push(self, process: WorkerProcess, plan: PushPlan) -> None:
         """A learner has made a push. A pull has one answer, and none is of work that is known to be merged."""
@@ -384,10 +386,12 @@ class WorkerWorld(SyncerProcesses):
         with self._noting_failures():
             self.note(f"{call.process} hears of {header.fragment}/{header.sequence}: {reply.reason or 'accepted'}")
             call.process.verdicts.add((header.fragment, header.sequence))
-            taken = reply.accepted or reply.reason == PushRefusal.REPEATED
-            if header.round == 0 and taken:
-                self.oracle.acknowledged[header.id] = header, self.oracle.ids_of[header.id]
-            elif not taken:
+            is_taken = reply.accepted or reply.reason == PushRefusal.REPEATED
+            if header.round == 0 and is_taken:
+                # One that is repeated may be known from its header, by what it was in an earlier session.
+                taken = self.whole[call.process.process, header.fragment, header.sequence]
+                self.oracle.acknowledged[taken.id] = taken, self.oracle.ids_of[taken.id]
+            elif not is_taken:
                 self.refused[reply.reason] += 1
                 assert reply.reason in UNLUCKY or self.oracle.losses, (header, reply)
                 call.process.answers.pop((header.fragment, header.round), None)
