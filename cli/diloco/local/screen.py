@@ -177,8 +177,10 @@ def blocked_by(status: StatusDocument | None) -> str:
     if named := away or failing:
         shards = f"shard{'s' * (len(named) > 1)} {' and '.join(str(row.shard) for row in named)} of the syncer"
         are, have, their = ("is", "has", "its") if len(named) == 1 else ("are", "have", "their")
-        words = f"{are} away: {their} fragments wait" if away else f"{have} failed {named[0].failures} times in a row"
-        return f"{shards} {words}{next((f' ({row.message})' for row in named if row.message), '')}"
+        times = min(row.failures for row in named)
+        words = f"{are} away: {their} fragments wait" if away else f"{have} failed {times} times in a row"
+        why = next((f" ({row.message})" for row in named if row.message), "")
+        return f"{shards} {words}{why}"
     return status.message if status.phase in (JobPhase.WAITING, JobPhase.HOLDING) else ""
 
 

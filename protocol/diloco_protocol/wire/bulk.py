@@ -397,8 +397,8 @@ async def download(
     the first reply says it, up to ``limit``. ``allocate`` makes the array to receive into. ``meter`` hears of each
     part, from its header to its last byte. ``progress``: of the session. ``kept``: what an earlier try of the same
     request has left; this one goes on from there. Returns the first part's header and uint8[total]; the array is empty
-    when ``header.found`` is false. Raises ``TransferError`` if a part did not come through, ``WireError`` if it is
-    wrong.
+    when ``header.found`` is false. Raises ``TransferError`` if a part did not come through as it was sent,
+    ``WireError`` if a header is wrong.
     """
     if size is not None and size > limit:
         raise WireError(f"{size} bytes were announced; at most {limit} are allowed here")
