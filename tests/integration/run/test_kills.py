@@ -360,7 +360,7 @@ def test_shards_and_their_syncer_are_killed_again_and_again(
     with capsys.disabled():
         seconds = sum(b - a for _, a, b in gone)
         print(
-            f"\n{len(gone)} shards killed, {seconds:.0f} s away in all, and {syncers} syncers; meanwhile {others} merges "
+            f"\n{len(gone)} shards killed, {seconds:.0f} s away in all, {syncers} syncers; meanwhile {others} merges "
             f"of other shards' fragments in {made} steps, {others / made / (SHARDS - 1) / usual:.2f} of the usual"
         )
     assert own == 0 and others / made / (SHARDS - 1) >= 0.7 * usual
